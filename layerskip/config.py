@@ -1,0 +1,195 @@
+"""How shall the decoder decode? One frozen value that search proposes, measurement takes and export stores.
+
+A configuration names a kind of drafter and that kind's own parameters, nothing else: a parameter that belongs to another
+kind is refused by name, so that two configurations which decode alike are equal. No torch in here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .mask import MaskError, normalise
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be obeyed; the message names the field."""
+
+
+def _refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str, prefix: str = "") -> None:
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"{prefix}{name}: not a field of {owner}; it has {', '.join(known)}")
+
+
+def _check_type(name: str, value: Any, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise ConfigError(f"{name}: {value!r} is not a {wanted.__name__}")
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: {value!r} is not a whole number of at least {least}")
+
+
+def _check_number(name: str, value: Any, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ConfigError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When does a drafter stop before ``draft_length``?
+
+    ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
+    token) is below ``threshold``. ``adaptive``: the same, with a threshold that follows the acceptance rate as in Draft &
+    Verify (arXiv 2309.08168), section 3.3: after every round ``rate = acceptance_decay * rate + (1 - acceptance_decay) *
+    accepted / drafted``; the threshold moves up by ``step`` where the rate is at most ``target_acceptance``, else down,
+    smoothed by ``threshold_decay``.
+
+    Args:
+        kind: ``length``, ``threshold`` or ``adaptive``.
+        threshold: confidence in [0, 1]; for ``adaptive`` the first one.
+        target_acceptance: acceptance rate that ``adaptive`` steers to, in [0, 1].
+        step: how far ``adaptive`` moves the threshold per round, in [0, 1].
+        acceptance_decay: weight of the past in the acceptance rate, in [0, 1].
+        threshold_decay: weight of the past in the threshold, in [0, 1].
+        carry: whether ``adaptive`` carries its threshold from prompt to prompt, or starts each anew.
+    """
+
+    kind: str = "length"
+    threshold: float = 0.6
+    target_acceptance: float = 0.9
+    step: float = 0.01
+    acceptance_decay: float = 0.5
+    threshold_decay: float = 0.9
+    carry: bool = True
+
+    _FIELDS = {
+        "length": (),
+        "threshold": ("threshold",),
+        "adaptive": ("threshold", "target_acceptance", "step", "acceptance_decay", "threshold_decay", "carry"),
+    }
+
+    def __post_init__(self) -> None:
+        if self.kind not in self._FIELDS:
+            raise ConfigError(f"stop.kind: {self.kind!r} is not one of {', '.join(self._FIELDS)}")
+        for name in self._FIELDS["adaptive"][:-1]:
+            _check_number(f"stop.{name}", getattr(self, name), 0.0, 1.0)
+        _check_type("stop.carry", self.carry, bool)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that this kind of rule reads, as plain values."""
+        return {"kind": self.kind} | {name: getattr(self, name) for name in self._FIELDS[self.kind]}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any] | str) -> StopRule:
+        """Build from plain values, or from the name of a kind alone; unknown and foreign fields are refused by name."""
+        if isinstance(fields, str):
+            return cls(kind=fields)
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"stop: {fields!r} is neither the name of a rule nor a table of its fields")
+        kind = fields.get("kind", "length")
+        if kind not in cls._FIELDS:
+            raise ConfigError(f"stop.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
+        _refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"stop rule {kind}", "stop.")
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """One way to decode.
+
+    Args:
+        kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup`` or ``draft_model``.
+        draft_length: the most tokens drafted per round, at least 1.
+        mask: for ``layer_skip``: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
+        stop: for ``layer_skip`` and ``draft_model``: when to stop before ``draft_length``.
+        ngram_min: for ``prompt_lookup``: the shortest n-gram looked up, at least 1.
+        ngram_max: for ``prompt_lookup``: the longest, tried first.
+        match: for ``prompt_lookup``: of several matches in the context, the ``last`` or the ``first``.
+        draft: for ``draft_model``: a hub id, folder or GGUF file, as ``load_target`` takes them.
+
+    Raises:
+        ConfigError: a value is out of range, or a field is set that ``kind`` does not read.
+    """
+
+    kind: str = "none"
+    draft_length: int = 4
+    mask: str = ""
+    stop: StopRule = StopRule()
+    ngram_min: int = 1
+    ngram_max: int = 3
+    match: str = "last"
+    draft: str = ""
+
+    _FIELDS = {
+        "none": (),
+        "layer_skip": ("mask", "draft_length", "stop"),
+        "prompt_lookup": ("ngram_min", "ngram_max", "match", "draft_length"),
+        "draft_model": ("draft", "draft_length", "stop"),
+    }
+
+    def __post_init__(self) -> None:
+        if self.kind not in self._FIELDS:
+            raise ConfigError(f"kind: {self.kind!r} is not one of {', '.join(self._FIELDS)}")
+        for field in dataclasses.fields(self):
+            foreign = field.name not in ("kind", *self._FIELDS[self.kind])
+            if foreign and getattr(self, field.name) != field.default:
+                raise ConfigError(f"{field.name}: does not belong to kind {self.kind}")
+        _check_integer("draft_length", self.draft_length, 1)
+        _check_integer("ngram_min", self.ngram_min, 1)
+        _check_integer("ngram_max", self.ngram_max, 1)
+        if self.ngram_max < self.ngram_min:
+            raise ConfigError(f"ngram_max: {self.ngram_max} is below ngram_min, {self.ngram_min}")
+        if self.match not in ("last", "first"):
+            raise ConfigError(f"match: {self.match!r} is neither 'last' nor 'first'")
+        _check_type("stop", self.stop, StopRule)
+        _check_type("mask", self.mask, str)
+        _check_type("draft", self.draft, str)
+        if self.kind == "draft_model" and not self.draft:
+            raise ConfigError("draft: draft_model needs a hub id, a folder or a .gguf file")
+        try:
+            object.__setattr__(self, "mask", normalise(self.mask))
+        except MaskError as error:
+            raise ConfigError(str(error)) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration."""
+        fields: dict[str, Any] = {"kind": self.kind}
+        for name in self._FIELDS[self.kind]:
+            value = getattr(self, name)
+            fields[name] = value.to_dict() if isinstance(value, StopRule) else value
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> SpeculativeConfig:
+        """Build from plain values; a key that ``kind`` does not know is refused by name.
+
+        Raises:
+            ConfigError: an unknown key, or a value out of range.
+        """
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"config: {fields!r} is not a table of fields")
+        kind = fields.get("kind", "none")
+        if kind not in cls._FIELDS:
+            raise ConfigError(f"kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
+        _refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"kind {kind}")
+        values = dict(fields)
+        if "stop" in values:
+            values["stop"] = StopRule.from_dict(values["stop"])
+        return cls(**values)
+
+    def label(self) -> str:
+        """A short name for tables and logs."""
+        if self.kind == "none":
+            return "no drafting"
+        detail = {
+            "layer_skip": self.mask or "nothing skipped",
+            "prompt_lookup": f"{self.ngram_min}-{self.ngram_max}-gram, {self.match} match",
+            "draft_model": self.draft,
+        }[self.kind]
+        stop = "" if self.stop.kind == "length" else f", {self.stop.kind} {self.stop.threshold:g}"
+        return f"{self.kind.replace('_', ' ')} ({detail}; length {self.draft_length}{stop})"

@@ -1,0 +1,141 @@
+"""How is a prompt continued? The one decoding loop: draft, one pass of the target, verify, commit.
+
+Speculative decoding as in arXiv 2211.17192; with the drafter that proposes nothing it is plain decoding. The loop names no
+drafter: whatever proposes the tokens, the output is the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .cache import KVCache
+from .draft import Draft
+from .drafters.base import Context, Drafter
+from .forward import forward
+from .sampling import Chooser, Sampling, upload
+from .stats import DecodeStats, Round
+from .target import Target
+from .verify import verify
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a decoding produced.
+
+    Args:
+        tokens: the new tokens; an end-of-sequence token is the last of them.
+        stats: the rounds that made them.
+        finish: why it ended: ``eos``, ``stop`` or ``length``.
+    """
+
+    tokens: list[int]
+    stats: DecodeStats
+    finish: str
+
+
+@torch.inference_mode()
+def decode(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    max_new_tokens: int,
+    *,
+    stops: Callable[[list[int]], bool] | None = None,
+    callback: Callable[[list[int]], None] | None = None,
+    on_first_token: Callable[[], None] | None = None,
+    seed: int | None = None,
+    static_shapes: bool = False,
+) -> Continuation:
+    """Continue a prompt with exactly the tokens that the target alone would give.
+
+    Args:
+        target: the model to decode with.
+        drafter: what proposes tokens.
+        prompt: token ids, at least one.
+        sampling: how tokens are chosen.
+        max_new_tokens: at least 1.
+        stops: given all tokens up to some new one, prompt included: does the output end there?
+        callback: gets the committed tokens of every round, in order.
+        on_first_token: called once, when prefill is done and the first token is known.
+        seed: makes sampling repeatable.
+        static_shapes: see :class:`~layerskip.cache.KVCache`.
+
+    Raises:
+        ValueError: the prompt is empty or ``max_new_tokens`` is below 1.
+    """
+    if not prompt:
+        raise ValueError("prompt: is empty")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
+    model, device = target.model, target.device
+    cache = KVCache(target.layers, len(prompt) + max_new_tokens, static_shapes, device)
+    chooser = Chooser(sampling, target.vocabulary, device, seed)
+    chooser.observe(prompt)
+    ending = _Ending(target.eos_ids, len(prompt) + max_new_tokens, stops)
+
+    block = upload(prompt, device)
+    logits = forward(model, block, cache, last=1)
+    verdict = verify(Draft.empty(device), chooser.distribution(logits, block[-1:]), chooser.generator)
+    cache.length = len(prompt)
+    context = Context(list(prompt), verdict.last)
+    drafter.start(prompt, cache, chooser)
+    if on_first_token is not None:
+        on_first_token()
+    committed = ending.commit(context.tokens, [verdict.next_token])
+    chooser.observe(committed)
+    if callback is not None:
+        callback(committed)
+
+    rounds: list[Round] = []
+    while ending.reason is None:
+        # The round adds one token of the target's, so a draft may fill all but one of the places left.
+        limit = ending.length - len(context.tokens) - 1
+        draft = drafter.draft(context, limit) if limit > 0 else Draft.empty(device)
+        block = torch.cat((context.last, draft.tokens))
+        logits = forward(model, block, cache, last=block.shape[0])
+        verdict = verify(draft, chooser.distribution(logits, block), chooser.generator)
+        cache.length += verdict.accepted + 1
+        committed = ending.commit(context.tokens, [*verdict.drafted[: verdict.accepted], verdict.next_token])
+        context.last = verdict.last
+        chooser.observe(committed)
+        drafter.observe(verdict)
+        accepted = min(verdict.accepted, len(committed))  # what lies behind an end of sequence counts nowhere
+        rounds.append(Round(len(verdict.drafted), accepted, len(committed)))
+        if callback is not None:
+            callback(committed)
+    return Continuation(context.tokens[len(prompt) :], DecodeStats(tuple(rounds)), ending.reason)
+
+
+class _Ending:
+    """Decides where the output ends, token by token, before anything is committed.
+
+    Args:
+        eos_ids: tokens that end a sequence.
+        length: prompt and output together may be this long.
+        stops: a further reason to end.
+    """
+
+    def __init__(
+        self, eos_ids: frozenset[int], length: int, stops: Callable[[list[int]], bool] | None
+    ) -> None:
+        self.eos_ids, self.length, self.stops = eos_ids, length, stops
+        self.reason: str | None = None
+
+    def commit(self, tokens: list[int], new: list[int]) -> list[int]:
+        """Append new tokens to the sequence up to its end, and return those that were appended."""
+        before = len(tokens)
+        for token in new:
+            tokens.append(token)
+            if token in self.eos_ids:
+                self.reason = "eos"
+            elif self.stops is not None and self.stops(tokens):
+                self.reason = "stop"
+            elif len(tokens) >= self.length:
+                self.reason = "length"
+            if self.reason is not None:
+                break
+        return tokens[before:]

@@ -1,0 +1,29 @@
+"""What does a drafter propose? Tokens, and the distributions they were drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens, still on the device.
+
+    Args:
+        tokens: ``[K]`` int64; K may be 0.
+        parents: None for a chain, in which token i follows token i - 1.
+        probs: ``[K, V]`` float32, the distribution that each token was drawn from; None where the draft is
+            deterministic, hence one-hot.
+    """
+
+    tokens: Tensor
+    parents: Tensor | None = None
+    probs: Tensor | None = None
+
+    @classmethod
+    def empty(cls, device: torch.device) -> Draft:
+        """The draft without tokens."""
+        return cls(torch.empty(0, dtype=torch.int64, device=device))

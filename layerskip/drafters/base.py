@@ -1,0 +1,67 @@
+"""What does the decoding loop ask of a drafter? The contract, and the drafter that proposes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ..cache import KVCache
+from ..sampling import Chooser
+from ..verify import Verdict
+from ..draft import Draft
+
+
+@dataclass
+class Context:
+    """The sequence so far.
+
+    Args:
+        tokens: prompt and committed tokens, on the host.
+        last: ``[1]`` int64 on the device: the last of them, which no cache holds yet.
+    """
+
+    tokens: list[int]
+    last: Tensor
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the target to verify. One drafter serves one prompt after the other, one at a time.
+
+    Life: ``start`` once per prompt, after the target's prefill; then in turns ``draft`` and ``observe``. Whatever it
+    proposes, the output is the target's; a drafter can only be slow. With one exception it must keep: where tokens are
+    drawn, ``Draft.probs`` must be the very distributions they were drawn from, and whether a token is proposed must
+    not depend on its own value, only on those before it.
+    """
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Begin a prompt.
+
+        Args:
+            prompt: its tokens.
+            cache: the target's, filled with the prompt. A drafter that runs on it must leave ``length`` as it was.
+            chooser: how tokens are chosen.
+        """
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """Propose at most ``limit`` tokens behind the context (``limit`` >= 1); an empty draft is a good answer."""
+        ...
+
+    def observe(self, verdict: Verdict) -> None:
+        """Hear what came of the last draft. The committed tokens are ``drafted[:accepted]`` and ``next_token``."""
+
+
+class NoDraft:
+    """Proposes nothing: the loop is then plain decoding, the baseline of every comparison."""
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Nothing to prepare."""
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """The empty draft."""
+        return Draft.empty(context.last.device)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Nothing to learn."""

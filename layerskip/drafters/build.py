@@ -1,0 +1,44 @@
+"""Which drafter does a configuration ask for, on which target?"""
+
+from __future__ import annotations
+
+from ..anatomy import UnsupportedModel, check_rewind
+from ..config import ConfigError, SpeculativeConfig
+from ..mask import MaskError, SkipMask
+from ..target import Target
+from ..view import skip_view
+from .base import Drafter, NoDraft
+from .draft_model import DraftModel
+from .layer_skip import LayerSkip
+from .prompt_lookup import PromptLookup
+
+
+def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
+    """The drafter of a configuration, ready for any number of prompts.
+
+    Raises:
+        ConfigError: the configuration does not fit the target.
+        UnsupportedModel: the target, or the draft model, cannot be decoded so.
+        TargetError: the draft model cannot be loaded.
+    """
+    check_rewind(target.model)
+    match config.kind:
+        case "none":
+            return NoDraft()
+        case "layer_skip":
+            try:
+                view = skip_view(target.model, SkipMask.parse(config.mask, target.layers))
+            except MaskError as error:
+                raise ConfigError(str(error)) from None
+            return LayerSkip(view, config.draft_length, config.stop)
+        case "prompt_lookup":
+            return PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
+        case "draft_model":
+            draft = target.load_draft(config.draft)
+            try:
+                check_rewind(draft.model)
+            except UnsupportedModel as error:
+                raise UnsupportedModel(f"draft: {error}") from error
+            return DraftModel(draft.model, draft.layers, config.draft_length, config.stop)
+        case other:
+            raise ConfigError(f"kind: {other!r} has no drafter")

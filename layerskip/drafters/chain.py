@@ -1,0 +1,49 @@
+"""How does a model draft a chain of tokens? One after the other, each from the distribution behind the one before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ..cache import KVCache
+from ..forward import forward
+from ..sampling import Chooser
+from ..draft import Draft
+from .stopping import Stopper
+
+
+def draft_chain(
+    model: nn.Module, cache: KVCache, pending: Tensor, limit: int, chooser: Chooser, stopper: Stopper
+) -> Draft:
+    """Draft up to ``limit`` tokens, and leave ``cache.length`` behind the last token that was fed.
+
+    Args:
+        model: what drafts: a view of the target or a model with the target's tokenizer.
+        cache: the model's keys and values of everything before ``pending``.
+        pending: ``[m]`` int64, the tokens that the cache lacks; the last one is the sequence's last.
+        limit: the most tokens to draft, at least 1.
+        chooser: the target's choice of tokens, which the draft's must equal.
+        stopper: when to stop before ``limit``.
+    """
+    tokens: list[Tensor] = []
+    distributions: list[Tensor] = []
+    block = fed = pending
+    while True:
+        logits = _fit(forward(model, fed, cache, last=1), chooser.vocabulary)
+        cache.length += fed.shape[0]
+        distribution = chooser.distribution(logits, block)
+        fed = chooser.choose(distribution)
+        tokens.append(fed)
+        distributions.append(distribution)
+        if len(tokens) == limit or stopper.stops(logits):
+            break
+        block = torch.cat((block, fed))
+    probs = None if chooser.sampling.greedy else torch.cat(distributions)
+    return Draft(torch.cat(tokens), probs=probs)
+
+
+def _fit(logits: Tensor, vocabulary: int) -> Tensor:
+    """Give a draft model's ``[1, V']`` logits the target's width; models of one tokenizer pad it differently."""
+    missing = vocabulary - logits.shape[-1]
+    return logits if missing == 0 else pad(logits, (0, missing), value=-float("inf"))

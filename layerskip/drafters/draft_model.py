@@ -1,0 +1,61 @@
+"""Drafting with a smaller model of the same tokenizer, on its own cache.
+
+Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192). After a fully accepted draft the model lacks
+the keys and values of its own last token; it is fed two tokens in the next round rather than one more pass in this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..cache import KVCache
+from ..config import StopRule
+from ..forward import forward
+from ..sampling import Chooser, upload
+from ..verify import Verdict
+from .base import Context
+from .chain import draft_chain
+from ..draft import Draft
+from .stopping import Stopper
+
+
+class DraftModel:
+    """Drafts with another model.
+
+    Args:
+        model: a causal language model over the target's tokens; its output may be padded to another width.
+        layers: how many decoder layers it has.
+        draft_length: the most tokens per round.
+        stop: when to stop before that.
+    """
+
+    def __init__(self, model: nn.Module, layers: int, draft_length: int, stop: StopRule) -> None:
+        self.model = model
+        self.layers = layers
+        self.draft_length = draft_length
+        self.stopper = Stopper(stop)
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Prefill the model's own cache with the prompt."""
+        self._chooser = chooser
+        self._device = next(self.model.parameters()).device
+        self._cache = KVCache(self.layers, cache.max_length, cache.static_shapes, self._device)
+        forward(self.model, upload(prompt, self._device), self._cache, last=1)
+        self._cache.length = self._verified = len(prompt)
+        self.stopper.start()
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """Catch up with what was committed, then draft."""
+        self._verified = len(context.tokens)
+        missing = len(context.tokens) - self._cache.length
+        pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
+        return draft_chain(
+            self.model, self._cache, pending, min(limit, self.draft_length), self._chooser, self.stopper
+        )
+
+    def observe(self, verdict: Verdict) -> None:
+        """Forget the keys and values of rejected tokens."""
+        self._cache.length = min(self._cache.length, self._verified + verdict.accepted)
+        self.stopper.observe(len(verdict.drafted), verdict.accepted)

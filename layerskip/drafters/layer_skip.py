@@ -1,0 +1,55 @@
+"""Drafting with the target itself, some of its sub-layers skipped.
+
+Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding (arXiv 2309.08168). The draft runs
+on the target's own cache: it reads the verified prefix, so it needs no prefill and no memory, and what it writes behind
+that prefix is overwritten by verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..cache import KVCache
+from ..config import StopRule
+from ..sampling import Chooser
+from ..verify import Verdict
+from .base import Context
+from .chain import draft_chain
+from ..draft import Draft
+from .stopping import Stopper
+
+
+class LayerSkip:
+    """Drafts through a view of the target.
+
+    Args:
+        view: the target with sub-layers skipped, as :func:`layerskip.view.skip_view` makes it.
+        draft_length: the most tokens per round.
+        stop: when to stop before that.
+    """
+
+    def __init__(self, view: nn.Module, draft_length: int, stop: StopRule) -> None:
+        self.view = view
+        self.draft_length = draft_length
+        self.stopper = Stopper(stop)
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Take the target's cache; there is nothing to prefill."""
+        self._cache, self._chooser = cache, chooser
+        self.stopper.start()
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """Draft on the target's cache, then rewind it."""
+        verified = self._cache.length
+        try:
+            return draft_chain(
+                self.view, self._cache, context.last, min(limit, self.draft_length), self._chooser, self.stopper
+            )
+        finally:
+            self._cache.length = verified
+
+    def observe(self, verdict: Verdict) -> None:
+        """Adapt the stop rule."""
+        self.stopper.observe(len(verdict.drafted), verdict.accepted)

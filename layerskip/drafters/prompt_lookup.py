@@ -1,0 +1,61 @@
+"""Drafting by repeating the context: find its last tokens earlier on, and propose what followed there.
+
+Prompt lookup decoding (Apoorv Saxena, 2023; LLMA, arXiv 2304.04487, had the idea with a reference text). No model runs, so
+a wrong draft costs only the wider verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..cache import KVCache
+from ..sampling import Chooser, upload
+from ..verify import Verdict
+from .base import Context
+from ..draft import Draft
+
+
+class PromptLookup:
+    """Drafts from an index of the context's n-grams, kept up to date token by token.
+
+    Args:
+        ngram_min: the shortest n-gram looked up.
+        ngram_max: the longest; longer ones are tried first.
+        match: which earlier occurrence wins: ``last`` or ``first``.
+        draft_length: the most tokens per round.
+    """
+
+    def __init__(self, ngram_min: int, ngram_max: int, match: str, draft_length: int) -> None:
+        self.sizes = range(ngram_max, ngram_min - 1, -1)
+        self.keep_first = match == "first"
+        self.draft_length = draft_length
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Forget the prompt before."""
+        self._follows: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """Propose what followed the longest n-gram that the context ends with; nothing where none occurred before."""
+        tokens, device = context.tokens, context.last.device
+        self._index(tokens)
+        for size in self.sizes:
+            start = self._follows.get(tuple(tokens[-size:])) if size < len(tokens) else None
+            if start is not None:
+                return Draft(upload(tokens[start : start + min(limit, self.draft_length)], device))
+        return Draft.empty(torch.device(device))
+
+    def observe(self, verdict: Verdict) -> None:
+        """Nothing to learn; the next context has it all."""
+
+    def _index(self, tokens: Sequence[int]) -> None:
+        """Index every n-gram that a token follows, which leaves out the one that the context ends with."""
+        for end in range(self._indexed, len(tokens)):
+            for size in self.sizes:
+                if size <= end:
+                    ngram = tuple(tokens[end - size : end])
+                    if not (self.keep_first and ngram in self._follows):
+                        self._follows[ngram] = end
+        self._indexed = len(tokens)

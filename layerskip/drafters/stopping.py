@@ -1,0 +1,46 @@
+"""When does a drafter that knows its confidence stop early?
+
+A fixed threshold, or the adaptive one of Draft & Verify (arXiv 2309.08168), section 3.3. The token whose confidence fell
+below the threshold stays in the draft: dropping it would make its presence depend on its own value, which is not lossless
+when sampling, and verifying one more token costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..config import StopRule
+
+
+class Stopper:
+    """Applies one stop rule over the rounds of a decoding, and over several where the rule carries on."""
+
+    def __init__(self, rule: StopRule) -> None:
+        self.rule = rule
+        self.threshold = rule.threshold
+        self._acceptance_rate: float | None = None
+
+    def start(self) -> None:
+        """Begin a prompt."""
+        if not self.rule.carry:
+            self.threshold = self.rule.threshold
+            self._acceptance_rate = None
+
+    def stops(self, logits: Tensor) -> bool:
+        """Whether drafting ends behind the token of these ``[1, V]`` logits. Reading the confidence waits for the device."""
+        if self.rule.kind == "length":
+            return False
+        return float(logits.float().softmax(-1).max()) < self.threshold
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Let an adaptive threshold follow the acceptance rate of a round that drafted something."""
+        rule = self.rule
+        if rule.kind != "adaptive" or drafted == 0:
+            return
+        rate = accepted / drafted
+        if self._acceptance_rate is not None:
+            rate = rule.acceptance_decay * self._acceptance_rate + (1 - rule.acceptance_decay) * rate
+        self._acceptance_rate = rate
+        moved = self.threshold + (rule.step if rate <= rule.target_acceptance else -rule.step)
+        smoothed = rule.threshold_decay * self.threshold + (1 - rule.threshold_decay) * moved
+        self.threshold = min(1.0, max(0.0, smoothed))

