@@ -1,0 +1,39 @@
+"""Lossless speculative decoding of any Hugging Face decoder: generate, measure, export."""
+
+from .anatomy import UnsupportedModel
+from .checkpoint import save_draft_checkpoint
+from .config import ConfigError, SpeculativeConfig, StopRule
+from .export import Export, ExportError
+from .generation import Generation, generate
+from .mask import MaskError, SkipMask
+from .measure import measure
+from .measurement import Measurement
+from .prompts import PromptError, PromptSet
+from .sampling import Sampling, SamplingError
+from .stats import DecodeStats, Round
+from .target import Target, TargetError, load_target
+
+__all__ = [
+    "ConfigError",
+    "DecodeStats",
+    "Export",
+    "ExportError",
+    "Generation",
+    "MaskError",
+    "Measurement",
+    "PromptError",
+    "PromptSet",
+    "Round",
+    "Sampling",
+    "SamplingError",
+    "SkipMask",
+    "SpeculativeConfig",
+    "StopRule",
+    "Target",
+    "TargetError",
+    "UnsupportedModel",
+    "generate",
+    "load_target",
+    "measure",
+    "save_draft_checkpoint",
+]

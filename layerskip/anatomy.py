@@ -92,7 +92,7 @@ def check_rewind(model: PreTrainedModel) -> None:
     try:
         cache = KVCache(layers, _PROBE_LENGTH, device=model.device)
         fresh = forward(model, tokens, cache, last=half)
-        written = any(layer.is_initialized for layer in cache.layers)
+        written = cache.is_written
         cache = KVCache(layers, _PROBE_LENGTH, device=model.device)
         forward(model, tokens[:half], cache, last=1)
         cache.length = half

@@ -51,7 +51,8 @@ class _Layer(CacheLayerMixin):
         """Write states of shape ``[B, heads, n, head_dim]`` behind the length, and return all up to their end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         if self._owner.static_shapes:
             positions = self._owner.positions(key_states.shape[-2])
             self.keys.index_copy_(2, positions, key_states)
@@ -97,7 +98,8 @@ class KVCache(Cache):
     ) -> None:
         self.max_length = max_length
         self.static_shapes = static_shapes
-        super().__init__(layers=[_Layer(self) for _ in range(layers)])
+        self._layers = [_Layer(self) for _ in range(layers)]
+        super().__init__(layers=list(self._layers))
         self._device_length = torch.zeros((), dtype=torch.int64, device=device) if static_shapes else None
         self._length = 0
 
@@ -126,8 +128,13 @@ class KVCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""
-        states = [t for layer in self.layers for t in (layer.keys, layer.values) if t is not None]
+        states = [t for layer in self._layers for t in (layer.keys, layer.values) if t is not None]
         return sum(t.numel() * t.element_size() for t in states)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any layer has put something in."""
+        return any(layer.is_initialized for layer in self._layers)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Where the next pass's first position lies, for the attention mask."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .mask import MaskError, normalise
 
@@ -67,7 +67,7 @@ class StopRule:
     threshold_decay: float = 0.9
     carry: bool = True
 
-    _FIELDS = {
+    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "length": (),
         "threshold": ("threshold",),
         "adaptive": ("threshold", "target_acceptance", "step", "acceptance_decay", "threshold_decay", "carry"),
@@ -125,7 +125,7 @@ class SpeculativeConfig:
     match: str = "last"
     draft: str = ""
 
-    _FIELDS = {
+    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "none": (),
         "layer_skip": ("mask", "draft_length", "stop"),
         "prompt_lookup": ("ngram_min", "ngram_max", "match", "draft_length"),

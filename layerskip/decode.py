@@ -46,8 +46,9 @@ def decode(
     *,
     stops: Callable[[list[int]], bool] | None = None,
     callback: Callable[[list[int]], None] | None = None,
-    on_first_token: Callable[[], None] | None = None,
+    on_prefill: Callable[[int], None] | None = None,
     seed: int | None = None,
+    eos_ids: frozenset[int] | None = None,
     static_shapes: bool = False,
 ) -> Continuation:
     """Continue a prompt with exactly the tokens that the target alone would give.
@@ -60,8 +61,9 @@ def decode(
         max_new_tokens: at least 1.
         stops: given all tokens up to some new one, prompt included: does the output end there?
         callback: gets the committed tokens of every round, in order.
-        on_first_token: called once, when prefill is done and the first token is known.
+        on_prefill: called once, when prefill is done, with how many new tokens are known by then: 1.
         seed: makes sampling repeatable.
+        eos_ids: what ends the sequence; the target's own where None.
         static_shapes: see :class:`~layerskip.cache.KVCache`.
 
     Raises:
@@ -75,7 +77,7 @@ def decode(
     cache = KVCache(target.layers, len(prompt) + max_new_tokens, static_shapes, device)
     chooser = Chooser(sampling, target.vocabulary, device, seed)
     chooser.observe(prompt)
-    ending = _Ending(target.eos_ids, len(prompt) + max_new_tokens, stops)
+    ending = _Ending(target.eos_ids if eos_ids is None else eos_ids, len(prompt) + max_new_tokens, stops)
 
     block = upload(prompt, device)
     logits = forward(model, block, cache, last=1)
@@ -83,8 +85,8 @@ def decode(
     cache.length = len(prompt)
     context = Context(list(prompt), verdict.last)
     drafter.start(prompt, cache, chooser)
-    if on_first_token is not None:
-        on_first_token()
+    if on_prefill is not None:
+        on_prefill(1)
     committed = ending.commit(context.tokens, [verdict.next_token])
     chooser.observe(committed)
     if callback is not None:
@@ -119,9 +121,7 @@ class _Ending:
         stops: a further reason to end.
     """
 
-    def __init__(
-        self, eos_ids: frozenset[int], length: int, stops: Callable[[list[int]], bool] | None
-    ) -> None:
+    def __init__(self, eos_ids: frozenset[int], length: int, stops: Callable[[list[int]], bool] | None) -> None:
         self.eos_ids, self.length, self.stops = eos_ids, length, stops
         self.reason: str | None = None
 

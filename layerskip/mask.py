@@ -56,9 +56,7 @@ class SkipMask:
         for kind, chosen in (("attention", attention), ("mlp", mlp)):
             outside = sorted(index for index in chosen if not 0 <= index < layers)
             if outside:
-                raise MaskError(
-                    f"mask: {kind} layer {outside[0]} is out of range; the model has layers 0 to {layers - 1}"
-                )
+                raise MaskError(f"mask: {kind} layer {outside[0]} is out of range; the model has layers 0 to {layers - 1}")
         return cls(tuple(i in attention for i in range(layers)), tuple(i in mlp for i in range(layers)))
 
     @classmethod

@@ -96,15 +96,20 @@ class Sampling:
         """
         if self.greedy and not self.needs_seen:
             return logits.argmax(-1)
-        scores = logits.float()
-        if self.needs_seen:
-            if seen is None:
-                raise ValueError("seen: the repetition penalty needs the tokens of each row's prefix")
-            penalised = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
-            scores = torch.where(seen, penalised, scores)
+        scores = self.penalise(logits, seen)
         if self.greedy:
             return scores.argmax(-1)
         return self._filter(scores / self.temperature).softmax(-1)
+
+    def penalise(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """``[n, V]`` float32: the logits after the repetition penalty, before temperature and filters."""
+        scores = logits.float()
+        if not self.needs_seen:
+            return scores
+        if seen is None:
+            raise ValueError("seen: the repetition penalty needs the tokens of each row's prefix")
+        penalised = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
+        return torch.where(seen, penalised, scores)
 
     def _filter(self, scores: Tensor) -> Tensor:
         dropped = -float("inf")
@@ -175,6 +180,10 @@ class Chooser:
             As :meth:`Sampling.distribution`.
         """
         return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0]))
+
+    def penalise(self, logits: Tensor, block: Tensor) -> Tensor:
+        """The penalised logits behind the same rows; as :meth:`Sampling.penalise`."""
+        return self.sampling.penalise(logits, self._seen_by_row(block, logits.shape[0]))
 
     def choose(self, distribution: Tensor) -> Tensor:
         """``[n]`` int64: one token per row, in either form of distribution."""

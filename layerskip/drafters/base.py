@@ -9,9 +9,9 @@ from typing import Protocol
 from torch import Tensor
 
 from ..cache import KVCache
+from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
-from ..draft import Draft
 
 
 @dataclass

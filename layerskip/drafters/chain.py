@@ -7,15 +7,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..cache import KVCache
+from ..draft import Draft
 from ..forward import forward
 from ..sampling import Chooser
-from ..draft import Draft
 from .stopping import Stopper
 
 
-def draft_chain(
-    model: nn.Module, cache: KVCache, pending: Tensor, limit: int, chooser: Chooser, stopper: Stopper
-) -> Draft:
+def draft_chain(model: nn.Module, cache: KVCache, pending: Tensor, limit: int, chooser: Chooser, stopper: Stopper) -> Draft:
     """Draft up to ``limit`` tokens, and leave ``cache.length`` behind the last token that was fed.
 
     Args:

@@ -12,12 +12,12 @@ from torch import nn
 
 from ..cache import KVCache
 from ..config import StopRule
+from ..draft import Draft
 from ..forward import forward
 from ..sampling import Chooser, upload
 from ..verify import Verdict
 from .base import Context
 from .chain import draft_chain
-from ..draft import Draft
 from .stopping import Stopper
 
 
@@ -51,9 +51,7 @@ class DraftModel:
         self._verified = len(context.tokens)
         missing = len(context.tokens) - self._cache.length
         pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
-        return draft_chain(
-            self.model, self._cache, pending, min(limit, self.draft_length), self._chooser, self.stopper
-        )
+        return draft_chain(self.model, self._cache, pending, min(limit, self.draft_length), self._chooser, self.stopper)
 
     def observe(self, verdict: Verdict) -> None:
         """Forget the keys and values of rejected tokens."""

@@ -13,11 +13,11 @@ from torch import nn
 
 from ..cache import KVCache
 from ..config import StopRule
+from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context
 from .chain import draft_chain
-from ..draft import Draft
 from .stopping import Stopper
 
 

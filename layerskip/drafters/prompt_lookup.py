@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from ..cache import KVCache
+from ..draft import Draft
 from ..sampling import Chooser, upload
 from ..verify import Verdict
 from .base import Context
-from ..draft import Draft
 
 
 class PromptLookup:

@@ -1,0 +1,54 @@
+"""Where did a measurement run? Processor or card, threads and versions, for exports, logs and records."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "transformers", "optuna", "mlflow", "hydra-core")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Plain values: ``device``, ``device_name``, ``threads``, ``platform``, ``versions`` and ``git_commit``."""
+    return {
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "git_commit": _git_commit(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in _PACKAGES:
+        for name in (package, f"{package}-skinny"):
+            try:
+                found.setdefault(package, metadata.version(name))
+            except metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _git_commit() -> str | None:
+    """The commit of this program's own checkout; None where it is installed otherwise."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,139 @@
+"""What did a search find, on what evidence, and how is it loaded elsewhere? Versioned JSON, ``layerskip.export/1``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .config import ConfigError, SpeculativeConfig
+from .hugging_face import custom_generate
+from .sampling import Sampling, SamplingError
+from .target import Target
+
+SCHEMA = "layerskip.export/1"
+_SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search")
+_TARGET_FIELDS = {"name": str, "architecture": str, "layers": int, "dtype": str}
+
+
+class ExportError(ValueError):
+    """A file that is no export of this schema, or an export for another target; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """A configuration and everything that is known about it.
+
+    Args:
+        target: ``name``, ``revision``, ``architecture``, ``layers`` and ``dtype`` of the model it was found on.
+        config: how to decode.
+        sampling: how tokens were chosen when it was measured.
+        evidence: held-out tokens/s, the baseline's, speedup with interval, acceptance, losslessness.
+        environment: device and versions.
+        search: study, trials, seconds spent, MLflow run id.
+    """
+
+    target: Mapping[str, Any]
+    config: SpeculativeConfig
+    sampling: Sampling = field(default_factory=Sampling)
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    search: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def describe(target: Target) -> dict[str, Any]:
+        """What an export records of a target."""
+        return {
+            "name": target.name,
+            "revision": target.revision,
+            "architecture": target.architecture,
+            "layers": target.layers,
+            "dtype": target.dtype,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The export as plain values, schema first."""
+        return {
+            "schema": SCHEMA,
+            "target": dict(self.target),
+            "config": self.config.to_dict(),
+            "sampling": self.sampling.to_dict(),
+            "evidence": dict(self.evidence),
+            "environment": dict(self.environment),
+            "search": dict(self.search),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the file whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path, target: Target | None = None) -> Export:
+        """Read an export.
+
+        Args:
+            path: of the JSON file.
+            target: where given, the export must be for it; see :meth:`check`.
+
+        Raises:
+            ExportError: not an export of this schema, or one for another target.
+        """
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ExportError(f"export: cannot read {path}: {error.strerror}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ExportError(f"export: {path} is not JSON: {error}") from None
+        if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
+            found = fields.get("schema") if isinstance(fields, dict) else None
+            raise ExportError(f"schema: {path} has {found!r}; this program reads {SCHEMA!r}")
+        for name in ("target", "config"):
+            if name not in fields:
+                raise ExportError(f"{name}: is missing from {path}")
+        for name, value in fields.items():
+            if name != "schema" and name not in _SECTIONS:
+                raise ExportError(f"{name}: not a field of {SCHEMA}, in {path}")
+            if name != "schema" and not isinstance(value, dict):
+                raise ExportError(f"{name}: is not a table, in {path}")
+        for name, kind in _TARGET_FIELDS.items():
+            if not isinstance(fields["target"].get(name), kind):
+                raise ExportError(f"target.{name}: is missing or not a {kind.__name__}, in {path}")
+        try:
+            config = SpeculativeConfig.from_dict(fields["config"])
+            sampling = Sampling.from_dict(fields.get("sampling", {}))
+        except ConfigError as error:
+            raise ExportError(f"config.{error} (in {path})") from None
+        except SamplingError as error:
+            raise ExportError(f"sampling.{error} (in {path})") from None
+        rest = {name: fields.get(name, {}) for name in ("evidence", "environment", "search")}
+        export = cls(fields["target"], config, sampling, **rest)
+        if target is not None:
+            export.check(target)
+        return export
+
+    def check(self, target: Target) -> None:
+        """Make sure that the configuration means the same on a target.
+
+        Raises:
+            ExportError: its architecture or its number of layers is another.
+        """
+        for name, value in (("architecture", target.architecture), ("layers", target.layers)):
+            if self.target[name] != value:
+                raise ExportError(f"target.{name}: the export is for {self.target[name]}, this model has {value}")
+
+    def custom_generate(self) -> Callable[..., Any]:
+        """The decoding method for ``model.generate(**inputs, custom_generate=export.custom_generate())``.
+
+        It refuses a model that the export is not for.
+        """
+        return custom_generate(self.config, self.check)

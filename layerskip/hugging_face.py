@@ -1,0 +1,132 @@
+"""How does a configuration decode inside Hugging Face's own ``model.generate``? As its ``custom_generate``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .config import SpeculativeConfig
+from .decode import decode
+from .drafters.base import Drafter
+from .drafters.build import build_drafter
+from .sampling import Sampling
+from .target import Target
+
+_READERS: dict[type, tuple[str, str]] = {
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+}
+"""Per logits processor: our field, and its attribute."""
+
+
+def custom_generate(
+    config: SpeculativeConfig, check: Callable[[Target], None] | None = None
+) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
+    """A decoding method for ``model.generate(**inputs, custom_generate=...)``.
+
+    It reads generate's own sampling parameters, lengths and stopping criteria, and returns what generate returns. Drafters
+    are kept per model, so an adaptive threshold carries on from call to call. ``model.generate(..., callback=f)`` streams
+    committed tokens to ``f``.
+
+    Args:
+        config: how to decode.
+        check: raises where a model is not the one that the configuration is for.
+
+    Returns:
+        The method. It raises ValueError, naming what it is, for what speculative decoding here does not do: batches,
+        padding, beams, and logits processors beyond temperature, top-k, top-p, min-p and repetition penalty.
+    """
+    known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Target, Drafter]] = weakref.WeakKeyDictionary()
+
+    def method(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        callback: Callable[[list[int]], None] | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        _refuse(input_ids, generation_config, model_kwargs)
+        if model not in known:
+            target = Target(model)
+            if check is not None:
+                check(target)
+            known[model] = target, build_drafter(config, target)
+        target, drafter = known[model]
+        continuation = decode(
+            target,
+            drafter,
+            input_ids[0].tolist(),
+            _sampling(logits_processor, bool(generation_config.do_sample)),
+            generation_config.max_length - input_ids.shape[1],
+            stops=_stops(stopping_criteria, input_ids.device),
+            callback=callback,
+            eos_ids=_eos_ids(generation_config),
+        )
+        new: Any = torch.tensor([continuation.tokens], dtype=input_ids.dtype, device=input_ids.device)
+        sequences: Any = torch.cat((input_ids, new), dim=1)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
+
+    return method
+
+
+def _refuse(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"input_ids: a batch of {input_ids.shape[0]}; one sequence at a time")
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise ValueError("attention_mask: has padding; give one sequence without any")
+    if (generation_config.num_beams or 1) > 1:
+        raise ValueError(f"num_beams: {generation_config.num_beams}; only 1 is decoded speculatively")
+
+
+def _sampling(processors: LogitsProcessorList, sampled: bool) -> Sampling:
+    fields: dict[str, Any] = {"temperature": 1.0 if sampled else 0.0}
+    for processor in processors:
+        if type(processor) not in _READERS:
+            raise ValueError(f"logits_processor: {type(processor).__name__} is not one that drafting can follow")
+        name, attribute = _READERS[type(processor)]
+        if sampled or name == "repetition_penalty":
+            fields[name] = getattr(processor, attribute)
+    return Sampling(**fields)
+
+
+def _stops(criteria: StoppingCriteriaList, device: torch.device) -> Callable[[list[int]], bool] | None:
+    """The criteria that the loop does not know itself; it knows lengths and ends of sequence."""
+    others = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+    if not others:
+        return None
+
+    def stops(tokens: list[int]) -> bool:
+        sequence = torch.tensor([tokens], device=device)
+        return any(bool(torch.as_tensor(criterion(sequence, None)).all()) for criterion in others)
+
+    return stops
+
+
+def _eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
+    ids = generation_config.eos_token_id
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,222 @@
+"""How fast is a configuration, truly? The only clock in the program.
+
+Contenders decode the same prompts, one after the other in a random order that changes from prompt to prompt, so drift of
+the machine falls on all alike. The device is synchronised around every reading, prefill and decoding are timed apart, and
+committed tokens are counted in one way for all: decoding starts when prefill has given its tokens and is credited with
+those behind them. Each comparison carries its own verdict on losslessness.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .config import SpeculativeConfig
+from .decode import Continuation, decode
+from .drafters.base import Drafter
+from .drafters.build import build_drafter
+from .lossless import Losslessness, find_divergence
+from .measurement import Measurement, Sample
+from .memory import PeakMemory
+from .prompts import PromptItem, PromptSet
+from .sampling import Sampling
+from .target import Target
+
+WARMUP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every contender is asked to do with a prompt.
+
+    Args:
+        sampling: how tokens are chosen.
+        max_new_tokens: at least 1.
+        seed: of the draws, where tokens are sampled.
+    """
+
+    sampling: Sampling = Sampling()
+    max_new_tokens: int = 64
+    seed: int = 0
+
+
+class Contender(Protocol):
+    """Anything that continues a prompt: our decoder, or a peer."""
+
+    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> Continuation:
+        """Continue token ids, and call back once, when prefill is done, with the number of new tokens known by then."""
+        ...
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Our decoding loop with one drafter, as a contender. The drafter's state carries on from prompt to prompt."""
+
+    target: Target
+    drafter: Drafter
+
+    @classmethod
+    def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
+        """The decoder that a configuration asks for; raises as :func:`build_drafter`."""
+        return cls(target, build_drafter(config, target))
+
+    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> Continuation:
+        return decode(
+            self.target,
+            self.drafter,
+            prompt,
+            task.sampling,
+            task.max_new_tokens,
+            on_prefill=on_prefill,
+            seed=task.seed,
+        )
+
+
+def measure(
+    target: Target,
+    prompts: PromptSet,
+    config: SpeculativeConfig,
+    *,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 64,
+    repeats: int = 1,
+    seed: int = 0,
+) -> Measurement:
+    """Measure a configuration against plain decoding, prompt by prompt.
+
+    Args:
+        target: the model.
+        prompts: at least one.
+        config: what to measure.
+        sampling: greedy where None.
+        max_new_tokens: per prompt and turn.
+        repeats: how often every prompt is decoded by both.
+        seed: of the order, and of the draws where tokens are sampled.
+
+    Raises:
+        ConfigError, UnsupportedModel, TargetError: as :func:`build_drafter`.
+    """
+    contenders = {"baseline": Decoder.of(target, SpeculativeConfig()), "candidate": Decoder.of(target, config)}
+    task = Task(sampling or Sampling(), max_new_tokens, seed)
+    rows = list(interleave(target, prompts, contenders, task, repeats))
+    return Measurement.of(rows, "baseline", "candidate")
+
+
+def interleave(
+    target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task, repeats: int = 1
+) -> Iterator[dict[str, Sample]]:
+    """Let contenders decode the same prompts; the first one's outputs are what the others' must equal.
+
+    Yields after every prompt, so that a caller may stop early.
+
+    Args:
+        target: the model.
+        prompts: at least one.
+        contenders: by name.
+        task: what each is asked; the seed also fixes their order.
+        repeats: how often every prompt is decoded.
+
+    Yields:
+        One sample per contender, of the same prompt.
+    """
+    order = random.Random(task.seed)
+    checks = _warm_up(target, prompts, contenders, task)
+    for repeat in range(repeats):
+        for index, item in enumerate(prompts):
+            names = list(contenders)
+            order.shuffle(names)
+            asked = Task(task.sampling, task.max_new_tokens, task.seed + 1000 * repeat + index)
+            yield _one_prompt(target, item, contenders, names, asked, checks)
+
+
+def _warm_up(
+    target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task
+) -> dict[str, Losslessness] | None:
+    """Run everyone once. Where tokens are sampled, outputs cannot be compared: greedy ones are made and compared here."""
+    item = next(iter(prompts))
+    prompt = target.encode(item.messages())
+    length = min(WARMUP_TOKENS, task.max_new_tokens)
+    for contender in contenders.values():
+        contender(prompt, Task(task.sampling, length, task.seed), lambda known: None)
+    if task.sampling.greedy:
+        return None
+    greedy = Sampling(repetition_penalty=task.sampling.repetition_penalty)
+    outputs = {
+        name: contender(prompt, Task(greedy, task.max_new_tokens, task.seed), lambda known: None).tokens
+        for name, contender in contenders.items()
+    }
+    expected = outputs[next(iter(contenders))]
+    found = {name: find_divergence(target, item.id, prompt, expected, out, greedy) for name, out in outputs.items()}
+    basis = "greedy outputs of one prompt, as the measured ones are sampled"
+    return {name: Losslessness(1, (part,) if part else (), basis) for name, part in found.items()}
+
+
+def _one_prompt(
+    target: Target,
+    item: PromptItem,
+    contenders: Mapping[str, Contender],
+    order: list[str],
+    task: Task,
+    checks: dict[str, Losslessness] | None,
+) -> dict[str, Sample]:
+    """Decode one prompt, or a conversation turn by turn; everyone hears the first contender's answers."""
+    reference = next(iter(contenders))
+    messages = item.messages()
+    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
+    for followup in (*item.followups, None):
+        prompt = target.encode(messages)
+        outputs: dict[str, list[int]] = {}
+        for name in order:
+            continuation, sample = _timed(target, item, contenders[name], prompt, task)
+            outputs[name] = continuation.tokens
+            samples[name].append(sample)
+        for name in contenders:
+            samples[name][-1] = samples[name][-1].judged(
+                checks[name]
+                if checks is not None
+                else _judge(target, item.id, prompt, outputs[reference], outputs[name], task.sampling)
+            )
+        if followup is not None:
+            messages.append({"role": "assistant", "content": target.decode(outputs[reference])})
+            messages.append({"role": "user", "content": followup})
+    return {name: Sample.join(parts) for name, parts in samples.items()}
+
+
+def _judge(
+    target: Target, prompt_id: str, prompt: list[int], expected: list[int], actual: list[int], sampling: Sampling
+) -> Losslessness:
+    found = find_divergence(target, prompt_id, prompt, expected, actual, sampling)
+    return Losslessness(1, (found,) if found else ())
+
+
+def _timed(
+    target: Target, item: PromptItem, contender: Contender, prompt: list[int], task: Task
+) -> tuple[Continuation, Sample]:
+    memory = PeakMemory(target.device)
+    known: list[tuple[float, int]] = []
+    start = _now(target.device)
+    continuation = contender(prompt, task, lambda count: known.append((_now(target.device), count)))
+    end = _now(target.device)
+    prefilled, count = known[0]
+    sample = Sample(
+        prompt_id=item.id,
+        category=item.category,
+        tokens=len(continuation.tokens),
+        decoded_tokens=len(continuation.tokens) - count,
+        prefill_seconds=prefilled - start,
+        decode_seconds=end - prefilled,
+        peak_memory_bytes=memory.read(),
+        stats=continuation.stats,
+    )
+    return continuation, sample
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,201 @@
+"""What came out of a comparison? Paired samples, and the figures made of them. No clock and no torch in here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .lossless import Losslessness
+from .stats import DecodeStats
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One contender on one prompt; a conversation's turns are added up.
+
+    Args:
+        prompt_id: the prompt.
+        category: its kind of work.
+        tokens: new tokens in all.
+        decoded_tokens: those that prefill did not give, which ``decode_seconds`` were spent on.
+        prefill_seconds: until prefill was done and its token known.
+        decode_seconds: from then on.
+        peak_memory_bytes: device memory on CUDA, process memory on a CPU.
+        stats: the rounds.
+        lossless: compared with the reference's output.
+    """
+
+    prompt_id: str
+    category: str
+    tokens: int
+    decoded_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    peak_memory_bytes: int
+    stats: DecodeStats
+    lossless: Losslessness = Losslessness(0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens per second of decoding; 0.0 where nothing was decoded."""
+        return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else 0.0
+
+    def judged(self, lossless: Losslessness) -> Sample:
+        """The same sample with its verdict."""
+        return dataclasses.replace(self, lossless=lossless)
+
+    @classmethod
+    def join(cls, parts: Sequence[Sample]) -> Sample:
+        """Several outputs of one prompt as one sample."""
+        return cls(
+            parts[0].prompt_id,
+            parts[0].category,
+            sum(p.tokens for p in parts),
+            sum(p.decoded_tokens for p in parts),
+            sum(p.prefill_seconds for p in parts),
+            sum(p.decode_seconds for p in parts),
+            max(p.peak_memory_bytes for p in parts),
+            DecodeStats.join(p.stats for p in parts),
+            Losslessness.join(p.lossless for p in parts),
+        )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A candidate against the baseline on the same prompts, pair by pair.
+
+    Args:
+        baseline: plain decoding's samples.
+        candidate: the candidate's, of the same prompts in the same order.
+    """
+
+    baseline: tuple[Sample, ...]
+    candidate: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Sample]], baseline: str, candidate: str) -> Measurement:
+        """Pair two contenders out of rows of samples."""
+        rows = list(rows)
+        return cls(tuple(row[baseline] for row in rows), tuple(row[candidate] for row in rows))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The candidate's decoded tokens per second of decoding, over all prompts."""
+        return _rate(self.candidate)
+
+    @property
+    def baseline_tokens_per_second(self) -> float:
+        """The baseline's."""
+        return _rate(self.baseline)
+
+    @property
+    def speedup(self) -> float:
+        """The ratio of the two; 1.0 where nothing was decoded."""
+        return self.tokens_per_second / self.baseline_tokens_per_second if self.tokens_per_second else 1.0
+
+    @property
+    def speedups(self) -> tuple[float, ...]:
+        """The same ratio for each pair."""
+        return tuple(pair_speedup(one, other) for one, other in zip(self.baseline, self.candidate, strict=True))
+
+    @property
+    def by_category(self) -> dict[str, float]:
+        """The same ratio for each kind of work."""
+        found = {}
+        for category in sorted({s.category for s in self.candidate}):
+            pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if c.category == category]
+            found[category] = Measurement(*map(tuple, zip(*pairs, strict=True))).speedup
+        return found
+
+    def interval(self, seed: int = 0) -> tuple[float, float]:
+        """A 95 % bootstrap interval of the speedup: pairs are resampled with replacement (Efron's percentile method)."""
+        pairs = [
+            (b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds)
+            for b, c in zip(self.baseline, self.candidate, strict=True)
+            if b.decoded_tokens and c.decoded_tokens
+        ]
+        if not pairs:
+            return 1.0, 1.0
+        table = np.array(pairs)
+        chosen = np.random.default_rng(seed).integers(len(pairs), size=(RESAMPLES, len(pairs)))
+        sums = table[chosen].sum(axis=1)
+        ratios = (sums[:, 2] / sums[:, 3]) / (sums[:, 0] / sums[:, 1])
+        low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        return float(low), float(high)
+
+    @property
+    def stats(self) -> DecodeStats:
+        """The candidate's rounds."""
+        return DecodeStats.join(s.stats for s in self.candidate)
+
+    @property
+    def lossless(self) -> Losslessness:
+        """Whether the candidate's outputs are the baseline's."""
+        return Losslessness.join(s.lossless for s in self.candidate)
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The candidate's peak."""
+        return max((s.peak_memory_bytes for s in self.candidate), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain values, for exports and logs."""
+        stats, (low, high) = self.stats, self.interval()
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "baseline_tokens_per_second": self.baseline_tokens_per_second,
+            "speedup": self.speedup,
+            "speedup_low": low,
+            "speedup_high": high,
+            "speedup_by_category": self.by_category,
+            "acceptance_rate": stats.acceptance_rate,
+            "acceptance_by_position": list(stats.acceptance_by_position),
+            "tokens_per_round": stats.tokens_per_round,
+            "prompts": len(self.candidate),
+            "tokens": sum(s.tokens for s in self.candidate),
+            "prefill_seconds": sum(s.prefill_seconds for s in self.candidate),
+            "decode_seconds": sum(s.decode_seconds for s in self.candidate),
+            "baseline_prefill_seconds": sum(s.prefill_seconds for s in self.baseline),
+            "baseline_decode_seconds": sum(s.decode_seconds for s in self.baseline),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "baseline_peak_memory_bytes": max((s.peak_memory_bytes for s in self.baseline), default=0),
+            "losslessness": self.lossless.to_dict(),
+        }
+
+    def table(self) -> dict[str, list[Any]]:
+        """The pairs as columns, one row per prompt."""
+        pairs = list(zip(self.baseline, self.candidate, strict=True))
+        return {
+            "prompt_id": [c.prompt_id for _, c in pairs],
+            "category": [c.category for _, c in pairs],
+            "tokens": [c.tokens for _, c in pairs],
+            "tokens_per_second": [c.tokens_per_second for _, c in pairs],
+            "baseline_tokens_per_second": [b.tokens_per_second for b, _ in pairs],
+            "speedup": list(self.speedups),
+            "acceptance_rate": [c.stats.acceptance_rate for _, c in pairs],
+            "tokens_per_round": [c.stats.tokens_per_round for _, c in pairs],
+            "prefill_seconds": [c.prefill_seconds for _, c in pairs],
+            "decode_seconds": [c.decode_seconds for _, c in pairs],
+            "baseline_decode_seconds": [b.decode_seconds for b, _ in pairs],
+            "peak_memory_bytes": [c.peak_memory_bytes for _, c in pairs],
+            "lossless": [c.lossless.verdict for _, c in pairs],
+        }
+
+
+def pair_speedup(baseline: Sample, candidate: Sample) -> float:
+    """The candidate's tokens per second over the baseline's on one prompt; 1.0 where either decoded nothing."""
+    if not baseline.decoded_tokens or not candidate.decoded_tokens:
+        return 1.0
+    return candidate.tokens_per_second / baseline.tokens_per_second
+
+
+def _rate(samples: Sequence[Sample]) -> float:
+    seconds = sum(s.decode_seconds for s in samples if s.decoded_tokens)
+    return sum(s.decoded_tokens for s in samples) / seconds if seconds else 0.0

@@ -1,0 +1,188 @@
+"""On which prompts is decoding measured, and which of them does a search never see?
+
+A prompt set is read from JSON Lines, one object a line: ``{"prompt": ...}`` or ``{"messages": [...]}`` with optional ``id``
+and ``category``, or ``{"question_id", "category", "turns": [...]}``, where several turns are a conversation whose answers
+the target gives itself. A prompt's half, tune or held-out, follows from the ids alone, not from the order of the lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+Message = Mapping[str, str]
+
+
+class PromptError(ValueError):
+    """A prompt file that cannot be used; the message names the file and the line."""
+
+
+@dataclass(frozen=True)
+class PromptItem:
+    """One prompt, or a conversation.
+
+    Args:
+        id: stable; names the prompt in every measurement.
+        category: the kind of work.
+        opening: a text, or messages that end with the user's.
+        followups: what the user says after each answer.
+    """
+
+    id: str
+    category: str
+    opening: str | tuple[Message, ...]
+    followups: tuple[str, ...] = ()
+
+    def messages(self) -> list[Message]:
+        """The opening as chat messages."""
+        if isinstance(self.opening, str):
+            return [{"role": "user", "content": self.opening}]
+        return [dict(message) for message in self.opening]
+
+    def content(self) -> str:
+        """What the prompt says, as canonical JSON."""
+        return json.dumps([self.messages(), self.followups], ensure_ascii=False, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts with distinct ids."""
+
+    items: tuple[PromptItem, ...]
+    name: str = "prompts"
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[PromptItem]:
+        return iter(self.items)
+
+    @classmethod
+    def packaged(cls) -> PromptSet:
+        """The default set: 48 prompts over six kinds of work, written for this project."""
+        text = resources.files("layerskip").joinpath("data/prompts.jsonl").read_text(encoding="utf-8")
+        return cls(_read(text.splitlines(), "packaged prompts"), "packaged")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PromptSet:
+        """Read a JSON Lines file.
+
+        Raises:
+            PromptError: the file cannot be read, is empty, or a line is not a prompt.
+        """
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PromptError(f"prompts.path: cannot read {path}: {error}") from None
+        return cls(_read(lines, f"prompts.path: {path}"), Path(path).stem)
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> PromptSet:
+        """A set of plain texts, each with an id made of its content."""
+        return cls(_distinct([(_item({"prompt": text}), f"prompt {i}") for i, text in enumerate(texts)]))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over ids, categories and contents, whatever their order."""
+        rows = sorted((item.id, item.category, item.content()) for item in self.items)
+        return hashlib.sha256(json.dumps(rows, ensure_ascii=False).encode()).hexdigest()
+
+    def split(self) -> tuple[PromptSet, PromptSet]:
+        """The tune and the held-out half: in each category every other prompt, in the order of their ids' hashes.
+
+        Raises:
+            PromptError: fewer than two prompts.
+        """
+        if len(self) < 2:
+            raise PromptError("prompts: a search needs at least two, one to tune on and one to hold out")
+        ordered = [item for group in self._by_category().values() for item in group]
+        return PromptSet(tuple(ordered[::2]), f"{self.name}/tune"), PromptSet(tuple(ordered[1::2]), f"{self.name}/held-out")
+
+    def take(self, count: int | None) -> PromptSet:
+        """At most ``count`` prompts, taking the categories in turn; all where ``count`` is None."""
+        if count is None or count >= len(self):
+            return self
+        groups = list(self._by_category().values())
+        turns = [group[turn] for turn in range(max(map(len, groups))) for group in groups if turn < len(group)]
+        return PromptSet(tuple(turns[:count]), self.name)
+
+    def _by_category(self) -> dict[str, list[PromptItem]]:
+        groups: dict[str, list[PromptItem]] = {}
+        for item in sorted(self.items, key=lambda item: (item.category, _hash(item.id))):
+            groups.setdefault(item.category, []).append(item)
+        return groups
+
+
+def _read(lines: list[str], source: str) -> tuple[PromptItem, ...]:
+    items = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{source}, line {number}"
+        try:
+            items.append((_item(json.loads(line)), place))
+        except json.JSONDecodeError as error:
+            raise PromptError(f"{place}: not JSON: {error.msg}") from None
+        except PromptError as error:
+            raise PromptError(f"{place}: {error}") from None
+    if not items:
+        raise PromptError(f"{source}: has no prompts")
+    return _distinct(items)
+
+
+def _distinct(items: list[tuple[PromptItem, str]]) -> tuple[PromptItem, ...]:
+    places: dict[str, str] = {}
+    for item, place in items:
+        if item.id in places:
+            raise PromptError(f"{place}: the id {item.id!r} was used before, in {places[item.id]}")
+        places[item.id] = place
+    return tuple(item for item, _ in items)
+
+
+def _item(fields: Any) -> PromptItem:
+    if not isinstance(fields, dict):
+        raise PromptError("not an object with 'prompt', 'messages' or 'turns'")
+    given = [name for name in ("prompt", "messages", "turns") if name in fields]
+    if len(given) != 1:
+        raise PromptError(f"needs exactly one of 'prompt', 'messages' and 'turns'; it has {given or 'none'}")
+    opening: str | tuple[Message, ...]
+    followups: tuple[str, ...] = ()
+    if given == ["prompt"]:
+        opening = _text(fields["prompt"], "prompt")
+    elif given == ["messages"]:
+        opening = _messages(fields["messages"])
+    else:
+        turns = fields["turns"]
+        if not isinstance(turns, list) or not turns:
+            raise PromptError("turns: is not a list of texts")
+        opening, *rest = [_text(turn, "turns") for turn in turns]
+        followups = tuple(rest)
+    category = fields.get("category", "default")
+    item = PromptItem("", str(category), opening, followups)
+    chosen = fields.get("id", fields.get("question_id"))
+    return PromptItem(str(chosen) if chosen is not None else _hash(item.content())[:12], item.category, opening, followups)
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise PromptError("messages: is not a list of messages")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise PromptError("messages: every message needs 'role' and 'content'")
+        _text(message.get("content"), "messages")
+    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise PromptError(f"{name}: {value!r} is not a text with something in it")
+    return value
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

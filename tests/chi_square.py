@@ -1,0 +1,39 @@
+"""Do counts follow a law? Pearson's test at a level where, with fixed seeds, a pass stays a pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+
+from scipy.stats import chisquare
+
+_SIGNIFICANCE = 1e-4
+_RARE = 5.0  # below this expected count Pearson's statistic is not chi-square distributed
+
+
+def assert_follows(outcomes: Iterable[Hashable], law: Mapping[Hashable, float]) -> None:
+    """Fail where outcomes are impossible under ``law`` (probabilities that sum to 1), or too unlikely."""
+    counts = Counter(outcomes)
+    assert abs(sum(law.values()) - 1.0) < 1e-5
+    impossible = [outcome for outcome in counts if law.get(outcome, 0.0) == 0.0]
+    assert not impossible, f"of probability 0: {impossible[:5]}"
+    total = sum(counts.values())
+    observed, expected, rest_observed, rest_expected = [], [], 0, 0.0
+    for outcome, probability in sorted(law.items(), key=lambda item: -item[1]):
+        if probability * total < _RARE:
+            rest_observed += counts[outcome]
+            rest_expected += probability * total
+        else:
+            observed.append(counts[outcome])
+            expected.append(probability * total)
+    if rest_expected >= _RARE or not observed:
+        observed.append(rest_observed)
+        expected.append(rest_expected)
+    elif rest_expected > 0:
+        observed[-1] += rest_observed
+        expected[-1] += rest_expected
+    if len(observed) == 1:
+        return  # a single cell has nothing to test; impossible outcomes were refused above
+    scale = total / sum(expected)  # chisquare wants equal sums; float32 laws are off by 1e-7
+    result = chisquare(observed, [value * scale for value in expected])
+    assert result.pvalue > _SIGNIFICANCE, f"p = {result.pvalue:.1e}: {observed} where {expected} is expected"

@@ -1,0 +1,154 @@
+"""Configurations: plain values in and out, and every refusal names its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from layerskip.config import ConfigError, SpeculativeConfig, StopRule
+
+CONFIGS: list[dict[str, Any]] = [
+    {"kind": "none"},
+    {"kind": "layer_skip", "mask": "attention:6-9;mlp:2", "draft_length": 4, "stop": {"kind": "length"}},
+    {"kind": "layer_skip", "mask": "", "draft_length": 1, "stop": {"kind": "threshold", "threshold": 0.25}},
+    {
+        "kind": "draft_model",
+        "draft": "some/model",
+        "draft_length": 8,
+        "stop": {
+            "kind": "adaptive", "threshold": 0.5, "target_acceptance": 0.8, "step": 0.02, "acceptance_decay": 0.4,
+            "threshold_decay": 0.7, "carry": False,
+        },
+    },
+    {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 5, "match": "first", "draft_length": 10},
+]  # fmt: skip
+
+LAYER_SKIP = {"kind": "layer_skip"}
+LOOKUP = {"kind": "prompt_lookup"}
+DRAFT_MODEL = {"kind": "draft_model", "draft": "d"}
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "medusa"}, "kind"),
+    ({"kind": ""}, "kind"),
+    ({"kind": None}, "kind"),
+    ({"kind": ["none"]}, "kind"),
+    ({"kind": {}}, "kind"),
+    ({"colour": 1}, "colour"),
+    (LAYER_SKIP | {"masks": "layers:1"}, "masks"),
+    ({"kind": "none", "draft_length": 4}, "draft_length"),
+    (LAYER_SKIP | {"ngram_min": 1}, "ngram_min"),
+    (LAYER_SKIP | {"draft": "d"}, "draft"),
+    (LOOKUP | {"mask": ""}, "mask"),
+    (LOOKUP | {"stop": {"kind": "length"}}, "stop"),
+    (DRAFT_MODEL | {"match": "last"}, "match"),
+    (LAYER_SKIP | {"draft_length": 0}, "draft_length"),
+    (LAYER_SKIP | {"draft_length": -3}, "draft_length"),
+    (LAYER_SKIP | {"draft_length": 2.0}, "draft_length"),
+    (LAYER_SKIP | {"draft_length": True}, "draft_length"),
+    (LAYER_SKIP | {"draft_length": "4"}, "draft_length"),
+    (LAYER_SKIP | {"draft_length": None}, "draft_length"),
+    (LAYER_SKIP | {"mask": "heads:3"}, "mask"),
+    (LAYER_SKIP | {"mask": 3}, "mask"),
+    (LAYER_SKIP | {"mask": None}, "mask"),
+    (LAYER_SKIP | {"stop": "never"}, "stop.kind"),
+    (LAYER_SKIP | {"stop": 0.5}, "stop"),
+    (LAYER_SKIP | {"stop": None}, "stop"),
+    (LAYER_SKIP | {"stop": {"kind": "never"}}, "stop.kind"),
+    (LAYER_SKIP | {"stop": {"kind": ["length"]}}, "stop.kind"),
+    (LAYER_SKIP | {"stop": {"kind": "length", "threshold": 0.6}}, "stop.threshold"),
+    (LAYER_SKIP | {"stop": {"kind": "threshold", "step": 0.01}}, "stop.step"),
+    (LAYER_SKIP | {"stop": {"kind": "threshold", "patience": 2}}, "stop.patience"),
+    (LAYER_SKIP | {"stop": {"kind": "threshold", "threshold": 1.5}}, "stop.threshold"),
+    (LAYER_SKIP | {"stop": {"kind": "threshold", "threshold": float("nan")}}, "stop.threshold"),
+    (LAYER_SKIP | {"stop": {"kind": "threshold", "threshold": True}}, "stop.threshold"),
+    (LAYER_SKIP | {"stop": {"kind": "adaptive", "target_acceptance": -0.1}}, "stop.target_acceptance"),
+    (LAYER_SKIP | {"stop": {"kind": "adaptive", "step": 2}}, "stop.step"),
+    (LAYER_SKIP | {"stop": {"kind": "adaptive", "acceptance_decay": "0.5"}}, "stop.acceptance_decay"),
+    (LAYER_SKIP | {"stop": {"kind": "adaptive", "threshold_decay": 1.01}}, "stop.threshold_decay"),
+    (LAYER_SKIP | {"stop": {"kind": "adaptive", "carry": 1}}, "stop.carry"),
+    (LOOKUP | {"ngram_min": 0}, "ngram_min"),
+    (LOOKUP | {"ngram_max": 1.5}, "ngram_max"),
+    (LOOKUP | {"ngram_min": 4, "ngram_max": 3}, "ngram_max"),
+    (LOOKUP | {"match": "longest"}, "match"),
+    ({"kind": "draft_model"}, "draft"),
+    (DRAFT_MODEL | {"draft": ""}, "draft"),
+    (DRAFT_MODEL | {"draft": 7}, "draft"),
+]
+
+FOREIGN: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "none", "draft_length": 5}, "draft_length"),
+    ({"kind": "none", "mask": "layers:1"}, "mask"),
+    ({"kind": "layer_skip", "match": "first"}, "match"),
+    ({"kind": "layer_skip", "draft": "d"}, "draft"),
+    ({"kind": "prompt_lookup", "stop": StopRule(kind="threshold")}, "stop"),
+    ({"kind": "draft_model", "draft": "d", "ngram_max": 4}, "ngram_max"),
+]
+
+
+@pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: fields["kind"])
+def test_plain_values_round_trip_through_json(fields: dict[str, Any]) -> None:
+    config = SpeculativeConfig.from_dict(fields)
+    assert config.to_dict() == fields
+    assert SpeculativeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_fields_that_are_left_out_take_their_defaults() -> None:
+    assert SpeculativeConfig.from_dict({}) == SpeculativeConfig() == SpeculativeConfig(kind="none")
+    lookup = SpeculativeConfig.from_dict({"kind": "prompt_lookup", "ngram_max": 2})
+    assert lookup == SpeculativeConfig(kind="prompt_lookup", ngram_max=2)
+
+
+def test_configurations_that_decode_alike_are_equal_and_hash_alike() -> None:
+    texts = ("layers:1-2;mlp:4", "attention:2,1;mlp:4,1-2", " mlp:4 ;layers:1,2 ")
+    assert len({SpeculativeConfig.from_dict({"kind": "layer_skip", "mask": text}) for text in texts}) == 1
+    others = [SpeculativeConfig.from_dict(fields) for fields in CONFIGS]
+    assert len(set(others)) == len(CONFIGS)
+
+
+def test_a_stop_rule_may_be_given_by_its_name() -> None:
+    named = SpeculativeConfig.from_dict({"kind": "layer_skip", "stop": "adaptive"})
+    assert named == SpeculativeConfig(kind="layer_skip", stop=StopRule(kind="adaptive"))
+
+
+@pytest.mark.parametrize(("fields", "name"), REFUSED, ids=str)
+def test_what_cannot_be_obeyed_is_refused_by_field(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        SpeculativeConfig.from_dict(fields)
+    assert str(refusal.value).startswith(f"{name}: ")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(("fields", "name"), FOREIGN, ids=str)
+def test_the_constructor_refuses_fields_of_another_kind(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: .*{fields['kind']}"):
+        SpeculativeConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"), [({"threshold": 0.3}, "threshold"), ({"kind": "threshold", "step": 0.5}, "step")], ids=str
+)
+def test_a_stop_rule_refuses_fields_that_it_does_not_read(rule: dict[str, Any], name: str) -> None:
+    """Or two rules that stop alike would differ, and to_dict would lose what made them differ."""
+    with pytest.raises(ConfigError, match=f"^stop.{name}: "):
+        StopRule(**rule)
+
+
+@pytest.mark.parametrize("fields", [None, 3, "none", ["kind"]], ids=str)
+def test_what_is_no_table_is_refused(fields: Any) -> None:
+    with pytest.raises(ConfigError, match="^config: "):
+        SpeculativeConfig.from_dict(fields)
+
+
+@pytest.mark.parametrize("stop", [{"kind": "length"}, 0.5, None])
+def test_the_constructor_wants_a_stop_rule(stop: Any) -> None:
+    with pytest.raises(ConfigError, match="^stop: "):
+        SpeculativeConfig(kind="layer_skip", stop=stop)
+
+
+def test_labels_tell_configurations_apart() -> None:
+    labels = [SpeculativeConfig.from_dict(fields).label() for fields in CONFIGS]
+    assert len(set(labels)) == len(labels)
+    assert labels[0] == "no drafting"
+    assert all(part in labels[1] for part in ("layer skip", "attention:6-9;mlp:2", "4"))

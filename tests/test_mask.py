@@ -1,0 +1,124 @@
+"""Masks: their text form, its canonical writing, and what is refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from layerskip.mask import MaskError, SkipMask, normalise
+
+READINGS = [
+    ("attention:6,7-9;mlp:2", {6, 7, 8, 9}, {2}),
+    ("layers:4-6", {4, 5, 6}, {4, 5, 6}),
+    ("layers:4-5;mlp:9", {4, 5}, {4, 5, 9}),
+    ("attention:0;attention:3", {0, 3}, set()),
+    ("attention:1-3,2-4", {1, 2, 3, 4}, set()),
+    (" mlp : 1 , 3-3 ;; ", set(), {1, 3}),
+    ("", set(), set()),
+    (" ; ", set(), set()),
+]
+
+CANONICAL = [
+    ("attention:6,7-9;mlp:2", "attention:6-9;mlp:2"),
+    ("attention:9,8,1;mlp:1", "layers:1;attention:8-9"),
+    ("mlp:3;attention:3", "layers:3"),
+    ("mlp:5;layers:1-2;attention:5,7", "layers:1-2,5;attention:7"),
+    ("attention:2,3", "attention:2-3"),
+    ("", ""),
+]
+
+MALFORMED = [
+    "attention", "attention 3", "heads:3", "attention:", "attention:x", "attention:-1", "attention:1-", "layers:9-4",
+    "layers:1-2-3", "mlp:1.5", "mlp:1,,2", "layers:4-99999999", ":3", "attention:1|mlp:2",
+]  # fmt: skip
+
+
+def _random_mask(chance: random.Random, layers: int) -> SkipMask:
+    draw = lambda: tuple(chance.random() < 0.4 for _ in range(layers))  # noqa: E731
+    return SkipMask(draw(), draw())
+
+
+@pytest.mark.parametrize(("text", "attention", "mlp"), READINGS)
+def test_parse_reads_the_sublayers_that_are_named(text: str, attention: set[int], mlp: set[int]) -> None:
+    mask = SkipMask.parse(text, 10)
+    assert {i for i, skipped in enumerate(mask.attention) if skipped} == attention
+    assert {i for i, skipped in enumerate(mask.mlp) if skipped} == mlp
+    assert (mask.layers, mask.skipped) == (10, len(attention) + len(mlp))
+
+
+@pytest.mark.parametrize(("text", "canonical"), CANONICAL)
+def test_a_mask_has_one_canonical_text(text: str, canonical: str) -> None:
+    assert SkipMask.parse(text, 10).format() == canonical
+    assert normalise(text) == canonical
+
+
+def test_text_round_trips_and_tells_masks_apart() -> None:
+    chance = random.Random(0)
+    masks = {_random_mask(chance, layers) for layers in (1, 2, 5) for _ in range(200)}
+    texts = {(mask.layers, mask.format()) for mask in masks}
+    assert all(SkipMask.parse(mask.format(), mask.layers) == mask for mask in masks)
+    assert len(texts) == len(masks)
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_malformed_text_is_refused_and_quoted(text: str) -> None:
+    for read in (normalise, lambda text: SkipMask.parse(text, 10)):
+        with pytest.raises(MaskError, match="^mask: "):
+            read(text)
+
+
+@pytest.mark.parametrize(("text", "named"), [("attention:2,10", "attention layer 10"), ("mlp:8-12", "mlp layer 10")])
+def test_layers_that_the_model_lacks_are_refused_by_name(text: str, named: str) -> None:
+    assert SkipMask.parse(text, 13).skipped
+    with pytest.raises(MaskError, match=f"^mask: .*{named}.*0 to 9"):
+        SkipMask.parse(text, 10)
+
+
+@pytest.mark.parametrize(("attention", "mlp"), [({-1}, set()), (set(), {3}), ({7}, {1})])
+def test_of_refuses_layers_out_of_range(attention: set[int], mlp: set[int]) -> None:
+    with pytest.raises(MaskError, match="^mask: .*out of range"):
+        SkipMask.of(3, attention, mlp)
+
+
+def test_unequal_numbers_of_flags_are_refused() -> None:
+    with pytest.raises(MaskError, match="2 attention flags, but 1 MLP"):
+        SkipMask((True, False), (True,))
+
+
+def test_whole_layers() -> None:
+    mixed = SkipMask.parse("layers:1-2;attention:3", 5)
+    assert (mixed.whole_layers, mixed.is_whole_layers) == ((1, 2), False)
+    whole = SkipMask.parse("layers:0,4", 5)
+    assert (whole.whole_layers, whole.is_whole_layers) == ((0, 4), True)
+    assert (SkipMask.none(5).whole_layers, SkipMask.none(5).is_whole_layers) == ((), True)
+    assert SkipMask.none(5).skipped == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "to", "expected"),
+    [
+        ("attention:1;mlp:3", 4, 8, "attention:2-3;mlp:6-7"),
+        ("attention:2-3;mlp:6-7", 8, 4, "attention:1;mlp:3"),
+        ("layers:1", 3, 5, "layers:2"),  # the middle fifth lies in the middle third; its neighbours' middles do not
+        ("layers:0-2", 3, 7, "layers:0-6"),
+        ("mlp:29", 30, 1, ""),
+        ("attention:0,9", 10, 10, "attention:0,9"),
+    ],
+)
+def test_rescale_keeps_relative_depth(text: str, layers: int, to: int, expected: str) -> None:
+    rescaled = SkipMask.parse(text, layers).rescale(to)
+    assert (rescaled.layers, rescaled.format()) == (to, expected)
+
+
+def test_rescale_to_a_multiple_and_back_returns_the_mask() -> None:
+    chance = random.Random(1)
+    for layers in (1, 3, 8):
+        for factor in (2, 3, 5):
+            mask = _random_mask(chance, layers)
+            assert mask.rescale(layers * factor).rescale(layers) == mask
+
+
+def test_rescale_from_and_to_no_layers() -> None:
+    assert SkipMask.none(0).rescale(3) == SkipMask.none(3)
+    assert SkipMask.parse("layers:1", 2).rescale(0) == SkipMask.none(0)
