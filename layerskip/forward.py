@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable
 
 from torch import Tensor, nn
 
@@ -27,13 +26,13 @@ def forward(model: nn.Module, tokens: Tensor, cache: KVCache, last: int) -> Tens
     Returns:
         ``[last, V]`` in the model's dtype.
     """
-    limit = {"logits_to_keep": last} if _keeps_logits(model.__class__) else {}
+    limit = {"logits_to_keep": last} if _keeps_logits(type(model)) else {}  # type: ignore[arg-type]
     output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **limit)
     logits: Tensor = output.logits
     return logits[0, -last:]
 
 
 @functools.cache
-def _keeps_logits(model: Hashable) -> bool:
+def _keeps_logits(model: type[nn.Module]) -> bool:
     """Whether a class of models computes only the logits that it is asked for."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters  # type: ignore[attr-defined]
+    return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -85,9 +85,9 @@ def custom_generate(
             eos_ids=_eos_ids(generation_config),
         )
         new: Any = torch.tensor([continuation.tokens], dtype=input_ids.dtype, device=input_ids.device)
-        sequences: Any = torch.cat((input_ids, new), dim=1)
+        sequences = torch.cat((input_ids, new), dim=1)
         if generation_config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # wants LongTensor
         return sequences
 
     return method

@@ -109,6 +109,16 @@ def normalise(text: str) -> str:
     return _write(*_read(text))
 
 
+def count(text: str) -> tuple[int, int]:
+    """How many attention and how many MLP sub-layers a mask's text names.
+
+    Raises:
+        MaskError: the text is malformed.
+    """
+    attention, mlp = _read(text)
+    return len(attention), len(mlp)
+
+
 def _read(text: str) -> tuple[frozenset[int], frozenset[int]]:
     attention: set[int] = set()
     mlp: set[int] = set()

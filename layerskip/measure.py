@@ -142,12 +142,12 @@ def _warm_up(
     prompt = target.encode(item.messages())
     length = min(WARMUP_TOKENS, task.max_new_tokens)
     for contender in contenders.values():
-        contender(prompt, Task(task.sampling, length, task.seed), lambda known: None)
+        contender(prompt, Task(task.sampling, length, task.seed), lambda _: None)
     if task.sampling.greedy:
         return None
     greedy = Sampling(repetition_penalty=task.sampling.repetition_penalty)
     outputs = {
-        name: contender(prompt, Task(greedy, task.max_new_tokens, task.seed), lambda known: None).tokens
+        name: contender(prompt, Task(greedy, task.max_new_tokens, task.seed), lambda _: None).tokens
         for name, contender in contenders.items()
     }
     expected = outputs[next(iter(contenders))]

@@ -1,7 +1,8 @@
 """Drafting by repeating the context: find its last tokens earlier on, and propose what followed there.
 
 Prompt lookup decoding (Apoorv Saxena, 2023; LLMA, arXiv 2304.04487, had the idea with a reference text). No model runs, so
-a wrong draft costs only the wider verification.
+a wrong draft costs only the wider verification. A match so near the end that too little follows it is a repetition: copying
+goes on with what was just copied, as LZ77 does, and so drafts the repetition's next turns.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class PromptLookup:
         for size in self.sizes:
             start = self._follows.get(tuple(tokens[-size:])) if size < len(tokens) else None
             if start is not None:
-                return Draft(upload(tokens[start : start + min(limit, self.draft_length)], device))
+                return Draft(upload(_copy(tokens, start, min(limit, self.draft_length)), device))
         return Draft.empty(torch.device(device))
 
     def observe(self, verdict: Verdict) -> None:
@@ -59,3 +60,8 @@ class PromptLookup:
                     if not (self.keep_first and ngram in self._follows):
                         self._follows[ngram] = end
         self._indexed = len(tokens)
+
+
+def _copy(tokens: Sequence[int], start: int, count: int) -> list[int]:
+    period = len(tokens) - start
+    return [tokens[start + i % period] for i in range(count)]

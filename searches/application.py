@@ -1,0 +1,116 @@
+"""How does a program start and end? Hydra composes; bad input ends in one line and exit code 2, Ctrl-C in 130.
+
+Unexpected errors keep their traceback and exit code 1.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+# Before anything imports them: no telemetry, no start-up advice, and Hydra must hand its errors on to us.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+os.environ["HYDRA_FULL_ERROR"] = "1"
+
+import hydra
+import optuna
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from layerskip import (
+    ConfigError,
+    ExportError,
+    MaskError,
+    PromptError,
+    SamplingError,
+    TargetError,
+    UnsupportedModel,
+)
+
+CONF = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "conf")
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+class InputError(ValueError):
+    """Something that the user gave cannot be used; the message names the field."""
+
+
+_INPUT_ERRORS = (
+    InputError,
+    ConfigError,
+    ExportError,
+    MaskError,
+    PromptError,
+    SamplingError,
+    TargetError,
+    UnsupportedModel,
+)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
+    """Compose ``conf/<config_name>.yaml`` with the command line, run a task with it, and end the process."""
+    # Optuna marks what this program is built on (grouped TPE, the Wilcoxon pruner) as experimental.
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+
+    def guarded(config: DictConfig) -> None:
+        # In here, so that Hydra does not put its own words before ours; it lets SystemExit pass.
+        try:
+            task(config)
+        except (Exception, KeyboardInterrupt) as error:
+            _end(error)
+
+    program = hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(guarded)
+    try:
+        program()
+    except (Exception, KeyboardInterrupt) as error:
+        _end(error)
+    sys.exit(0)
+
+
+def _end(error: BaseException) -> NoReturn:
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    line = explain(error)
+    if line is None:
+        traceback.print_exception(error)
+        sys.exit(1)
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(BAD_INPUT)
+
+
+def explain(error: BaseException) -> str | None:
+    """One line for an error that the user can mend; None for a defect, which deserves its traceback."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    for link in chain:
+        if isinstance(link, _INPUT_ERRORS):
+            return _one_line(link)
+        if isinstance(link, OSError) and link.errno in _DISK_FULL:
+            return f"outputs: cannot write {link.filename or ''}: {os.strerror(link.errno or 0)}"
+        if "database or disk is full" in str(link):
+            return "outputs: cannot write the database: no space left on the disk"
+    if isinstance(error, (HydraException, OmegaConfBaseException)) and not _from_our_code(error):
+        return _one_line(error)
+    return None
+
+
+def _from_our_code(error: BaseException) -> bool:
+    """Hydra wraps what a ``_target_`` raises; such an error is the target's, not the command line's."""
+    return "Error in call to target" in str(error) and isinstance(error.__cause__, (AssertionError, RuntimeError))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

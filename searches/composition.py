@@ -1,0 +1,30 @@
+"""What do the configuration's leaves call that is not one call already?"""
+
+from __future__ import annotations
+
+import optuna
+
+from layerskip import Target, TargetError, load_target
+
+
+def load_local(
+    path: str, name: str = "", dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+) -> Target:
+    """A target from a folder or a ``.gguf`` file, never from the hub.
+
+    Raises:
+        TargetError: there is no such folder or file, or it cannot be loaded.
+    """
+    import os
+
+    if not os.path.isdir(path) and not os.path.isfile(path):
+        raise TargetError(f"target.path: there is no folder or file {path}")
+    return load_target(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+
+
+def gp_sampler(n_startup_trials: int, seed: int) -> optuna.samplers.GPSampler:
+    """Optuna's Gaussian process, with TPE for the parameters that only some trials have."""
+    rest = optuna.samplers.TPESampler(seed=seed, n_startup_trials=n_startup_trials, multivariate=True, group=True)
+    return optuna.samplers.GPSampler(
+        seed=seed, independent_sampler=rest, n_startup_trials=n_startup_trials, warn_independent_sampling=False
+    )

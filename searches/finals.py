@@ -1,0 +1,93 @@
+"""Which configuration wins? The best few of a search, measured again beside plain decoding on prompts it never saw.
+
+A configuration beats plain decoding when the whole 95 % interval of its held-out speedup lies above 1; if none does, plain
+decoding wins.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
+
+from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.measure import Contender, Decoder, Task, interleave
+
+from .objective import MeasureSettings, configuration, is_lossless
+
+_FINALS = "finals"
+_HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A configuration, what the search thought of it, and what held-out prompts say."""
+
+    config: SpeculativeConfig
+    search_speedup: float
+    held_out: dict[str, Any]
+
+    @property
+    def eligible(self) -> bool:
+        """Whether it kept the output and its whole interval lies above 1."""
+        return is_lossless(self.held_out) and self.held_out["speedup_low"] > 1.0
+
+
+@dataclass(frozen=True)
+class Finals:
+    """The finalists, best first, plain decoding's own figures, and the seconds that measuring took."""
+
+    finalists: tuple[Finalist, ...]
+    baseline: dict[str, Any]
+    seconds: float
+
+    @property
+    def winner(self) -> Finalist:
+        """The best eligible finalist, else plain decoding."""
+        plain = Finalist(SpeculativeConfig(), 1.0, self.baseline)
+        return next((finalist for finalist in self.finalists if finalist.eligible), plain)
+
+
+def ranking(study: optuna.Study) -> list[tuple[SpeculativeConfig, float]]:
+    """Distinct configurations that drafted and kept the output, by mean speedup over their trials, best first."""
+    values: dict[SpeculativeConfig, list[float]] = {}
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        if trial.value is not None and is_lossless(trial.user_attrs["measurement"]):
+            values.setdefault(configuration(trial), []).append(trial.value)
+    means = [(config, sum(found) / len(found)) for config, found in values.items() if config.kind != "none"]
+    return sorted(means, key=lambda pair: -pair[1])
+
+
+def measure_finals(
+    study: optuna.Study,
+    target: Target,
+    prompts: PromptSet,
+    sampling: Sampling,
+    settings: MeasureSettings,
+    seed: int,
+    on_prompt: Callable[[], None] = lambda: None,
+) -> Finals:
+    """Measure the finalists on held-out prompts, all interleaved; what the study holds already is not measured again."""
+    chosen = ranking(study)[: settings.finalists]
+    asked = {"configs": [config.to_dict() for config, _ in chosen], "prompts": prompts.digest}
+    stored = study.user_attrs.get(_FINALS)
+    if stored is None or stored["asked"] != json.loads(json.dumps(asked)):
+        start = time.monotonic()
+        contenders: dict[str, Contender] = {"baseline": Decoder.of(target, SpeculativeConfig())}
+        contenders |= {str(i): Decoder.of(target, config) for i, (config, _) in enumerate(chosen)}
+        task = Task(sampling, settings.max_new_tokens, seed + _HELD_OUT_SEED)
+        rows = []
+        for row in interleave(target, prompts, contenders, task, settings.held_out_repeats):
+            rows.append(row)
+            on_prompt()
+        found = {name: Measurement.of(rows, "baseline", name).to_dict() for name in contenders}
+        stored = {"asked": asked, "found": found, "seconds": time.monotonic() - start}
+        study.set_user_attr(_FINALS, stored)
+    finalists = [Finalist(config, value, stored["found"][str(i)]) for i, (config, value) in enumerate(chosen)]
+    finalists.sort(key=lambda finalist: -finalist.held_out["speedup"])
+    return Finals(tuple(finalists), stored["found"]["baseline"], stored["seconds"])

@@ -1,0 +1,197 @@
+"""The study: search a target's fastest lossless decoding, confirm it on held-out prompts, export it.
+
+``python -m searches.layerskip`` with Hydra overrides; the same command again goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from .application import InputError, run  # first: it sets the environment that the imports below read
+
+import optuna
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from layerskip import Export, PromptSet, Sampling, Target
+from layerskip.environment import environment
+
+from . import report
+from .finals import Finals, measure_finals
+from .objective import MeasureSettings, Objective
+from .space import SearchSpace
+from .study import StudySettings, finished, locked, open_storage, open_study, prepare, run_trials
+from .tracking import Tracker
+
+_LEAST_FREE_BYTES = 64 * 2**20
+_WITHOUT_EFFECT = ("outputs", "study", "tracking")
+"""Parts of the configuration that do not change what a trial measures."""
+
+
+def search(config: DictConfig) -> Finals:
+    """Run a composed study to its end; see ``conf/layerskip.yaml``."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if not isinstance(config.seed, int):
+        raise InputError(f"seed: {config.seed!r} is not a whole number")
+    settings: StudySettings = instantiate(config.study)
+    measuring: MeasureSettings = instantiate(config.measure)
+    sampling: Sampling = instantiate(config.sampling)
+    prompts: PromptSet = instantiate(config.prompts)
+    tune, held_out = prompts.split()
+    target: Target = instantiate(config.target)
+    space: SearchSpace = instantiate(config.space, layers=target.layers)
+    flat = describe(config, target, prompts)
+    name = settings.name or default_name(config, flat)
+    folder = Path(config.outputs) / name
+    check_space(folder)
+    with locked(folder):
+        tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+        storage = open_storage(settings.storage, folder)
+        # A resumed sampler must not draw once more what it drew before.
+        sampler = instantiate(config.sampler, seed=config.seed)
+        study = open_study(name, storage, sampler, instantiate(config.pruner), flat)
+        if study.trials:
+            study.sampler = instantiate(config.sampler, seed=config.seed + len(study.trials))
+        tracker.open_study(name, flat, environment(target.device) | {"prompts_digest": prompts.digest})
+        tracker.log_text(OmegaConf.to_yaml(config, resolve=True), "config.yaml")
+        try:
+            return _search(study, tracker, folder, config.seed, settings, measuring, sampling, target, space, tune, held_out)
+        except BaseException as error:
+            tracker.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
+
+
+def _search(
+    study: optuna.Study,
+    tracker: Tracker,
+    folder: Path,
+    seed: int,
+    settings: StudySettings,
+    measuring: MeasureSettings,
+    sampling: Sampling,
+    target: Target,
+    space: SearchSpace,
+    tune: PromptSet,
+    held_out: PromptSet,
+) -> Finals:
+    prepare(study, space)
+    for trial in finished(study):
+        tracker.record(trial)
+    print(f"study {study.study_name}: {len(finished(study))} of {settings.n_trials} trials are there", flush=True)
+    with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
+        objective = Objective(target, space, tune.take(measuring.prompts), sampling, measuring, seed, bar.refresh)
+
+        def on_trial(trial: optuna.trial.FrozenTrial) -> None:
+            tracker.record(trial)
+            bar.update()
+            bar.set_postfix_str(_best(study))
+
+        try:
+            run_trials(study, objective, settings, on_trial)
+        except KeyboardInterrupt:
+            bar.close()
+            print(report.summary(study, None, target.layers))
+            raise
+    final_prompts = held_out.take(measuring.held_out_prompts)
+    rounds = len(final_prompts) * measuring.held_out_repeats
+    with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:
+        finals = measure_finals(study, target, final_prompts, sampling, measuring, seed, bar.update)
+    _publish(study, tracker, finals, folder, sampling, target, final_prompts)
+    return finals
+
+
+def _publish(
+    study: optuna.Study,
+    tracker: Tracker,
+    finals: Finals,
+    folder: Path,
+    sampling: Sampling,
+    target: Target,
+    prompts: PromptSet,
+) -> None:
+    """Write the report and the export, and log both."""
+    winner = finals.winner
+    spent = sum(t.user_attrs.get("seconds", 0.0) for t in finished(study)) + finals.seconds
+    found = {"study": study.study_name, "trials": len(finished(study)), "seconds": spent, "mlflow_run_id": tracker.run_id}
+    evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest}
+    export = Export(
+        Export.describe(target), winner.config, sampling, evidence, environment(target.device), search=found
+    )
+    text = report.summary(study, finals, target.layers)
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    report.draw(study, finals, target.layers, folder / "report.png")
+    export.save(folder / "best.json")
+    for name in ("report.md", "report.png", "best.json"):
+        tracker.log_file(folder / name)
+    tracker.log(
+        tracker.run_id,
+        {
+            "held_out_speedup": winner.held_out["speedup"],
+            "held_out_speedup_low": winner.held_out["speedup_low"],
+            "held_out_speedup_high": winner.held_out["speedup_high"],
+            "held_out_tokens_per_second": winner.held_out["tokens_per_second"],
+            "search_seconds": spent,
+            "trials": len(finished(study)),
+        },
+    )
+    tracker.tag({"winner": winner.config.label(), "verdict": report.verdict(finals)})
+    tracker.finish()
+    print(text)
+    print(f"wrote {folder / 'best.json'} and {folder / 'report.png'}; compare runs with:")
+    print(f"  mlflow ui --backend-store-uri {tracker.uri}")
+
+
+def _best(study: optuna.Study) -> str:
+    complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+    return f"best {max(t.value or 0.0 for t in complete):.3f} x" if complete else ""
+
+
+def describe(config: DictConfig, target: Target, prompts: PromptSet) -> dict[str, Any]:
+    """Everything that changes what a trial measures, flat and with plain values."""
+    parts = {k: v for k, v in OmegaConf.to_container(config, resolve=True).items() if k not in _WITHOUT_EFFECT}  # type: ignore[union-attr]
+    flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
+    flat |= {f"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
+    return flat | {
+        "target.dtype": target.dtype,
+        "target.device": target.device.type,
+        "target.layers": target.layers,
+        "prompts.digest": prompts.digest,
+    }
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {k: v for name, part in value.items() for k, v in _flatten(part, f"{prefix}.{name}" if prefix else name).items()}
+
+
+def default_name(config: DictConfig, flat: dict[str, Any]) -> str:
+    """A study's name: the same command gives the same, and a command that measures something else another."""
+    digest = hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:6]
+    target = Path(str(config.target.name)).name.removesuffix(".gguf")
+    return f"{target}-{flat['sampler'].removesuffix('Sampler').lower()}-seed{config.seed}-{digest}"
+
+
+def check_space(folder: Path) -> None:
+    """Refuse to start on a disk that is as good as full.
+
+    Raises:
+        InputError: less than 64 MB are free.
+    """
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        raise InputError(f"outputs: {place} cannot be written to")
+    stats = os.statvfs(place)
+    if stats.f_bavail * stats.f_frsize < _LEAST_FREE_BYTES:
+        raise InputError(f"outputs: {place} has no space left; {_LEAST_FREE_BYTES // 2**20} MB are needed")
+
+
+if __name__ == "__main__":
+    run("layerskip", search)

@@ -1,0 +1,149 @@
+"""What is a trial worth? Its paired speedup over plain decoding, really measured.
+
+Everything that is known of a trial is put into its user attributes, so the study alone is enough to rebuild its records
+elsewhere. Running out of memory is knowledge: a reason and a violated constraint. Anything else that goes wrong is a defect
+and is raised.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+import torch
+
+from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.measure import Decoder, Task, interleave
+from layerskip.measurement import Sample, pair_speedup
+
+from .space import SearchSpace
+
+
+class OutputChanged(RuntimeError):
+    """Drafting changed a float32 output: a defect of the decoder, never a property of a configuration."""
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """How trials and finals are measured.
+
+    Args:
+        max_new_tokens: per prompt and turn.
+        prompts: tune prompts per trial, taken from the categories in turn; None takes all.
+        repeats: how often a trial decodes each of them.
+        held_out_prompts: held-out prompts of the finals; None takes all.
+        held_out_repeats: how often the finals decode each of them.
+        finalists: distinct configurations that are measured again on held-out prompts.
+    """
+
+    max_new_tokens: int = 48
+    prompts: int | None = 6
+    repeats: int = 1
+    held_out_prompts: int | None = None
+    held_out_repeats: int = 1
+    finalists: int = 5
+
+
+class Objective:
+    """Measures the configuration that a trial proposes.
+
+    Args:
+        target: the model.
+        space: turns trials into configurations.
+        prompts: the tune prompts of every trial.
+        sampling: how tokens are chosen.
+        settings: how much is decoded.
+        seed: of orders and draws.
+        on_prompt: called after every prompt, for a progress bar.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        space: SearchSpace,
+        prompts: PromptSet,
+        sampling: Sampling,
+        settings: MeasureSettings,
+        seed: int,
+        on_prompt: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.target, self.space, self.prompts = target, space, prompts
+        self.sampling, self.settings, self.seed = sampling, settings, seed
+        self.on_prompt = on_prompt
+        self._baseline = Decoder.of(target, SpeculativeConfig())
+
+    def __call__(self, trial: optuna.Trial) -> float:
+        """Measure, report prompt by prompt, and return the speedup.
+
+        Raises:
+            optuna.TrialPruned: the pruner has seen enough, or memory ran out (the attribute ``reason`` says which).
+            OutputChanged: a float32 output differs from the baseline's.
+        """
+        config = self.space.suggest(trial)
+        trial.set_user_attr("config", config.to_dict())
+        start = time.monotonic()
+        rows: list[dict[str, Sample]] = []
+        reason = None
+        try:
+            reason = self._measure(trial, config, rows)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            reason = "out of memory"
+        measurement = Measurement.of(rows, "baseline", "candidate")
+        self._record(trial, measurement, reason, time.monotonic() - start)
+        if reason is not None:
+            raise optuna.TrialPruned(reason)
+        return measurement.speedup
+
+    def _measure(self, trial: optuna.Trial, config: SpeculativeConfig, rows: list[dict[str, Sample]]) -> str | None:
+        contenders = {"baseline": self._baseline, "candidate": Decoder.of(self.target, config)}
+        task = Task(self.sampling, self.settings.max_new_tokens, self.seed + trial.number)
+        for step, row in enumerate(interleave(self.target, self.prompts, contenders, task, self.settings.repeats)):
+            rows.append(row)
+            self.on_prompt()
+            trial.report(pair_speedup(row["baseline"], row["candidate"]), step)
+            # Behind the last prompt there is nothing left to save.
+            if step + 1 < len(self.prompts) * self.settings.repeats and trial.should_prune():
+                return "slower than the best so far"
+        return None
+
+    def _record(self, trial: optuna.Trial, measurement: Measurement, reason: str | None, seconds: float) -> None:
+        trial.set_user_attr("seconds", seconds)
+        if reason is not None:
+            trial.set_user_attr("reason", reason)
+        changed = False
+        if measurement.candidate:
+            verdict = measurement.lossless.verdict
+            changed = verdict == "different"
+            trial.set_user_attr("measurement", measurement.to_dict())
+            trial.set_user_attr("table", measurement.table())
+            if changed and self.target.dtype == "float32":
+                raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
+        # Last, because a constraint is first-write-wins.
+        trial.set_constraint("out_of_memory", float(reason == "out of memory"))
+        trial.set_constraint("output_changed", float(changed))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a card or on the host; what can be freed is freed then."""
+    ran_out = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+    if ran_out:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return ran_out
+
+
+def configuration(trial: optuna.trial.FrozenTrial) -> SpeculativeConfig:
+    """The configuration that a finished trial measured."""
+    return SpeculativeConfig.from_dict(trial.user_attrs["config"])
+
+
+def is_lossless(measurement: dict[str, Any]) -> bool:
+    """Whether a measurement's outputs were the baseline's, near-ties in half precision included."""
+    return measurement["losslessness"]["verdict"] in ("exact", "near_tie")

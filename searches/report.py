@@ -1,0 +1,177 @@
+"""What did a study find? A table to read and four plots to look at, of a finished or a running study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import optuna
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip import SkipMask, SpeculativeConfig
+from layerskip.mask import count
+
+from .finals import Finals
+from .objective import configuration
+from .study import finished
+
+matplotlib.use("Agg")
+
+_COLORS = {"none": "0.4", "layer_skip": "tab:blue", "prompt_lookup": "tab:orange", "draft_model": "tab:green"}
+
+
+def summary(study: optuna.Study, finals: Finals | None, layers: int) -> str:
+    """The report as Markdown: the verdict, the finalists on held-out prompts, and the best trials."""
+    trials = finished(study)
+    pruned = sum(trial.state == TrialState.PRUNED for trial in trials)
+    lines = [f"# Study {study.study_name}", "", f"{len(trials)} trials, {pruned} of them stopped early.", ""]
+    if finals is not None:
+        lines += [verdict(finals), "", *_finals_table(finals), ""]
+    lines += ["## Best trials (tune prompts)", "", *_trials_table(trials)]
+    changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
+    if changed:
+        lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
+    return "\n".join(lines) + "\n"
+
+
+def verdict(finals: Finals) -> str:
+    """One sentence: who won, by how much, and how sure that is."""
+    winner = finals.winner
+    if winner.config.kind == "none":
+        return "No drafting wins: no configuration's held-out interval lies wholly above the speed of plain decoding."
+    held_out = winner.held_out
+    return (
+        f"{winner.config.label()} wins: {held_out['speedup']:.2f} x plain decoding on held-out prompts "
+        f"(95 % interval {held_out['speedup_low']:.2f} to {held_out['speedup_high']:.2f}), "
+        f"output {_VERDICTS[held_out['losslessness']['verdict']]}."
+    )
+
+
+_VERDICTS = {
+    "exact": "identical",
+    "near_tie": "identical but for near-ties of rounding",
+    "different": "CHANGED",
+    "unchecked": "unchecked",
+}
+
+
+def _finals_table(finals: Finals) -> list[str]:
+    rows = [("no drafting", 1.0, finals.baseline)]
+    rows += [(f.config.label(), f.search_speedup, f.held_out) for f in finals.finalists]
+    lines = [
+        "## Finalists (held-out prompts)",
+        "",
+        "| configuration | speedup | 95 % interval | tokens/s | acceptance | tokens/round | in the search | output |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for label, before, found in rows:
+        lines.append(
+            f"| {label} | {found['speedup']:.3f} | {found['speedup_low']:.3f} to {found['speedup_high']:.3f} "
+            f"| {found['tokens_per_second']:.1f} | {found['acceptance_rate']:.2f} | {found['tokens_per_round']:.2f} "
+            f"| {before:.3f} | {_VERDICTS[found['losslessness']['verdict']]} |"
+        )
+    return lines
+
+
+def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
+    lines = [
+        "| trial | configuration | speedup | tokens/s | acceptance | tokens/round |",
+        "|---|---|---|---|---|---|",
+    ]
+    complete = sorted((t for t in trials if t.state == TrialState.COMPLETE), key=lambda t: -(t.value or 0.0))
+    for trial in complete[:most]:
+        found = trial.user_attrs["measurement"]
+        lines.append(
+            f"| {trial.number} | {configuration(trial).label()} | {trial.value:.3f} | {found['tokens_per_second']:.1f} "
+            f"| {found['acceptance_rate']:.2f} | {found['tokens_per_round']:.2f} |"
+        )
+    return lines
+
+
+def draw(study: optuna.Study, finals: Finals | None, layers: int, path: Path) -> None:
+    """Save the report's picture: history, speedup against acceptance, skip heatmap, held-out intervals."""
+    trials = [t for t in finished(study) if "measurement" in t.user_attrs]
+    figure = Figure(figsize=(14, 9), layout="constrained")
+    axes = figure.subplots(2, 2)
+    _history(axes[0][0], trials)
+    _acceptance(axes[0][1], trials)
+    _heatmap(axes[1][0], trials, layers)
+    _intervals(axes[1][1], finals)
+    figure.suptitle(f"Study {study.study_name}")
+    figure.savefig(path, dpi=110)
+
+
+def _speedup(trial: FrozenTrial) -> float:
+    return float(trial.user_attrs["measurement"]["speedup"])
+
+
+def _history(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
+    for kind, color in _COLORS.items():
+        for state, marker in ((TrialState.COMPLETE, "o"), (TrialState.PRUNED, "x")):
+            chosen = [t for t in trials if configuration(t).kind == kind and t.state == state]
+            if chosen:
+                label = kind.replace("_", " ") + ("" if state == TrialState.COMPLETE else ", stopped early")
+                axes.scatter(
+                    [t.number for t in chosen], [_speedup(t) for t in chosen], c=color, marker=marker, label=label
+                )
+    complete = [t for t in trials if t.state == TrialState.COMPLETE]
+    if complete:
+        best = np.maximum.accumulate([_speedup(t) for t in complete])
+        axes.step([t.number for t in complete], best, where="post", color="black", lw=1, label="best so far")
+        axes.legend(fontsize=8)
+    axes.axhline(1.0, color="0.6", lw=0.8)
+    axes.set(title="Search history (tune prompts)", xlabel="trial", ylabel="speedup over plain decoding")
+
+
+def _acceptance(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
+    drafted = [t for t in trials if configuration(t).kind != "none"]
+    colors = [_COLORS[configuration(t).kind] for t in drafted]
+    rates = [t.user_attrs["measurement"]["acceptance_rate"] for t in drafted]
+    axes.scatter(rates, [_speedup(t) for t in drafted], c=colors)
+    axes.axhline(1.0, color="0.6", lw=0.8)
+    axes.set(title="Speedup against acceptance", xlabel="acceptance rate", ylabel="speedup over plain decoding")
+    axes.set_xlim(-0.02, 1.02)
+
+
+def _heatmap(axes: Axes, trials: Sequence[FrozenTrial], layers: int) -> None:
+    """Mean speedup of the trials that skipped a sub-layer; grey where none did."""
+    skips = [(SkipMask.parse(configuration(t).mask, layers), _speedup(t)) for t in trials if _skips(configuration(t))]
+    cells = np.full((2, layers), np.nan)
+    for row, part in enumerate(("attention", "mlp")):
+        for layer in range(layers):
+            found = [value for mask, value in skips if getattr(mask, part)[layer]]
+            if found:
+                cells[row, layer] = np.mean(found)
+    colors = matplotlib.colormaps["viridis"].with_extremes(bad="0.9")
+    image = axes.imshow(cells, aspect="auto", cmap=colors)
+    axes.set_yticks([0, 1], ["attention", "MLP"])
+    axes.set(title="Mean speedup of the trials that skipped a sub-layer", xlabel="layer")
+    if skips:
+        axes.figure.colorbar(image, ax=axes)
+
+
+def _skips(config: SpeculativeConfig) -> bool:
+    return config.kind == "layer_skip" and sum(count(config.mask)) > 0
+
+
+def _intervals(axes: Axes, finals: Finals | None) -> None:
+    axes.set(title="Held-out speedup, 95 % interval", xlabel="speedup over plain decoding")
+    axes.axvline(1.0, color="0.6", lw=0.8)
+    if finals is None:
+        axes.text(0.5, 0.5, "not measured yet", transform=axes.transAxes, ha="center")
+        return
+    shown = list(reversed(finals.finalists))
+    for place, finalist in enumerate(shown):
+        found: dict[str, Any] = finalist.held_out
+        reach = [[found["speedup"] - found["speedup_low"]], [found["speedup_high"] - found["speedup"]]]
+        color = _COLORS[finalist.config.kind]
+        axes.errorbar(found["speedup"], place, xerr=reach, fmt="o", color=color, capsize=4)
+        axes.plot(finalist.search_speedup, place, "|", color="black", ms=12)
+    labels = [f.config.label() for f in shown]
+    axes.set_yticks(range(len(shown)), [label if len(label) < 44 else label[:41] + "..." for label in labels], fontsize=8)
+    axes.set_ylim(-0.6, max(len(shown), 1) - 0.4)

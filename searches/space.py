@@ -1,0 +1,178 @@
+"""Which configurations may a study propose? A trial's choices to a configuration, and back for enqueueing.
+
+The space is conditional: first the kind of drafter, then that kind's own parameters. A mask is one ``suggest_int(..., 0, 1)``
+per sub-layer outside the protected first and last layers; as categories the same bits taught Optuna's TPE nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import optuna
+
+from layerskip import SkipMask, SpeculativeConfig, StopRule
+
+from .application import InputError
+
+KINDS = ("none", "layer_skip", "prompt_lookup", "draft_model")
+STOPS = ("length", "threshold", "adaptive")
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The choices of a study, for one target.
+
+    Args:
+        layers: how many decoder layers the target has.
+        kinds: the drafters to choose from; ``none`` is always among them.
+        protect_first: so many first layers are never skipped.
+        protect_last: so many last layers are never skipped.
+        skip_length: shortest and longest draft of ``layer_skip``.
+        stops: the stop rules of ``layer_skip`` and ``draft_model``.
+        lookup_length: shortest and longest draft of ``prompt_lookup``.
+        ngram: shortest and longest n-gram of ``prompt_lookup``.
+        drafts: the draft models to choose from; without any, ``draft_model`` is left out.
+        model_length: shortest and longest draft of ``draft_model``.
+        masks: further masks to try first, in text form.
+
+    Raises:
+        InputError: a field is out of range.
+    """
+
+    layers: int
+    kinds: Sequence[str] = KINDS
+    protect_first: int = 2
+    protect_last: int = 2
+    skip_length: Range = (1, 8)
+    stops: Sequence[str] = STOPS
+    lookup_length: Range = (2, 16)
+    ngram: Range = (1, 4)
+    drafts: Sequence[str] = ()
+    model_length: Range = (1, 8)
+    masks: Sequence[str] = ()
+    _bits: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, known in (("kinds", KINDS), ("stops", STOPS)):
+            unknown = [value for value in getattr(self, name) if value not in known]
+            if unknown:
+                raise InputError(f"space.{name}: {unknown[0]!r} is not one of {', '.join(known)}")
+        for name in ("skip_length", "lookup_length", "ngram", "model_length"):
+            low, high = getattr(self, name)
+            if not 1 <= low <= high:
+                raise InputError(f"space.{name}: {low} to {high} is not a range of at least 1")
+        if self.protect_first < 0 or self.protect_last < 0:
+            raise InputError("space.protect_first, space.protect_last: cannot be negative")
+        bits = tuple(range(self.protect_first, self.layers - self.protect_last))
+        if "layer_skip" in self.kinds and not bits:
+            raise InputError(f"space.protect_first, space.protect_last: leave none of {self.layers} layers to skip")
+        for mask in self.masks:
+            parsed = SkipMask.parse(mask, self.layers)
+            outside = [i for i in range(self.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in bits]
+            if outside:
+                raise InputError(f"space.masks: {mask!r} skips layer {outside[0]}, which is protected")
+        object.__setattr__(self, "_bits", bits)
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The kinds that a trial chooses from."""
+        chosen = {"none", *self.kinds}
+        return tuple(kind for kind in KINDS if kind in chosen and (kind != "draft_model" or self.drafts))
+
+    def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+        """The configuration that a trial proposes."""
+        kind = trial.suggest_categorical("kind", self.arms)
+        if kind == "layer_skip":
+            attention = {i for i in self._bits if trial.suggest_int(f"attention_{i}", 0, 1)}
+            mlp = {i for i in self._bits if trial.suggest_int(f"mlp_{i}", 0, 1)}
+            mask = SkipMask.of(self.layers, attention, mlp).format()
+            length = trial.suggest_int("skip_length", *self.skip_length)
+            return SpeculativeConfig(kind, length, mask=mask, stop=self._suggest_stop(trial, "skip"))
+        if kind == "prompt_lookup":
+            longest = trial.suggest_int("ngram_max", *self.ngram)
+            # Its own name per upper end: a distribution whose bounds move is of no use to the samplers.
+            shortest = trial.suggest_int(f"ngram_min_of_{longest}", self.ngram[0], longest)
+            return SpeculativeConfig(
+                kind,
+                trial.suggest_int("lookup_length", *self.lookup_length),
+                ngram_min=shortest,
+                ngram_max=longest,
+                match=str(trial.suggest_categorical("match", ("last", "first"))),
+            )
+        if kind == "draft_model":
+            draft = str(trial.suggest_categorical("draft", tuple(self.drafts)))
+            length = trial.suggest_int("model_length", *self.model_length)
+            return SpeculativeConfig(kind, length, draft=draft, stop=self._suggest_stop(trial, "model"))
+        return SpeculativeConfig()
+
+    def _suggest_stop(self, trial: optuna.trial.BaseTrial, prefix: str) -> StopRule:
+        kind = str(trial.suggest_categorical(f"{prefix}_stop", tuple(self.stops)))
+        if kind == "length":
+            return StopRule()
+        return StopRule(kind, trial.suggest_float(f"{prefix}_threshold", 0.1, 0.9, step=0.05))
+
+    def params(self, config: SpeculativeConfig) -> dict[str, int | float | str]:
+        """The choices that lead to a configuration; the reverse of :meth:`suggest`."""
+        found: dict[str, int | float | str] = {"kind": config.kind}
+        if config.kind == "layer_skip":
+            mask = SkipMask.parse(config.mask, self.layers)
+            found |= {f"attention_{i}": int(mask.attention[i]) for i in self._bits}
+            found |= {f"mlp_{i}": int(mask.mlp[i]) for i in self._bits}
+            found |= {"skip_length": config.draft_length} | self._stop_params(config.stop, "skip")
+        elif config.kind == "prompt_lookup":
+            found |= {
+                "ngram_max": config.ngram_max,
+                f"ngram_min_of_{config.ngram_max}": config.ngram_min,
+                "lookup_length": config.draft_length,
+                "match": config.match,
+            }
+        elif config.kind == "draft_model":
+            found |= {"draft": config.draft, "model_length": config.draft_length}
+            found |= self._stop_params(config.stop, "model")
+        return found
+
+    def _stop_params(self, stop: StopRule, prefix: str) -> dict[str, int | float | str]:
+        found: dict[str, int | float | str] = {f"{prefix}_stop": stop.kind}
+        if stop.kind != "length":
+            found[f"{prefix}_threshold"] = stop.threshold
+        return found
+
+    def starting_points(self) -> list[SpeculativeConfig]:
+        """What a study tries first: no drafting, one of each cheap drafter, single skips, contiguous runs, sparse masks.
+
+        Random masks skip half of all sub-layers and never recover; structure is where a search can start from.
+        """
+        points = [SpeculativeConfig()]
+        if "prompt_lookup" in self.arms:
+            points += [self._lookup(8, 3), self._lookup(4, 2)]
+        if "draft_model" in self.arms:
+            points += [SpeculativeConfig("draft_model", self._clip(4, self.model_length), draft=d) for d in self.drafts]
+        if "layer_skip" in self.arms:
+            points += [self._skip(mask) for mask in (*self.masks, *self._structured_masks())]
+        return list(dict.fromkeys(points))
+
+    def _lookup(self, length: int, longest: int) -> SpeculativeConfig:
+        longest = self._clip(longest, self.ngram)
+        length = self._clip(length, self.lookup_length)
+        return SpeculativeConfig("prompt_lookup", length, ngram_min=self.ngram[0], ngram_max=longest)
+
+    def _skip(self, mask: str) -> SpeculativeConfig:
+        stop = StopRule("adaptive", 0.6) if "adaptive" in self.stops else StopRule(self.stops[0])
+        return SpeculativeConfig("layer_skip", self._clip(4, self.skip_length), mask=mask, stop=stop)
+
+    def _structured_masks(self) -> list[str]:
+        """Early single skips, early contiguous runs, and every third or fourth sub-layer."""
+        bits, count = self._bits, len(self._bits)
+        early = bits[count // 6]
+        masks = [f"attention:{early}", f"mlp:{bits[count // 4]}"]
+        for length in sorted({max(1, round(self.layers * share)) for share in (0.1, 0.25, 0.4)}):
+            masks.append(f"layers:{early}-{min(early + length, bits[-1] + 1) - 1}")
+        masks.append("attention:" + ",".join(map(str, bits[1::3])) if count > 1 else f"attention:{bits[0]}")
+        masks.append("layers:" + ",".join(map(str, bits[2::4])) if count > 2 else f"layers:{bits[0]}")
+        return masks
+
+    @staticmethod
+    def _clip(value: int, bounds: Range) -> int:
+        return min(max(value, bounds[0]), bounds[1])

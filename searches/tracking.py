@@ -1,0 +1,190 @@
+"""How does MLflow mirror a study? One run per study, one nested run per finished trial, and never two of the same.
+
+The study is the truth and MLflow its picture: a trial's run is written from what the study holds, in one batch, after the
+trial is finished. What a kill left missing or half written is written again when the study is resumed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from layerskip import SpeculativeConfig, mask
+
+from .application import InputError
+
+# A server that cannot be reached shall be noticed in seconds, not in MLflow's default of minutes.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.tracking import MlflowClient
+
+_METRICS = (
+    "tokens_per_second",
+    "baseline_tokens_per_second",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "acceptance_rate",
+    "tokens_per_round",
+    "peak_memory_bytes",
+    "prefill_seconds",
+    "decode_seconds",
+)
+_LARGEST = 1e300
+
+
+class Tracker:
+    """Writes one study's runs.
+
+    Args:
+        uri: of the tracking store; None makes a SQLite store in ``folder``.
+        folder: where the default store and its artifacts lie.
+        experiment: the experiment's name.
+
+    Raises:
+        InputError: the store cannot be reached.
+    """
+
+    def __init__(self, uri: str | None, folder: Path, experiment: str) -> None:
+        local = uri is None
+        if local:
+            folder.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        self.uri = str(uri)
+        try:
+            self._client = MlflowClient(self.uri)
+            found = self._client.get_experiment_by_name(experiment)
+            if found is None:
+                artifacts = (folder / "mlartifacts").resolve().as_uri() if local else None
+                self._experiment = self._client.create_experiment(experiment, artifact_location=artifacts)
+            else:
+                self._experiment = found.experiment_id
+        except Exception as error:  # the client raises whatever its store's driver does
+            raise InputError(f"tracking.uri: cannot open {self.uri}: {str(error).splitlines()[0]}") from error
+
+    def open_study(self, name: str, params: Mapping[str, Any], tags: Mapping[str, Any]) -> str:
+        """Open the run of a study, or go on with it.
+
+        Args:
+            params: settings, flat; repeated on every trial's run, since MLflow's filters drop parents.
+            tags: what describes the study run alone.
+
+        Returns:
+            Its run id.
+        """
+        self._study, self._params = name, {key: str(value)[:500] for key, value in params.items()}
+        runs = self._search(f"tags.study = '{_quoted(name)}' and tags.role = 'study'")
+        if runs:
+            self.run_id = runs[0].info.run_id
+            self._client.update_run(self.run_id, status="RUNNING")
+        else:
+            own = {"study": name, "role": "study"} | {key: str(value) for key, value in tags.items()}
+            self.run_id = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
+            self._client.log_batch(self.run_id, params=[Param(k, v) for k, v in self._params.items()])
+        self._recorded = self._drop_unfinished()
+        return self.run_id
+
+    def _drop_unfinished(self) -> set[int]:
+        """The trials that have a whole run; half-written ones are deleted."""
+        recorded = set()
+        for run in self._search(f"tags.study = '{_quoted(self._study)}' and tags.role = 'trial'"):
+            if run.info.status == "RUNNING":
+                self._client.delete_run(run.info.run_id)
+            else:
+                recorded.add(int(run.data.tags["trial_number"]))
+        return recorded
+
+    def record(self, trial: FrozenTrial) -> None:
+        """Write a finished trial's run, unless it is there already."""
+        if trial.number in self._recorded:
+            return
+        config = SpeculativeConfig.from_dict(trial.user_attrs["config"])
+        measured = trial.user_attrs.get("measurement", {})
+        tags = {
+            "mlflow.parentRunId": self.run_id,
+            "study": self._study,
+            "role": "trial",
+            "trial_number": str(trial.number),
+            "trial_state": trial.state.name,
+            "mask": config.mask,
+            "config": config.label(),
+            "losslessness": measured.get("losslessness", {}).get("verdict", "unchecked"),
+        }
+        if "reason" in trial.user_attrs:
+            tags["reason"] = trial.user_attrs["reason"]
+        run = self._client.create_run(
+            self._experiment, _milliseconds(trial.datetime_start), tags, run_name=f"trial {trial.number}"
+        )
+        metrics = {name: measured[name] for name in _METRICS if name in measured}
+        metrics["seconds"] = trial.user_attrs["seconds"]
+        for position, rate in enumerate(measured.get("acceptance_by_position", ())):
+            metrics[f"acceptance_at_{position + 1:02d}"] = rate
+        self.log(run.info.run_id, metrics, _summary(config) | self._params)
+        if "table" in trial.user_attrs:
+            self._client.log_table(run.info.run_id, trial.user_attrs["table"], "prompts.json")
+        self._client.set_terminated(run.info.run_id, end_time=_milliseconds(trial.datetime_complete))
+        self._recorded.add(trial.number)
+
+    def log(self, run_id: str, metrics: Mapping[str, float], params: Mapping[str, str] | None = None) -> None:
+        """Write metrics and parameters in one batch; what is not finite is left out, as stores turn it into numbers."""
+        now = int(time.time() * 1000)
+        values = [Metric(k, float(v), now, 0) for k, v in metrics.items() if math.isfinite(v) and abs(v) < _LARGEST]
+        self._client.log_batch(run_id, metrics=values, params=[Param(k, v) for k, v in (params or {}).items()])
+
+    def tag(self, tags: Mapping[str, Any]) -> None:
+        """Put tags on the study's run."""
+        self._client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
+
+    def log_text(self, text: str, name: str) -> None:
+        """Keep a text as an artifact of the study's run."""
+        self._client.log_text(self.run_id, text, name)
+
+    def log_file(self, path: Path) -> None:
+        """Keep a file as an artifact of the study's run."""
+        self._client.log_artifact(self.run_id, str(path))
+
+    def log_table(self, table: Mapping[str, Any], name: str) -> None:
+        """Keep columns as a table of the study's run."""
+        self._client.log_table(self.run_id, dict(table), name)
+
+    def finish(self, status: str = "FINISHED") -> None:
+        """Close the study's run: ``FINISHED``, ``KILLED`` where it was interrupted, ``FAILED``."""
+        self._client.set_terminated(self.run_id, status)
+
+    def _search(self, query: str) -> list[Run]:
+        found: list[Run] = []
+        token = None
+        while True:
+            page = self._client.search_runs([self._experiment], query, max_results=1000, page_token=token)
+            found += page
+            if not (token := page.token):
+                return found
+
+
+def _summary(config: SpeculativeConfig) -> dict[str, str]:
+    """A configuration in numbers: MLflow's plots cut long labels, so the mask itself is a tag."""
+    fields: dict[str, Any] = {key: value for key, value in config.to_dict().items() if key not in ("mask", "stop")}
+    if config.kind == "layer_skip":
+        fields["skipped_attention"], fields["skipped_mlp"] = mask.count(config.mask)
+    if config.kind in ("layer_skip", "draft_model"):
+        fields |= {"stop": config.stop.kind}
+        if config.stop.kind != "length":
+            fields["threshold"] = config.stop.threshold
+    return {key: str(value) for key, value in fields.items()}
+
+
+def _milliseconds(moment: Any) -> int | None:
+    return None if moment is None else int(moment.timestamp() * 1000)
+
+
+def _quoted(name: str) -> str:
+    return name.replace("'", "\\'")
+

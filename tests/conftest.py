@@ -1,0 +1,36 @@
+"""What all tests share: no network, few threads, and models that are loaded once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before anything imports the hub's client or MLflow: both read their environment when imported.
+os.environ |= {"HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+
+import pytest
+import torch
+
+import layerskip
+from tests.tiny import save_tiny
+
+# Tiny models gain nothing from more, and on a busy machine threads that wait for each other lose a lot.
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a chat template, as ``load_target`` reads it."""
+    return save_tiny(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_folder: Path) -> layerskip.Target:
+    """The tiny Llama in float32 on the CPU."""
+    return layerskip.load_target(str(tiny_folder), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> layerskip.Target:
+    """The real SmolLM2-135M-Instruct in float32 on the CPU; loading it takes some 12 seconds."""
+    return layerskip.load_target("smollm2", dtype="float32", device="cpu")

@@ -1,0 +1,216 @@
+"""What every drafter's tests inherit: whatever it proposes, the output is the target's own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from layerskip.cache import KVCache
+from layerskip.decode import Continuation, decode
+from layerskip.draft import Draft
+from layerskip.drafters.base import Context, Drafter
+from layerskip.sampling import Chooser, Sampling
+from layerskip.stats import DecodeStats
+from layerskip.target import Target
+from layerskip.verify import Verdict
+from tests.chi_square import assert_follows
+from tests.drafters.exact_law import exact_law
+from tests.families import build
+
+GREEDY = Sampling()
+SAMPLINGS = (
+    Sampling(1.0),
+    Sampling(0.7, top_k=3, repetition_penalty=1.3),
+    Sampling(1.5, top_p=0.9, min_p=0.1),
+)
+LENGTH = 24
+VOCABULARY = 12  # so few that drafts are sometimes right
+SEEDS = {"llama": 1, "gemma3_text": 0}  # of models whose greedy output neither repeats itself nor defies prediction
+Tokens = tuple[int, ...]
+
+
+def _prompts() -> list[Tokens]:
+    """Random tokens, of which every other prompt repeats its own, so that a lookup finds something."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (1, 4, 7, 5, 18, 6)
+    rows = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [tuple(row * 3 if index % 2 else row) for index, row in enumerate(rows)]
+
+
+PROMPTS = _prompts()
+
+
+@functools.cache
+def target_of(family: str, eos_ids: Tokens = ()) -> Target:
+    """A tiny target, its window, where it has one, much shorter than prompts and output together."""
+    return Target(build(family, SEEDS[family], vocab_size=VOCABULARY, eos_token_id=list(eos_ids) or None))
+
+
+@functools.cache
+def toy_target() -> Target:
+    """Five tokens, of which 1 ends a sequence."""
+    return Target(build("llama", 14, vocab_size=5, num_hidden_layers=1, hidden_size=16, eos_token_id=1))
+
+
+# Behind it every drafter has drafts of two of which none, one or both are accepted, and some that end the sequence.
+TOY_PROMPT = (4, 2, 1, 3, 1, 1, 3)
+
+
+@functools.cache
+def generated(family: str, prompt: Tokens, length: int, penalty: float = 1.0, eos_ids: Tokens = ()) -> list[int]:
+    """The new tokens of transformers' own greedy ``generate``."""
+    ids = torch.tensor([prompt])
+    output = target_of(family).model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=length,
+        repetition_penalty=penalty,
+        eos_token_id=list(eos_ids) or None,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+@functools.cache
+def toy_law(sampling: Sampling, length: int) -> dict[Tokens, float]:
+    """The exact law of what is sampled behind ``TOY_PROMPT``."""
+    return exact_law(toy_target().model, TOY_PROMPT, sampling, length, frozenset({1}))
+
+
+class Recorder:
+    """A drafter's drafts, with the context of each."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.drafts: list[tuple[Tokens, list[int]]] = []
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        self.cache = cache
+        self.drafter.start(prompt, cache, chooser)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        length = self.cache.length
+        draft = self.drafter.draft(context, limit)
+        assert draft.tokens.shape[0] <= limit
+        assert self.cache.length == length
+        self.drafts.append((tuple(context.tokens), draft.tokens.tolist()))
+        return draft
+
+    def observe(self, verdict: Verdict) -> None:
+        self.drafter.observe(verdict)
+
+
+FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+
+
+class DrafterContract:
+    """Inherit it as ``class TestSomeDrafter(DrafterContract)`` and say how the drafter is made."""
+
+    drafts = True
+    """Whether it proposes anything."""
+
+    samples = 1500
+    """How many sequences are drawn for each law."""
+
+    def drafter(self, target: Target) -> Drafter:
+        """A new drafter for ``target``, which is any that this file makes."""
+        raise NotImplementedError
+
+    def decode(self, target: Target, prompt: Tokens, length: int = LENGTH, sampling: Sampling = GREEDY) -> Continuation:
+        return decode(target, self.drafter(target), prompt, sampling, length)
+
+    @FAMILIES
+    def test_greedy_tokens_equal_those_of_generate(self, family: str) -> None:
+        target, stats = target_of(family), []
+        for prompt in PROMPTS:
+            result = self.decode(target, prompt)
+            assert result.tokens == generated(family, prompt, LENGTH)
+            stats.append(result.stats)
+        # Otherwise the state behind a rejection, or behind an accepted draft, would not have been tested.
+        rounds = [round for round in DecodeStats.join(stats).rounds if round.drafted]
+        assert any(round.accepted < round.drafted for round in rounds) == self.drafts
+        assert any(round.accepted == round.drafted for round in rounds) == self.drafts
+
+    @FAMILIES
+    @pytest.mark.parametrize("penalty", [1.5, 0.8])
+    def test_penalised_tokens_equal_those_of_generate(self, family: str, penalty: float) -> None:
+        for prompt in PROMPTS:
+            result = self.decode(target_of(family), prompt, sampling=Sampling(repetition_penalty=penalty))
+            assert result.tokens == generated(family, prompt, LENGTH, penalty)
+
+    def test_output_ends_at_the_first_of_several_ends(self) -> None:
+        """Every token of an output in turn becomes an end of sequence; some then lie inside a draft."""
+        inside = False
+        for prompt in PROMPTS:
+            plain = generated("llama", prompt, LENGTH)
+            for end in dict.fromkeys(plain[:12]):
+                eos_ids = (end, plain[-1])
+                result = self.decode(target_of("llama", eos_ids), prompt)
+                assert result.tokens == generated("llama", prompt, LENGTH, 1.0, eos_ids)
+                assert result.finish == "eos"
+                assert 1 + sum(round.committed for round in result.stats.rounds) == len(result.tokens)
+                last = result.stats.rounds[-1:]
+                inside |= any(round.accepted == round.committed for round in last)
+        assert inside == self.drafts
+
+    def test_output_ends_at_its_limit(self) -> None:
+        for prompt, limit in itertools.product(PROMPTS[:4], range(1, 8)):
+            result = self.decode(target_of("llama"), prompt, limit)
+            assert result.tokens == generated("llama", prompt, LENGTH)[:limit]
+            assert result.finish == "length"
+
+    @pytest.mark.parametrize("penalty", [1.0, 1.5])
+    def test_one_drafter_serves_prompt_after_prompt(self, penalty: float) -> None:
+        target = target_of("llama")
+        drafter = self.drafter(target)
+        for prompt in (*PROMPTS, *PROMPTS[::-1]):
+            result = decode(target, drafter, prompt, Sampling(repetition_penalty=penalty), LENGTH)
+            assert result.tokens == generated("llama", prompt, LENGTH, penalty)
+
+    def test_what_is_drafted_depends_on_the_context_alone(self) -> None:
+        """Whatever was accepted or rejected on the way to it: a fresh drafter proposes the same there."""
+        target = target_of("llama")
+        for prompt in PROMPTS[:4]:
+            recorder = Recorder(self.drafter(target))
+            decode(target, recorder, prompt, GREEDY, LENGTH)
+            for context, drafted in recorder.drafts:
+                fresh = Recorder(self.drafter(target))
+                decode(target, fresh, context[:-1], GREEDY, 8)
+                (start, expected), *_ = fresh.drafts
+                shared = min(len(drafted), len(expected))
+                assert (start, bool(drafted)) == (context, bool(expected))
+                assert drafted[:shared] == expected[:shared]
+
+    def test_a_callback_gets_the_tokens_of_every_round_in_order(self) -> None:
+        target = target_of("llama")
+        for prompt in PROMPTS:
+            parts: list[list[int]] = []
+            result = decode(target, self.drafter(target), prompt, GREEDY, LENGTH, callback=parts.append)
+            assert sum(parts, []) == result.tokens
+            assert [len(part) for part in parts] == [1, *(round.committed for round in result.stats.rounds)]
+
+    @FAMILIES
+    def test_static_shapes_change_nothing(self, family: str) -> None:
+        target = target_of(family)
+        for prompt in PROMPTS[:4]:
+            result = decode(target, self.drafter(target), prompt, GREEDY, LENGTH, static_shapes=True)
+            assert result.tokens == generated(family, prompt, LENGTH)
+            assert result.stats == self.decode(target, prompt).stats
+
+    @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+    def test_sampled_tokens_follow_the_exact_law(self, sampling: Sampling) -> None:
+        """Four tokens: one from the prefill, then a draft of up to two and a bonus token; many sequences end before."""
+        target = toy_target()
+        drafter = self.drafter(target)
+        torch.manual_seed(0)
+        results = [decode(target, drafter, TOY_PROMPT, sampling, 4) for _ in range(self.samples)]
+        assert_follows((tuple(result.tokens) for result in results), toy_law(sampling, 4))
+        rounds = DecodeStats.join(result.stats for result in results).rounds
+        for accepted in (0, 1, 2):
+            assert any(round.drafted == 2 and round.accepted == accepted for round in rounds) == self.drafts
+        assert any(round.accepted == round.committed for round in rounds) == self.drafts

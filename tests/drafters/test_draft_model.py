@@ -1,0 +1,154 @@
+"""Drafting with another model: the contract, padded vocabularies, its own cache, and how a configuration names it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from layerskip.anatomy import UnsupportedModel
+from layerskip.config import ConfigError, SpeculativeConfig, StopRule
+from layerskip.decode import decode
+from layerskip.drafters.base import Drafter
+from layerskip.drafters.build import build_drafter
+from layerskip.drafters.draft_model import DraftModel
+from layerskip.sampling import Sampling
+from layerskip.target import Target, TargetError, load_target
+from tests.drafters.contract import (
+    FAMILIES,
+    GREEDY,
+    LENGTH,
+    PROMPTS,
+    DrafterContract,
+    generated,
+    target_of,
+    toy_target,
+)
+from tests.families import build
+
+
+def _like(target: Target, noise: float = 0.06) -> PreTrainedModel:
+    """A model that often, but not always, agrees with the target: its weights and some noise."""
+    model = copy.deepcopy(target.model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=noise)
+    return model
+
+
+def _resized(model: PreTrainedModel, vocabulary: int) -> PreTrainedModel:
+    """The same model with its vocabulary padded to, or cut down to, another width."""
+    old = model.config.vocab_size
+    fields = model.config.to_diff_dict() | {"vocab_size": vocabulary}
+    other = type(model)(type(model.config)(**fields)).eval()
+    weights = model.state_dict()
+    for name, ours in other.state_dict().items():
+        shared = min(old, vocabulary) if ours.shape != weights[name].shape else ours.shape[0]
+        ours[:shared] = weights[name][:shared]
+    return other
+
+
+class TestNoisyTarget(DrafterContract):
+    def drafter(self, target: Target) -> Drafter:
+        return DraftModel(_like(target), target.layers, 3, StopRule())
+
+
+class TestPaddedVocabulary(DrafterContract):
+    """A wider output; its extra tokens are likely ones for the draft, and none for the target."""
+
+    samples = 1000
+
+    def drafter(self, target: Target) -> Drafter:
+        torch.manual_seed(2)
+        model = _resized(_like(target), target.vocabulary + 6)
+        stop = StopRule(kind="threshold", threshold=0.3)
+        return DraftModel(model, target.layers, 4, stop)
+
+
+class TestOtherFamily(DrafterContract):
+    """Of another depth, form and cache; it draws its drafts from quite another distribution."""
+
+    samples = 1000
+
+    def drafter(self, target: Target) -> Drafter:
+        if target is toy_target():
+            model = build("gpt2", 3, vocab_size=5, num_hidden_layers=2, hidden_size=16)
+            return DraftModel(model, 2, 3, StopRule())
+        return DraftModel(_like(target), target.layers, 2, StopRule())
+
+
+class TestNarrowVocabulary(DrafterContract):
+    """Without the target's last token, which the target does say and the draft model cannot even be told."""
+
+    samples = 1000
+
+    def drafter(self, target: Target) -> Drafter:
+        return DraftModel(_resized(_like(target), target.vocabulary - 1), target.layers, 3, StopRule())
+
+
+@FAMILIES
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), Sampling(0.8, repetition_penalty=1.3)], ids=str)
+def test_the_target_as_its_own_draft_model_is_always_accepted(family: str, sampling: Sampling) -> None:
+    """After whole drafts the model's cache lacks a token; had it gone astray, some draft would be rejected."""
+    target = target_of(family)
+    drafter = DraftModel(target.model, target.layers, 3, StopRule())
+    for prompt in PROMPTS:
+        result = decode(target, drafter, prompt, sampling, LENGTH, seed=0)
+        assert [round.accepted for round in result.stats.rounds] == [3, 3, 3, 3, 3, 2]
+        assert result.stats.acceptance_rate == 1.0
+
+
+def _saved(folder: Path, family: str, words: int, **changes: int) -> str:
+    """A tiny model in a folder, with a tokenizer that knows so many words."""
+    model = build(family, vocab_size=16, **changes)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(words)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    return str(folder)
+
+
+def _config(draft: str) -> SpeculativeConfig:
+    return SpeculativeConfig.from_dict({"kind": "draft_model", "draft": draft, "draft_length": 2})
+
+
+def test_a_configuration_names_a_draft_model_that_is_loaded_once(tmp_path: Path) -> None:
+    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device="cpu")
+    draft = _saved(tmp_path / "draft", "gpt2", 14, num_hidden_layers=2)
+    prompt = [3, 5, 7]
+    ids = torch.tensor([prompt])
+    expected = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=0
+    )
+    drafters = [build_drafter(_config(draft), target) for _ in range(2)]
+    assert drafters[0].model is drafters[1].model
+    result = decode(target, drafters[0], prompt, GREEDY, 12)
+    assert prompt + result.tokens == expected[0].tolist()
+    assert result.stats.rounds[0].drafted == 2
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device="cpu")
+    with pytest.raises(TargetError, match="^draft: .*tokenizer"):
+        build_drafter(_config(_saved(tmp_path / "draft", "llama", 13)), target)
+
+
+def test_a_recurrent_draft_model_is_refused(tmp_path: Path) -> None:
+    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device="cpu")
+    with pytest.raises(UnsupportedModel, match="^draft: MambaForCausalLM: .*rewind"):
+        build_drafter(_config(_saved(tmp_path / "draft", "mamba", 14)), target)
+
+
+def test_a_draft_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="^draft: .*no folder"):
+        build_drafter(_config(str(tmp_path / "nothing")), target_of("llama"))
+
+
+def test_a_draft_model_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="^draft: "):
+        SpeculativeConfig(kind="draft_model")

@@ -1,0 +1,82 @@
+"""Drafting through a view of the target: the contract for several masks and stop rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.decode import decode
+from layerskip.drafters.base import Drafter
+from layerskip.drafters.build import build_drafter
+from layerskip.sampling import Sampling
+from layerskip.target import Target
+from tests.drafters.contract import FAMILIES, LENGTH, PROMPTS, DrafterContract, generated, target_of, toy_target
+
+
+def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter:
+    mask = toy_mask if target is toy_target() else mask
+    return build_drafter(SpeculativeConfig.from_dict({"kind": "layer_skip", "mask": mask} | fields), target)
+
+
+class TestSkippedAttention(DrafterContract):
+    """Attention 0 is where transformers reads a cache's length; here it never runs in the draft."""
+
+    def drafter(self, target: Target) -> Drafter:
+        return _drafter(target, "attention:0", "attention:0", draft_length=3)
+
+
+class TestThreshold(DrafterContract):
+    samples = 1000
+
+    def drafter(self, target: Target) -> Drafter:
+        stop = {"kind": "threshold", "threshold": 0.5}
+        return _drafter(target, "attention:1;mlp:2", "mlp:0", draft_length=5, stop=stop)
+
+
+class TestAdaptive(DrafterContract):
+    samples = 1000
+
+    def drafter(self, target: Target) -> Drafter:
+        stop = {"kind": "adaptive", "threshold": 0.5, "step": 0.5, "threshold_decay": 0.5}
+        return _drafter(target, "attention:1", "attention:0", draft_length=4, stop=stop)
+
+
+@FAMILIES
+@pytest.mark.parametrize("mask", ["", "layers:0-3", "layers:0,3", "attention:0-3", "mlp:0-3"])
+def test_any_mask_is_lossless(family: str, mask: str) -> None:
+    target = target_of(family)
+    drafter = _drafter(target, mask, mask, draft_length=6)
+    for prompt in PROMPTS[:3]:
+        result = decode(target, drafter, prompt, Sampling(), LENGTH)
+        assert result.tokens == generated(family, prompt, LENGTH)
+        if not mask:
+            assert result.stats.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 1.0])
+def test_a_threshold_stops_behind_the_first_token_of_low_confidence(threshold: float) -> None:
+    """With nothing skipped the draft's confidence is the target's, which one teacher-forced pass tells."""
+    target = target_of("llama")
+    stop = {"kind": "threshold", "threshold": threshold}
+    for prompt in PROMPTS[:4]:
+        drafter = _drafter(target, "", "", draft_length=5, stop=stop)
+        result = decode(target, drafter, prompt, Sampling(), LENGTH)
+        with torch.inference_mode():
+            logits = target.model(input_ids=torch.tensor([[*prompt, *result.tokens]]), use_cache=False).logits[0]
+        confidence = logits.softmax(-1).amax(-1)[len(prompt) - 1 :].tolist()  # entry i: of new token i
+        expected, done = [], 1
+        while done < LENGTH:
+            most = min(5, LENGTH - done - 1)
+            low = [i for i in range(most) if confidence[done + i] < threshold]
+            expected.append(low[0] + 1 if low else most)
+            done += expected[-1] + 1
+        assert [round.drafted for round in result.stats.rounds] == expected
+
+
+@pytest.mark.parametrize("mask", ["attention:4", "mlp:2,9", "layers:0-7"])
+def test_layers_that_the_target_lacks_are_refused(mask: str) -> None:
+    with pytest.raises(ConfigError, match="^mask: .*out of range"):
+        _drafter(target_of("llama"), mask, mask)

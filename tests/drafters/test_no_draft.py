@@ -1,0 +1,21 @@
+"""Plain decoding, the baseline: the contract, and rounds of one token each."""
+
+from __future__ import annotations
+
+from layerskip.config import SpeculativeConfig
+from layerskip.drafters.base import Drafter
+from layerskip.drafters.build import build_drafter
+from layerskip.stats import Round
+from layerskip.target import Target
+from tests.drafters.contract import PROMPTS, DrafterContract, target_of
+
+
+class TestNoDraft(DrafterContract):
+    drafts = False
+
+    def drafter(self, target: Target) -> Drafter:
+        return build_drafter(SpeculativeConfig(), target)
+
+    def test_every_round_commits_one_token(self) -> None:
+        result = self.decode(target_of("llama"), PROMPTS[0], 10)
+        assert result.stats.rounds == (Round(0, 0, 1),) * 9

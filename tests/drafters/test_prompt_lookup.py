@@ -1,0 +1,96 @@
+"""Drafting by lookup: the contract, and the drafts themselves against a brute-force search."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from layerskip.cache import KVCache
+from layerskip.config import SpeculativeConfig
+from layerskip.drafters.base import Context, Drafter
+from layerskip.drafters.build import build_drafter
+from layerskip.drafters.prompt_lookup import PromptLookup
+from layerskip.sampling import Chooser, Sampling
+from layerskip.target import Target
+from tests.drafters.contract import DrafterContract
+
+CPU = torch.device("cpu")
+
+
+class TestLastMatch(DrafterContract):
+    def drafter(self, target: Target) -> Drafter:
+        fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
+        return build_drafter(SpeculativeConfig.from_dict(fields), target)
+
+
+class TestFirstMatch(DrafterContract):
+    samples = 1000
+
+    def drafter(self, target: Target) -> Drafter:
+        fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 2, "match": "first", "draft_length": 3}
+        return build_drafter(SpeculativeConfig.from_dict(fields), target)
+
+
+def _search(tokens: Sequence[int], sizes: tuple[int, int], match: str, length: int) -> list[int]:
+    """What followed an earlier occurrence, which may overlap the end, of the longest n-gram that has one."""
+    least, most = sizes
+    for size in range(most, least - 1, -1):
+        if size < len(tokens):
+            ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tokens[-size:]]
+            if ends:
+                end = ends[-1] if match == "last" else ends[0]
+                return list(tokens[end : end + length])
+    return []
+
+
+def _started(drafter: PromptLookup, prompt: list[int]) -> PromptLookup:
+    drafter.start(prompt, KVCache(1, 8), Chooser(Sampling(), 8, CPU))
+    return drafter
+
+
+def _draft(drafter: PromptLookup, tokens: list[int], limit: int) -> list[int]:
+    draft = drafter.draft(Context(tokens, torch.tensor(tokens[-1:])), limit)
+    assert draft.probs is None and draft.parents is None
+    return draft.tokens.tolist()
+
+
+@pytest.mark.parametrize("match", ["last", "first"])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (2, 2), (2, 4)], ids=str)
+def test_drafts_equal_those_of_a_search(sizes: tuple[int, int], match: str) -> None:
+    """While the context grows by one to four tokens a round, over an alphabet small enough for many matches."""
+    chance = random.Random(0)
+    drafter, found = PromptLookup(*sizes, match, 5), 0
+    for _, limit in itertools.product(range(10), (2, 9)):
+        tokens = [chance.randrange(5) for _ in range(chance.randint(1, 12))]
+        _started(drafter, tokens)
+        for _ in range(12):
+            expected = _search(tokens, sizes, match, min(5, limit))
+            assert _draft(drafter, tokens, limit) == expected
+            found += bool(expected)
+            tokens = [*tokens, *(chance.randrange(5) for _ in range(chance.randint(1, 4)))]
+    assert 40 < found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match", "expected"),
+    [
+        ([1, 2, 7, 1, 2, 8, 1, 2], "last", [8, 1, 2]),
+        ([1, 2, 7, 1, 2, 8, 1, 2], "first", [7, 1, 2]),
+        ([5, 2, 7, 1, 2, 8, 5, 2], "last", [7, 1, 2]),  # a longer match goes before a later one
+        ([3, 3, 3], "last", [3]),  # an occurrence that overlaps the end
+        ([1, 2, 3], "last", []),
+        ([4], "first", []),
+    ],
+)
+def test_examples_by_hand(tokens: list[int], match: str, expected: list[int]) -> None:
+    assert _draft(_started(PromptLookup(1, 2, match, 3), tokens), tokens, 3) == expected
+
+
+def test_a_new_prompt_forgets_the_one_before() -> None:
+    drafter = _started(PromptLookup(1, 2, "last", 3), [1, 2, 3, 1])
+    assert _draft(drafter, [1, 2, 3, 1], 3) == [2, 3, 1]
+    assert _draft(_started(drafter, [5, 1]), [5, 1], 3) == []
