@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from .application import InputError, run  # first: it sets the environment that 
 import optuna
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from optuna.storages import BaseStorage
 from tqdm import tqdm
 
 from layerskip import Export, PromptSet, Sampling, Target
@@ -25,7 +27,7 @@ from . import report
 from .finals import Finals, measure_finals
 from .objective import MeasureSettings, Objective
 from .space import SearchSpace
-from .study import StudySettings, finished, locked, open_storage, open_study, prepare, run_trials
+from .study import StudySettings, finished, locked, open_database, open_journal, open_study, prepare, run_trials
 from .tracking import Tracker
 
 _LEAST_FREE_BYTES = 64 * 2**20
@@ -49,9 +51,9 @@ def search(config: DictConfig) -> Finals:
     name = settings.name or default_name(config, flat)
     folder = Path(config.outputs) / name
     check_space(folder)
+    database, tracker = _connect(config, settings.storage)
     with locked(folder):
-        tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
-        storage = open_storage(settings.storage, folder)
+        storage = database or open_journal(Path(settings.storage or folder / "journal.log"))
         # A resumed sampler must not draw once more what it drew before.
         sampler = instantiate(config.sampler, seed=config.seed)
         study = open_study(name, storage, sampler, instantiate(config.pruner), flat)
@@ -64,6 +66,14 @@ def search(config: DictConfig) -> Finals:
         except BaseException as error:
             tracker.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
+
+
+def _connect(config: DictConfig, storage: str | None) -> tuple[BaseStorage | None, Tracker]:
+    """Reach what may be out of reach before anything is written here."""
+    track = functools.partial(Tracker, config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+    remote = track() if config.tracking.uri is not None else None
+    database = open_database(storage) if storage is not None and "://" in storage else None
+    return database, remote or track()
 
 
 def _search(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import optuna
 
-from layerskip import SkipMask, SpeculativeConfig, StopRule
+from layerskip import MaskError, SkipMask, SpeculativeConfig, StopRule
 
 from .application import InputError
 
@@ -69,7 +69,10 @@ class SearchSpace:
         if "layer_skip" in self.kinds and not bits:
             raise InputError(f"space.protect_first, space.protect_last: leave none of {self.layers} layers to skip")
         for mask in self.masks:
-            parsed = SkipMask.parse(mask, self.layers)
+            try:
+                parsed = SkipMask.parse(mask, self.layers)
+            except MaskError as error:
+                raise InputError(f"space.masks: {mask!r}: {error}") from None
             outside = [i for i in range(self.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in bits]
             if outside:
                 raise InputError(f"space.masks: {mask!r} skips layer {outside[0]}, which is protected")

@@ -69,17 +69,19 @@ def locked(folder: Path) -> Iterator[None]:
         raise InputError(f"study.name: another process is running the study in {folder}") from None
 
 
-def open_storage(url: str | None, folder: Path) -> BaseStorage:
-    """The storage of a study.
+def open_journal(path: Path) -> BaseStorage:
+    """A study's storage in a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _drop_partial_line(path)
+    return JournalStorage(JournalFileBackend(str(path)))
+
+
+def open_database(url: str) -> BaseStorage:
+    """A study's storage in a database.
 
     Raises:
         InputError: it cannot be reached.
     """
-    if url is None or "://" not in url:
-        path = folder / "journal.log" if url is None else Path(url)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_partial_line(path)
-        return JournalStorage(JournalFileBackend(str(path)))
     # The driver that this project installs; SQLAlchemy would look for another one first.
     url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     try:

@@ -133,6 +133,27 @@ class Tracker:
         self._client.set_terminated(run.info.run_id, end_time=_milliseconds(trial.datetime_complete))
         self._recorded.add(trial.number)
 
+    def log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
+        """Write a benchmark: one run, and one nested run per contender.
+
+        Args:
+            record: as ``searches.benchmark`` writes it.
+            texts: artifacts by name.
+            file: the record's own file.
+        """
+        tags = {"role": "benchmark", "date": record["date"]} | {k: str(v) for k, v in record["environment"].items()}
+        self.run_id = self._client.create_run(self._experiment, tags=tags, run_name="benchmark").info.run_id
+        params = {key: str(record["target"][key]) for key in ("name", "dtype")}
+        for name, found in record["results"].items():
+            own = {"mlflow.parentRunId": self.run_id, "role": "contender", "contender": name}
+            child = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
+            self.log(child, {metric: found[metric] for metric in _METRICS}, params)
+            self._client.set_terminated(child)
+        for name, text in texts.items():
+            self.log_text(text, name)
+        self.log_file(file)
+        self.finish()
+
     def log(self, run_id: str, metrics: Mapping[str, float], params: Mapping[str, str] | None = None) -> None:
         """Write metrics and parameters in one batch; what is not finite is left out, as stores turn it into numbers."""
         now = int(time.time() * 1000)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.families import build
 
@@ -38,7 +40,12 @@ def tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
 
 
 def save_tiny(
-    folder: Path, family: str = "llama", chat: bool = True, seed: int = 0, idle: Collection[int] = (), **changes: Any
+    folder: Path,
+    family: str = "llama",
+    chat: bool = True,
+    seed: int = 0,
+    idle: Collection[int] = (),
+    **changes: Any,
 ) -> Path:
     """Save a tiny random model and its tokenizer.
 
@@ -59,7 +66,9 @@ def save_tiny(
     words = tokenizer(chat)
     texts = [words.decode([token]) for token in range(VOCABULARY)]
     # What it says is printable and never ends by itself: full-length outputs that survive decoding and encoding.
-    silent = [i for i, text in enumerate(texts) if i < len(SPECIAL) or not (text.isascii() and text.isprintable())]
+    silent = [
+        i for i, text in enumerate(texts) if i < len(SPECIAL) or not (text.isascii() and text.isprintable())
+    ]
     with torch.no_grad():
         model.get_output_embeddings().weight[silent] = 0.0
         for parameter in (p for layer in idle for p in layers[layer].parameters() if p.dim() >= 2):
@@ -67,3 +76,55 @@ def save_tiny(
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
+
+
+_BLOCK_NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+_OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def save_gguf(folder: Path, file: Path) -> Path:
+    """Write the Llama that ``save_tiny`` left in ``folder`` as a GGUF file, as llama.cpp lays it out."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config, words = model.config, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(words["vocab"], key=words["vocab"].get))
+    kinds = [gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * (VOCABULARY - len(SPECIAL))
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in words["merges"]])
+    writer.add_pad_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_chat_template(_TEMPLATE)
+    for name, weight in model.state_dict().items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            # llama.cpp rotates neighbours, transformers the two halves of a head.
+            halves = weight.reshape(-1, 2, config.head_dim // 2, config.hidden_size)
+            weight = halves.transpose(1, 2).reshape(weight.shape)
+        writer.add_tensor(_gguf_name(name), weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _gguf_name(name: str) -> str:
+    place = name.removesuffix(".weight")
+    if place in _OTHER_NAMES:
+        return f"{_OTHER_NAMES[place]}.weight"
+    _, _, layer, rest = place.split(".", 3)
+    return f"blk.{layer}.{_BLOCK_NAMES[rest]}.weight"

@@ -36,14 +36,17 @@ class TestFirstMatch(DrafterContract):
 
 
 def _search(tokens: Sequence[int], sizes: tuple[int, int], match: str, length: int) -> list[int]:
-    """What followed an earlier occurrence, which may overlap the end, of the longest n-gram that has one."""
+    """What followed an earlier occurrence of the longest n-gram that has one, and then what follows when that is said."""
     least, most = sizes
     for size in range(most, least - 1, -1):
         if size < len(tokens):
             ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tokens[-size:]]
             if ends:
                 end = ends[-1] if match == "last" else ends[0]
-                return list(tokens[end : end + length])
+                said = list(tokens)
+                for offset in range(length):
+                    said.append(said[end + offset])
+                return said[len(tokens) :]
     return []
 
 
@@ -81,7 +84,8 @@ def test_drafts_equal_those_of_a_search(sizes: tuple[int, int], match: str) -> N
         ([1, 2, 7, 1, 2, 8, 1, 2], "last", [8, 1, 2]),
         ([1, 2, 7, 1, 2, 8, 1, 2], "first", [7, 1, 2]),
         ([5, 2, 7, 1, 2, 8, 5, 2], "last", [7, 1, 2]),  # a longer match goes before a later one
-        ([3, 3, 3], "last", [3]),  # an occurrence that overlaps the end
+        ([5, 3, 3, 3], "last", [3, 3, 3]),  # an occurrence that overlaps the end
+        ([4, 1, 2, 1, 2], "last", [1, 2, 1]),  # a repetition goes on
         ([1, 2, 3], "last", []),
         ([4], "first", []),
     ],

@@ -1,0 +1,152 @@
+"""Named configurations and peers side by side: what is how fast, on these prompts, on this machine, today?
+
+``python -m searches.benchmark`` measures them in one run, interleaved prompt by prompt; ``config=best.json`` adds an export.
+It prints a table, writes JSON and logs to MLflow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .application import run  # first: it sets the environment that the imports below read
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from layerskip import Export, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
+from layerskip.environment import environment
+from layerskip.measure import Contender, Decoder, Task, interleave
+from layerskip.measurement import Sample
+
+from .peers import Peer
+from .tracking import Tracker
+
+BASELINE = "plain"
+
+
+def benchmark(config: DictConfig) -> dict[str, Any]:
+    """Measure all contenders of a composed benchmark; see ``conf/benchmark.yaml``."""
+    sampling: Sampling = instantiate(config.sampling)
+    prompts: PromptSet = instantiate(config.prompts).take(config.measure.prompts)
+    target: Target = instantiate(config.target)
+    contenders, rivals, configs = _contenders(config, target)
+    tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+    task = Task(sampling, config.measure.max_new_tokens, config.seed)
+    rows: list[Mapping[str, Sample]] = []
+    repeats = config.measure.repeats
+    with tqdm(total=len(prompts) * repeats, unit="prompt", disable=None) as bar:
+        for row in interleave(target, prompts, contenders, task, repeats):
+            rows.append(row)
+            bar.update()
+    record = {
+        "schema": "layerskip.benchmark/1",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "target": Export.describe(target),
+        "environment": environment(target.device),
+        "sampling": sampling.to_dict(),
+        "max_new_tokens": task.max_new_tokens,
+        "repeats": repeats,
+        "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
+        "configs": {name: found.to_dict() for name, found in configs.items()},
+        "results": {name: _result(rows, name, rivals.get(name)) for name in contenders},
+    }
+    text = table(record)
+    print(text)
+    path = Path(config.record or Path(config.outputs) / "benchmark.json")
+    _write(path, record)
+    print(f"wrote {path}")
+    tracker.log_benchmark(record, {"benchmark.md": text, "config.yaml": OmegaConf.to_yaml(config, resolve=True)}, path)
+    return record
+
+
+def _contenders(
+    config: DictConfig, target: Target
+) -> tuple[dict[str, Contender], dict[str, str], dict[str, SpeculativeConfig]]:
+    """Everyone who takes part, who is compared with whom, and what our own are."""
+    contenders: dict[str, Contender] = {BASELINE: Decoder.of(target, SpeculativeConfig())}
+    configs = {BASELINE: SpeculativeConfig()}
+    rivals: dict[str, str] = {BASELINE: "transformers"} if "transformers" in config.peers else {}
+    if config.draft_mask:
+        _ensure_draft(config, target)
+    for name, fields in config.contenders.items():
+        if fields is None:
+            continue
+        values: dict[str, Any] = dict(OmegaConf.to_container(fields, resolve=True))  # type: ignore[arg-type]
+        rival = values.pop("rival", None)
+        if rival in config.peers:
+            rivals[str(name)] = rival
+        configs[str(name)] = SpeculativeConfig.from_dict(values)
+    if config.config is not None:
+        configs["export"] = Export.load(config.config, target).config
+    for name, found in configs.items():
+        contenders[name] = Decoder.of(target, found)
+    for name, fields in config.peers.items():
+        if fields is not None:
+            contenders[str(name)] = Peer(target, **fields)
+    return contenders, rivals, configs
+
+
+def _ensure_draft(config: DictConfig, target: Target) -> None:
+    """Cut the draft model out of the target, unless an earlier run did."""
+    folder = Path(config.draft_folder)
+    if not folder.exists():
+        save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), folder)
+
+
+def _result(rows: list[Mapping[str, Sample]], name: str, rival: str | None) -> dict[str, Any]:
+    measurement = Measurement.of(rows, BASELINE, name)
+    found = measurement.to_dict()
+    seconds = found["prefill_seconds"] + found["decode_seconds"]
+    found["end_to_end_tokens_per_second"] = found["tokens"] / seconds
+    if rival is not None:
+        against = Measurement.of(rows, rival, name)
+        low, high = against.interval()
+        found["rival"] = {"name": rival, "speedup": against.speedup, "low": low, "high": high}
+    return found
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """A record as Markdown, its conditions below it."""
+    lines = [
+        "| decoding | tokens/s | x plain | 95 % interval | acceptance | tokens/round | output | x its rival in transformers |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in record["results"].items():
+        rival = found.get("rival")
+        against = f"{rival['speedup']:.2f} ({rival['low']:.2f} to {rival['high']:.2f})" if rival else ""
+        acceptance = f"{found['acceptance_rate']:.2f}" if found["acceptance_rate"] else ""
+        lines.append(
+            f"| {name} | {found['tokens_per_second']:.1f} | {found['speedup']:.2f} "
+            f"| {found['speedup_low']:.2f} to {found['speedup_high']:.2f} | {acceptance} "
+            f"| {found['tokens_per_round']:.2f} | {found['losslessness']['verdict'].replace('_', '-')} | {against} |"
+        )
+    where, versions = record["environment"], record["environment"]["versions"]
+    prompts = record["prompts"]
+    lines += [
+        "",
+        f"{record['target']['name']} in {record['target']['dtype']} on {where['device']} ({where['device_name']}, "
+        f"{where['threads']} threads), {prompts['count']} prompts ({prompts['name']}) x {record['repeats']}, "
+        f"{record['max_new_tokens']} new tokens, torch {versions['torch']}, transformers {versions['transformers']}, "
+        f"{record['date']}.",
+    ]
+    return "\n".join(lines)
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    run("benchmark", benchmark)

@@ -1,0 +1,138 @@
+"""How fast is transformers' own ``generate``? Its decoding methods as contenders beside ours, on the same model.
+
+Every knob that transformers would adapt by itself is pinned: the number of drafted tokens, its schedule and the confidence
+threshold live in the *assistant's* generation configuration, and with scikit-learn installed the threshold would learn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from layerskip import DecodeStats, Round, Target
+from layerskip.decode import Continuation
+from layerskip.measure import Task
+
+from .application import InputError
+
+METHODS = ("plain", "prompt_lookup", "early_exit", "assistant")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One of transformers' methods, as a contender.
+
+    Args:
+        target: the model.
+        method: ``plain``, ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``) or
+            ``assistant`` (``assistant_model``).
+        draft_length: tokens drafted per round; None keeps transformers' default.
+        ngram_max: of ``prompt_lookup``: the longest n-gram.
+        exit_layer: of ``early_exit``: how many layers the draft keeps.
+        draft: of ``assistant``: the draft model.
+        confidence: stop drafting below it; 0 never stops; None keeps transformers' default.
+    """
+
+    target: Target
+    method: str
+    draft_length: int | None = None
+    ngram_max: int = 3
+    exit_layer: int = 0
+    draft: str = ""
+    confidence: float | None = 0.0
+    _pinned: dict[str, Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise InputError(f"method: {self.method!r} is not one of {', '.join(METHODS)}")
+        if self.draft_length is not None:
+            self._pinned["num_assistant_tokens"] = self.draft_length
+        self._pinned["num_assistant_tokens_schedule"] = "constant"
+        if self.confidence is not None:
+            self._pinned["assistant_confidence_threshold"] = self.confidence
+
+    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> Continuation:
+        """Generate, and note after every round how far the output has come."""
+        model = self.target.model
+        inputs: Any = torch.tensor([list(prompt)], device=model.device)
+        watch = _Watch(len(prompt), on_prefill)
+        torch.manual_seed(task.seed)
+        with self._assistant() as options:
+            output: Any = model.generate(  # type: ignore[operator]
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=task.max_new_tokens,
+                stopping_criteria=StoppingCriteriaList([watch]),
+                **_sampling(task),
+                **options,
+            )
+        tokens = output[0, len(prompt) :].tolist()
+        return Continuation(tokens, DecodeStats(tuple(watch.rounds())), "")
+
+    @contextlib.contextmanager
+    def _assistant(self) -> Iterator[dict[str, Any]]:
+        """The method's arguments, with what it drafts with pinned for the time of a call."""
+        if self.method == "plain":
+            yield {}
+        elif self.method == "prompt_lookup":
+            yield {"prompt_lookup_num_tokens": self.draft_length or 10, "max_matching_ngram_size": self.ngram_max}
+        elif self.method == "early_exit":
+            with _pinned(self.target.model, self._pinned):
+                yield {"assistant_early_exit": self.exit_layer}
+        else:
+            assistant = self.target.load_draft(self.draft).model
+            with _pinned(assistant, self._pinned):
+                yield {"assistant_model": assistant}
+
+
+class _Watch(StoppingCriteria):
+    """Stops nothing; notes the length after prefill and after every round."""
+
+    def __init__(self, prompt_length: int, on_prefill: Callable[[int], None]) -> None:
+        self._lengths = [prompt_length]
+        self._on_prefill = on_prefill
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        if len(self._lengths) == 1:
+            self._on_prefill(input_ids.shape[1] - self._lengths[0])
+        self._lengths.append(input_ids.shape[1])
+        return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
+
+    def rounds(self) -> list[Round]:
+        """What each round committed; how much was drafted is not to be seen from here."""
+        pairs = zip(self._lengths[1:], self._lengths[2:], strict=False)
+        return [Round(0, 0, after - before) for before, after in pairs]
+
+
+@contextlib.contextmanager
+def _pinned(model: PreTrainedModel, values: dict[str, Any]) -> Iterator[None]:
+    config = model.generation_config
+    assert isinstance(config, GenerationConfig)
+    before = {name: getattr(config, name, None) for name in values}
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _sampling(task: Task) -> dict[str, Any]:
+    sampling = task.sampling
+    options: dict[str, Any] = {"do_sample": not sampling.greedy, "repetition_penalty": sampling.repetition_penalty}
+    if not sampling.greedy:
+        options |= {
+            "temperature": sampling.temperature,
+            "top_k": int(sampling.top_k),
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+        }
+    return options
+
+
