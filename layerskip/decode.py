@@ -19,6 +19,7 @@ from .sampling import Chooser, Sampling, upload
 from .stats import DecodeStats, Round
 from .target import Target
 from .verify import verify
+from .view import decoding_view
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def decode(
         raise ValueError("prompt: is empty")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
-    model, device = target.model, target.device
+    model, device = decoding_view(target.model), target.device
     cache = KVCache(target.layers, len(prompt) + max_new_tokens, static_shapes, device)
     chooser = Chooser(sampling, target.vocabulary, device, seed)
     chooser.observe(prompt)

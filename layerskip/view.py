@@ -8,6 +8,7 @@ layer indices, cache entries and each family's own masks and positions stay as t
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .anatomy import anatomy, replace_forward
+from .attention import use_grouped_attention
 from .mask import MaskError, SkipMask
 
 
@@ -32,8 +34,7 @@ def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     found = anatomy(model)
     if mask.layers != len(found.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(found.blocks)}")
-    shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    view = copy.deepcopy(model, shared)
+    view = _twin(model)
     layers = view.get_submodule(found.path)
     for index, block in enumerate(found.blocks):
         layer = layers.get_submodule(str(index))
@@ -44,6 +45,23 @@ def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
         for name in skipped:
             replace_forward(layer.get_submodule(name), block.child_forms[name], torch.zeros_like)
     return view
+
+
+def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
+    """The whole model, sharing every weight, with the attention that suits verification; made once per model."""
+    if model not in _decoding_views:
+        _decoding_views[model] = _twin(model)
+    return _decoding_views[model]
+
+
+_decoding_views: weakref.WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = weakref.WeakKeyDictionary()
+
+
+def _twin(model: PreTrainedModel) -> PreTrainedModel:
+    shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    use_grouped_attention(twin)
+    return twin
 
 
 def _unchanged(hidden: Tensor) -> Tensor:

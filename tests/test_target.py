@@ -89,7 +89,7 @@ def test_without_a_chat_template_a_text_is_just_its_tokens(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("prompt", ["", [], ()])
 def test_an_empty_prompt_is_refused(tiny_target: Target, prompt: object) -> None:
-    with pytest.raises(TargetError, match="^prompt: "):
+    with pytest.raises(TargetError, match=r"^prompt: "):
         tiny_target.encode(prompt)  # type: ignore[arg-type]
 
 
@@ -133,7 +133,7 @@ def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path, tmp_path: 
     vocabulary = words["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "tokenizer.json").write_text(json.dumps(words))
-    with pytest.raises(TargetError, match="^draft: .*tokenizer"):
+    with pytest.raises(TargetError, match=r"^draft: .*tokenizer"):
         target.load_draft(str(folder))
 
 

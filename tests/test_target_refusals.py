@@ -1,4 +1,4 @@
-"""How a name, a file, a folder or a model that will not do as a target is refused: in one line that names it."""
+"""Names, files, folders and models that will not do as a target are refused in one line that names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models on disk with a real tokenizer: what programs load in tests where a pretrained model is too slow."""
+"""Tiny random models on disk with a real tokenizer, for tests where a pretrained model is too slow."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def save_tiny(
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     words = tokenizer(chat)
     texts = [words.decode([token]) for token in range(VOCABULARY)]
-    # What it says is printable and never ends by itself: full-length outputs that survive decoding and encoding.
+    # It says printable things and never ends by itself: full-length outputs survive decoding and encoding.
     silent = [
         i for i, text in enumerate(texts) if i < len(SPECIAL) or not (text.isascii() and text.isprintable())
     ]

@@ -6,7 +6,7 @@ from ..anatomy import UnsupportedModel, check_rewind
 from ..config import ConfigError, SpeculativeConfig
 from ..mask import MaskError, SkipMask
 from ..target import Target
-from ..view import skip_view
+from ..view import decoding_view, skip_view
 from .base import Drafter, NoDraft
 from .draft_model import DraftModel
 from .layer_skip import LayerSkip
@@ -39,6 +39,6 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
                 check_rewind(draft.model)
             except UnsupportedModel as error:
                 raise UnsupportedModel(f"draft: {error}") from error
-            return DraftModel(draft.model, draft.layers, config.draft_length, config.stop)
+            return DraftModel(decoding_view(draft.model), draft.layers, config.draft_length, config.stop)
         case other:
             raise ConfigError(f"kind: {other!r} has no drafter")

@@ -29,7 +29,7 @@ SAMPLINGS = (
 )
 LENGTH = 24
 VOCABULARY = 12  # so few that drafts are sometimes right
-SEEDS = {"llama": 1, "gemma3_text": 0}  # of models whose greedy output neither repeats itself nor defies prediction
+SEEDS = {"llama": 1, "gemma3_text": 1}  # of models whose next tokens a draft sometimes gets right
 Tokens = tuple[int, ...]
 
 

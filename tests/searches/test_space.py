@@ -1,0 +1,92 @@
+"""The search space: from trials to configurations and back."""
+
+from __future__ import annotations
+
+import optuna
+import pytest
+
+from layerskip import SpeculativeConfig, StopRule
+from searches.application import InputError
+from searches.space import SearchSpace
+
+SPACE = SearchSpace(layers=12, drafts=("some/draft",))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SpeculativeConfig(),
+        SpeculativeConfig("layer_skip", 3, mask="attention:2,5;mlp:7", stop=StopRule("threshold", 0.35)),
+        SpeculativeConfig("layer_skip", 8, mask="layers:2-9"),
+        SpeculativeConfig("prompt_lookup", 5, ngram_min=2, ngram_max=4, match="first"),
+        SpeculativeConfig("draft_model", 2, draft="some/draft", stop=StopRule("adaptive", 0.6)),
+    ],
+)
+def test_params_lead_back_to_the_configuration(config: SpeculativeConfig) -> None:
+    params = SPACE.params(config)
+    assert SPACE.suggest(optuna.trial.FixedTrial(params)) == config
+
+
+def test_an_enqueued_configuration_is_what_the_trial_gets() -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    for config in SPACE.starting_points():
+        study.enqueue_trial(SPACE.params(config))
+    assert [SPACE.suggest(study.ask()) for _ in SPACE.starting_points()] == SPACE.starting_points()
+
+
+def test_random_trials_stay_within_the_space() -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    kinds = set()
+    for _ in range(200):
+        config = SPACE.suggest(study.ask())
+        kinds.add(config.kind)
+        assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
+        if config.kind == "layer_skip":
+            assert not any(layer in _layers(config.mask) for layer in (0, 1, 10, 11))
+    assert kinds == {"none", "layer_skip", "prompt_lookup", "draft_model"}
+
+
+def _layers(mask: str) -> set[int]:
+    found: set[int] = set()
+    for part in filter(None, mask.split(";")):
+        for piece in part.partition(":")[2].split(","):
+            first, _, last = piece.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def test_no_drafting_is_always_an_arm_and_the_first_point() -> None:
+    space = SearchSpace(layers=12, kinds=("prompt_lookup",))
+    assert space.arms == ("none", "prompt_lookup")
+    assert space.starting_points()[0] == SpeculativeConfig()
+
+
+def test_draft_models_need_a_list() -> None:
+    assert "draft_model" not in SearchSpace(layers=12).arms
+
+
+def test_starting_points_hold_single_skips_runs_and_sparse_masks() -> None:
+    masks = [config.mask for config in SPACE.starting_points() if config.kind == "layer_skip"]
+    assert any(mask.startswith("attention:") and mask.count(",") == 0 for mask in masks)
+    assert any(mask.startswith("mlp:") for mask in masks)
+    assert sum("-" in mask and mask.startswith("layers:") for mask in masks) >= 2
+    assert any(mask.count(",") >= 1 for mask in masks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"kinds": ("eagle",)}, "space.kinds"),
+        ({"stops": ("never",)}, "space.stops"),
+        ({"skip_length": (0, 4)}, "space.skip_length"),
+        ({"ngram": (3, 2)}, "space.ngram"),
+        ({"protect_first": -1}, "space.protect_first"),
+        ({"protect_first": 6, "protect_last": 6}, "space.protect_first"),
+        ({"masks": ("layers:40",)}, "space.masks"),
+        ({"masks": ("layers:0",)}, "space.masks"),
+        ({"masks": ("heads:1",)}, "space.masks"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        SearchSpace(layers=12, **fields)  # type: ignore[arg-type]

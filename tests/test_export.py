@@ -1,0 +1,239 @@
+"""Exports: their layout, writing them whole or not at all, and refusing what is no export by its field."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerskip import Export, ExportError, Sampling, SpeculativeConfig, StopRule, Target
+from tests.families import build
+
+CONFIG = SpeculativeConfig(
+    "layer_skip", mask="layers:1", draft_length=5, stop=StopRule("threshold", threshold=0.4)
+)
+SAMPLING = Sampling(temperature=0.7, top_p=0.9)
+
+
+def _export(target: Target, **changes: Any) -> Export:
+    fields: dict[str, Any] = dict(
+        target=Export.describe(target),
+        config=CONFIG,
+        sampling=SAMPLING,
+        evidence={
+            "speedup": 1.25,
+            "speedup_low": 1.1,
+            "speedup_high": 1.4,
+            "losslessness": {"verdict": "exact"},
+        },
+        environment={"device": "cpu", "versions": {"torch": "2"}},
+        search={"study": "s", "trials": 40, "seconds": 900.0, "mlflow_run_id": "abc"},
+    )
+    return Export(**fields | changes)
+
+
+@pytest.fixture
+def export(tiny_target: Target) -> Export:
+    return _export(tiny_target)
+
+
+@pytest.fixture
+def file(export: Export, tmp_path: Path) -> Path:
+    export.save(tmp_path / "best.json")
+    return tmp_path / "best.json"
+
+
+def _edit(file: Path, **changes: Any) -> Path:
+    """Change fields of the file, by dotted names written with double underscores; None removes one."""
+    fields = json.loads(file.read_text())
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        table = fields
+        for key in path:
+            table = table[key]
+        if value is None:
+            del table[last]
+        else:
+            table[last] = value
+    file.write_text(json.dumps(fields))
+    return file
+
+
+def test_the_file_has_the_layout_of_its_schema(file: Path, tiny_target: Target, tiny_folder: Path) -> None:
+    fields = json.loads(file.read_text())
+    assert next(iter(fields)) == "schema"
+    assert fields == {
+        "schema": "layerskip.export/1",
+        "target": {
+            "name": str(tiny_folder),
+            "revision": None,
+            "architecture": "LlamaForCausalLM",
+            "layers": 3,
+            "dtype": "float32",
+        },
+        "config": {
+            "kind": "layer_skip",
+            "mask": "layers:1",
+            "draft_length": 5,
+            "stop": {"kind": "threshold", "threshold": 0.4},
+        },
+        "sampling": {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.0},
+        "evidence": {
+            "speedup": 1.25,
+            "speedup_low": 1.1,
+            "speedup_high": 1.4,
+            "losslessness": {"verdict": "exact"},
+        },
+        "environment": {"device": "cpu", "versions": {"torch": "2"}},
+        "search": {"study": "s", "trials": 40, "seconds": 900.0, "mlflow_run_id": "abc"},
+    }
+
+
+def test_what_was_saved_is_loaded(export: Export, file: Path, tiny_target: Target) -> None:
+    assert Export.load(file) == export
+    assert Export.load(str(file), tiny_target) == export
+
+
+def test_sampling_and_evidence_may_be_left_out(file: Path) -> None:
+    _edit(file, sampling=None, evidence=None, environment=None, search=None)
+    loaded = Export.load(file)
+    assert (loaded.config, loaded.sampling) == (CONFIG, Sampling())
+    assert (loaded.evidence, loaded.environment, loaded.search) == ({}, {}, {})
+
+
+def test_folders_are_made_and_nothing_else_is_left_in_them(export: Export, tmp_path: Path) -> None:
+    file = tmp_path / "outputs" / "study" / "best.json"
+    export.save(file)
+    export.save(str(file))
+    assert [path.name for path in file.parent.iterdir()] == ["best.json"]
+
+
+def _changed(export: Export, **evidence: Any) -> Export:
+    return Export(export.target, export.config, export.sampling, evidence)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
+def test_what_is_not_json_leaves_the_old_file(export: Export, file: Path, value: object) -> None:
+    before = file.read_bytes()
+    with pytest.raises((ValueError, TypeError)):
+        _changed(export, speedup=value).save(file)
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parent.iterdir()] == ["best.json"]
+
+
+def test_a_full_disk_leaves_the_old_file(export: Export, file: Path) -> None:
+    before = file.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            _changed(export, notes="x" * 100_000).save(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parent.iterdir()] == ["best.json"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_killed_process_leaves_a_whole_file(export: Export, file: Path) -> None:
+    sizes = set()
+    for length in range(8):
+        before = file.stat().st_mtime_ns
+        writer = os.fork()
+        if writer == 0:
+            while True:
+                _changed(export, notes="x" * length * 200_000).save(file)
+        while file.stat().st_mtime_ns == before:
+            time.sleep(0)
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        sizes.add(len(Export.load(file).evidence["notes"]))
+    assert len(sizes) == 8
+
+
+REFUSED = [
+    ({"schema": None}, "schema: "),
+    ({"schema": "layerskip.export/2"}, r"schema: .*layerskip.export/2.*layerskip.export/1"),
+    ({"schema": "other"}, "schema: .*'other'"),
+    ({"target": None}, "target: is missing"),
+    ({"config": None}, "config: is missing"),
+    ({"target": []}, "target: "),
+    ({"config": "none"}, "config: "),
+    ({"evidence": 3}, "evidence: "),
+    ({"sampling": []}, "sampling: "),
+    ({"extra": {}}, "extra: "),
+    ({"target__name": None}, "target.name: "),
+    ({"target__architecture": None}, "target.architecture: "),
+    ({"target__layers": None}, "target.layers: "),
+    ({"target__dtype": None}, "target.dtype: "),
+    ({"target__layers": "3"}, "target.layers: "),
+    ({"target__layers": 3.0}, "target.layers: "),
+    ({"target__layers": True}, "target.layers: "),
+    ({"target__architecture": 7}, "target.architecture: "),
+    ({"config__kind": "eagle"}, "config.kind: 'eagle'"),
+    ({"config__kind": ["none"]}, "config.kind: "),
+    ({"config__draft_length": 0}, "config.draft_length: 0"),
+    ({"config__mask": "layers:x"}, "config.mask: .*'x'"),
+    ({"config__mask": 3}, "config.mask: "),
+    ({"config__ngram_max": 2}, "config.ngram_max: "),
+    ({"config__stop__kind": "never"}, "config.stop.kind: "),
+    ({"config__stop__patience": 3}, "config.stop.patience: "),
+    ({"config__stop__threshold": "high"}, "config.stop.threshold: "),
+    ({"sampling__temperature": -1}, "sampling.temperature: -1"),
+    ({"sampling__heat": 1}, "sampling.heat: "),
+    ({"sampling__top_p": "most"}, "sampling.top_p: "),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_a_bad_field_is_refused_by_its_name(file: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExportError, match=f"^{message}") as refusal:
+        Export.load(_edit(file, **changes))
+    assert str(file) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"schema": "layerskip.export/1"'])
+def test_a_corrupt_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "best.json").write_bytes(content)
+    with pytest.raises(ExportError, match=r"^export: .*best.json"):
+        Export.load(tmp_path / "best.json")
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"layerskip.export/1"', "{}"])
+def test_json_of_another_kind_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "best.json").write_text(content)
+    with pytest.raises(ExportError, match=r"^schema: "):
+        Export.load(tmp_path / "best.json")
+
+
+@pytest.mark.parametrize("name", ["missing.json", "."])
+def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ExportError, match=r"^export: cannot read"):
+        Export.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "field"),
+    [("gpt2", {"num_hidden_layers": 3}, "architecture"), ("llama", {"num_hidden_layers": 4}, "layers")],
+)
+def test_an_export_for_another_model_is_refused_by_field(
+    export: Export, file: Path, family: str, changes: dict[str, int], field: str
+) -> None:
+    other = Target(build(family, **changes))
+    with pytest.raises(ExportError, match=f"^target.{field}: ") as refusal:
+        Export.load(file, other)
+    wanted, found = export.target[field], getattr(other, field)
+    assert str(wanted) in str(refusal.value)
+    assert str(found) in str(refusal.value)
+
+
+def test_another_name_dtype_or_revision_is_no_mismatch(export: Export) -> None:
+    """A configuration found in one place or dtype means the same in another."""
+    export.check(Target(build("llama", num_hidden_layers=3).bfloat16(), name="elsewhere", revision="main"))

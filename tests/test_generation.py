@@ -1,0 +1,231 @@
+"""The front door against transformers' own ``generate``, on a real model in float32 and on tiny ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerskip import (
+    ConfigError,
+    Sampling,
+    SpeculativeConfig,
+    Target,
+    TargetError,
+    UnsupportedModel,
+    generate,
+    load_target,
+)
+from tests.tiny import save_tiny
+
+FRUITS = "List three fruits, one per line."
+FRENCH = "Translate to French: The weather is nice today."
+EMOJIS = "Reply with three emojis."
+CHAT = [
+    {"role": "system", "content": "Answer in one word."},
+    {"role": "user", "content": "Capital of Italy?"},
+]
+CONFIGS = [
+    SpeculativeConfig(),
+    SpeculativeConfig("layer_skip", mask="attention:0,7;mlp:1", draft_length=3),
+    SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=3, draft_length=6),
+]
+TINY_CONFIGS = [
+    SpeculativeConfig(),
+    SpeculativeConfig("layer_skip", mask="layers:1", draft_length=5),
+    SpeculativeConfig("prompt_lookup", ngram_max=2, draft_length=6),
+]
+kinds = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+tiny_kinds = pytest.mark.parametrize("config", TINY_CONFIGS, ids=lambda config: config.kind)
+Reference = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    """New tokens of transformers' plain generate, each made once."""
+    known: dict[str, list[int]] = {}
+
+    def made(target: Target, prompt: Sequence[int], **options: object) -> list[int]:
+        key = repr((target.name, list(prompt), sorted(options.items())))
+        if key not in known:
+            tokens = torch.tensor([list(prompt)])
+            words = {"tokenizer": target.tokenizer} if "stop_strings" in options else {}
+            output = target.model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **options, **words
+            )
+            known[key] = output[0, tokens.shape[1] :].tolist()
+        return known[key]
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def idle_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A tiny model whose layer 1 hardly matters, so that drafts without it are accepted."""
+    folder: Path = save_tiny(tmp_path_factory.mktemp("idle") / "llama", idle=(1,))
+    return load_target(str(folder), dtype="float32", device="cpu")
+
+
+@kinds
+@pytest.mark.parametrize("prompt", [FRUITS, FRENCH])
+def test_a_real_model_says_what_it_says_in_transformers(
+    smollm2: Target, reference: Reference, config: SpeculativeConfig, prompt: str
+) -> None:
+    made = generate(smollm2, prompt, config, max_new_tokens=24)
+    assert made.tokens == reference(smollm2, smollm2.encode(prompt), max_new_tokens=24)
+    assert smollm2.tokenizer is not None
+    assert made.text == smollm2.tokenizer.decode(made.tokens, skip_special_tokens=True)
+    assert made.finish == ("eos" if made.tokens[-1] in smollm2.eos_ids else "length")
+
+
+@kinds
+def test_a_real_model_penalises_repetition_as_transformers_does(
+    smollm2: Target, reference: Reference, config: SpeculativeConfig
+) -> None:
+    made = generate(smollm2, FRUITS, config, sampling=Sampling(repetition_penalty=1.3), max_new_tokens=16)
+    expected = reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=16, repetition_penalty=1.3)
+    assert made.tokens == expected
+    assert made.tokens != reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=24)[:16]
+
+
+# What the model says to FRUITS: "1. Banana\n2. Apple\n3. Grapefruit".
+STOPS = {
+    "one token": ["."],
+    "over several tokens": ["nana\n2"],
+    "inside a token": ["App"],
+    "over several tokens and inside one": ["rap"],
+    "begins in the prompt": ["\n1"],
+    "the first of several": ["Grape", "zebra", " Apple", "Apple\n"],
+    "only the end": ["zebra", "<|im_end|>"],
+}
+
+
+@pytest.mark.parametrize("stops", STOPS.values(), ids=STOPS)
+def test_a_stop_string_ends_the_output_where_transformers_ends_it(
+    smollm2: Target, reference: Reference, stops: list[str]
+) -> None:
+    made = generate(smollm2, FRUITS, CONFIGS[2], max_new_tokens=24, stop_strings=stops)
+    assert made.tokens == reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=24, stop_strings=stops)
+
+
+def test_a_character_of_several_tokens_stops_where_transformers_stops(
+    smollm2: Target, reference: Reference
+) -> None:
+    free = generate(smollm2, EMOJIS, max_new_tokens=12)
+    first = free.text[0]
+    made = generate(smollm2, EMOJIS, max_new_tokens=12, stop_strings=first)
+    assert made.tokens == reference(smollm2, smollm2.encode(EMOJIS), max_new_tokens=12, stop_strings=[first])
+    assert 1 < len(made.tokens) < 12
+    assert (made.text, made.finish) == (first, "stop")
+
+
+@tiny_kinds
+@pytest.mark.parametrize("prompt", ["the on in", CHAT, [9, 30, 31, 32, 30, 31]], ids=["text", "chat", "ids"])
+def test_every_form_of_prompt_is_continued_as_in_transformers(
+    idle_target: Target, reference: Reference, config: SpeculativeConfig, prompt: object
+) -> None:
+    made = generate(idle_target, prompt, config, max_new_tokens=40)  # type: ignore[arg-type]
+    tokens = idle_target.encode(prompt)  # type: ignore[arg-type]
+    assert made.tokens == reference(idle_target, tokens, max_new_tokens=40)
+    assert made.text == idle_target.decode(made.tokens)
+    assert (len(made.tokens), made.finish) == (40, "length")
+
+
+@tiny_kinds
+def test_every_position_of_a_stop_string_is_found_within_a_draft(
+    idle_target: Target, reference: Reference, config: SpeculativeConfig
+) -> None:
+    text = generate(idle_target, "the", max_new_tokens=24).text
+    for start in range(0, len(text) - 2, 3):
+        stop = text[start : start + 2]
+        made = generate(idle_target, "the", config, max_new_tokens=24, stop_strings=stop)
+        expected = reference(idle_target, idle_target.encode("the"), max_new_tokens=24, stop_strings=[stop])
+        assert (made.tokens, made.finish) == (expected, "stop")
+        assert stop in made.text
+
+
+@tiny_kinds
+def test_tokens_are_streamed_round_by_round(idle_target: Target, config: SpeculativeConfig) -> None:
+    parts: list[list[int]] = []
+    made = generate(idle_target, "the", config, max_new_tokens=30, callback=parts.append)
+    assert [token for part in parts for token in part] == made.tokens
+    assert [len(part) for part in parts] == [1, *(r.committed for r in made.stats.rounds)]
+    assert made.stats.tokens_per_round == pytest.approx(29 / len(made.stats.rounds))
+
+
+@tiny_kinds
+def test_a_seed_repeats_what_is_sampled(idle_target: Target, config: SpeculativeConfig) -> None:
+    sampling = Sampling(temperature=1.0)
+    one, again, other = (
+        generate(idle_target, "the", config, sampling=sampling, max_new_tokens=30, seed=seed).tokens
+        for seed in (1, 1, 2)
+    )
+    assert one == again != other
+
+
+@tiny_kinds
+def test_without_a_seed_torchs_own_is_taken(idle_target: Target, config: SpeculativeConfig) -> None:
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        made = generate(idle_target, "the", config, sampling=Sampling(temperature=1.0), max_new_tokens=30)
+        outputs.append(made.tokens)
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+@tiny_kinds
+@pytest.mark.parametrize("length", [1, 2, 3, 17])
+def test_an_output_is_never_longer_than_asked(
+    idle_target: Target, reference: Reference, config: SpeculativeConfig, length: int
+) -> None:
+    made = generate(idle_target, "the", config, max_new_tokens=length)
+    assert made.tokens == reference(idle_target, idle_target.encode("the"), max_new_tokens=40)[:length]
+
+
+def test_a_target_without_tokenizer_gives_tokens_only(tiny_target: Target) -> None:
+    made = generate(Target(tiny_target.model), [7, 8, 9], max_new_tokens=5)
+    assert (len(made.tokens), made.text) == (5, "")
+
+
+def test_a_draft_model_is_loaded_by_its_folder(
+    idle_target: Target, reference: Reference, tiny_folder: Path
+) -> None:
+    config = SpeculativeConfig("draft_model", draft=str(tiny_folder), draft_length=3)
+    made = generate(idle_target, "the", config, max_new_tokens=40)
+    assert made.tokens == reference(idle_target, idle_target.encode("the"), max_new_tokens=40)
+    assert made.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prompt": ""}, TargetError, "prompt: "),
+        ({"prompt": []}, TargetError, "prompt: "),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens: 0"),
+        ({"max_new_tokens": -3}, ValueError, "max_new_tokens: -3"),
+        ({"stop_strings": ""}, ValueError, "stop_strings: "),
+        ({"stop_strings": ["a", ""]}, ValueError, "stop_strings: "),
+        ({"config": SpeculativeConfig("layer_skip", mask="layers:3")}, ConfigError, "mask: .*layer 3"),
+        ({"config": SpeculativeConfig("draft_model", draft="/no/draft")}, TargetError, "draft: .*/no/draft"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    tiny_target: Target, arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        generate(tiny_target, **{"prompt": "the"} | arguments)  # type: ignore[arg-type]
+
+
+def test_stop_strings_need_a_tokenizer(tiny_target: Target) -> None:
+    with pytest.raises(ValueError, match=r"^stop_strings: .*tokenizer"):
+        generate(Target(tiny_target.model), [7, 8], stop_strings="x")
+
+
+def test_a_draft_whose_state_cannot_rewind_is_refused_as_the_draft(
+    tiny_target: Target, tmp_path: Path
+) -> None:
+    config = SpeculativeConfig("draft_model", draft=str(save_tiny(tmp_path / "mamba", "mamba")))
+    with pytest.raises(UnsupportedModel, match=r"^draft: Mamba.*rewind"):
+        generate(tiny_target, "the", config)

@@ -1,0 +1,272 @@
+"""Our decoding as ``custom_generate`` inside ``model.generate``, against ``model.generate`` without it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    MaxTimeCriteria,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StopStringCriteria,
+)
+
+from layerskip import Export, ExportError, SpeculativeConfig, Target
+from tests.families import build
+
+CONFIGS = [
+    SpeculativeConfig(),
+    SpeculativeConfig("layer_skip", mask="attention:0;mlp:1", draft_length=3),
+    SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=2, draft_length=6),
+]
+PROMPT = torch.tensor([[9, 30, 31, 9, 30, 40, 41, 42, 31]])
+GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=32)
+LATER_PENALTY = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)
+kinds = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+
+
+@pytest.fixture
+def model(tiny_target: Target) -> PreTrainedModel:
+    return tiny_target.model
+
+
+def _method(target: Target, config: SpeculativeConfig) -> Callable[..., Any]:
+    return Export(Export.describe(target), config).custom_generate()
+
+
+def _generate(model: PreTrainedModel, prompt: Tensor = PROMPT, **options: Any) -> Any:
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+
+
+def _both(target: Target, config: SpeculativeConfig, **options: Any) -> tuple[list[int], list[int]]:
+    """The new tokens of our method and of transformers' own."""
+    ours = _generate(target.model, custom_generate=_method(target, config), **options)
+    theirs = _generate(target.model, **options)
+    assert ours.dtype == theirs.dtype
+    assert ours[:, : PROMPT.shape[1]].equal(PROMPT)
+    return ours[0, PROMPT.shape[1] :].tolist(), theirs[0, PROMPT.shape[1] :].tolist()
+
+
+@kinds
+def test_inputs_of_a_tokenizer_are_continued_alike(tiny_target: Target, config: SpeculativeConfig) -> None:
+    assert tiny_target.tokenizer is not None
+    inputs = tiny_target.tokenizer("the rain in the on", return_tensors="pt")
+    expected = tiny_target.model.generate(**inputs, **GREEDY)
+    found = tiny_target.model.generate(**inputs, **GREEDY, custom_generate=_method(tiny_target, config))
+    assert found.equal(expected)
+    assert found.shape[1] == inputs["input_ids"].shape[1] + 32
+
+
+@kinds
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize(
+    "lengths",
+    [{"max_new_tokens": 1}, {"max_new_tokens": 7}, {"max_length": 20}, {"max_length": 10}, {}],
+    ids=lambda lengths: "".join(f"{name} {value}" for name, value in lengths.items()) or "default",
+)
+def test_lengths_are_those_of_generate(
+    tiny_target: Target, config: SpeculativeConfig, lengths: dict[str, int]
+) -> None:
+    ours, theirs = _both(tiny_target, config, do_sample=False, **lengths)
+    assert ours == theirs
+
+
+@kinds
+def test_any_of_several_end_tokens_ends_it(tiny_target: Target, config: SpeculativeConfig) -> None:
+    free, _ = _both(tiny_target, config, **GREEDY)
+    for ends in ([1, free[12]], [free[20], free[5]], free[3]):
+        ours, theirs = _both(tiny_target, config, eos_token_id=ends, **GREEDY)
+        assert ours == theirs
+        assert len(ours) < 32
+
+
+@kinds
+def test_a_criterion_of_stop_strings_ends_it(tiny_target: Target, config: SpeculativeConfig) -> None:
+    free, _ = _both(tiny_target, config, **GREEDY)
+    text = tiny_target.decode(free)
+    criteria = [StopStringCriteria(tiny_target.tokenizer, [text[14:17], "no such text"])]
+    ours, theirs = _both(tiny_target, config, stopping_criteria=criteria, **GREEDY)
+    assert ours == theirs
+    assert text[14:17] in tiny_target.decode(ours)
+    assert len(ours) < 32
+
+
+class Ending(StoppingCriteria):
+    """Ends a sequence at a length that depends on its content."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
+        return (input_ids.sum(-1) % 7 == 0) & (input_ids.shape[1] > 14)
+
+
+@kinds
+def test_a_stopping_criterion_of_ones_own_ends_it(tiny_target: Target, config: SpeculativeConfig) -> None:
+    ours, theirs = _both(tiny_target, config, stopping_criteria=[Ending()], **GREEDY)
+    assert ours == theirs
+    assert len(ours) < 32
+
+
+def test_a_time_limit_ends_it(tiny_target: Target) -> None:
+    criteria = [MaxTimeCriteria(max_time=60.0, initial_timestamp=0.0)]  # ran out in 1970
+    ours, theirs = _both(tiny_target, CONFIGS[0], stopping_criteria=criteria, **GREEDY)
+    assert ours == theirs
+    assert len(ours) == 1
+
+
+@kinds
+def test_the_repetition_penalty_is_that_of_generate(tiny_target: Target, config: SpeculativeConfig) -> None:
+    ours, theirs = _both(tiny_target, config, repetition_penalty=1.8, **GREEDY)
+    plain, _ = _both(tiny_target, config, **GREEDY)
+    assert ours == theirs != plain
+
+
+@kinds
+def test_a_dictionary_is_returned_where_it_is_asked_for(
+    tiny_target: Target, config: SpeculativeConfig
+) -> None:
+    options = GREEDY | {"return_dict_in_generate": True}
+    ours = _generate(tiny_target.model, custom_generate=_method(tiny_target, config), **options)
+    theirs = _generate(tiny_target.model, **options)
+    assert type(ours) is type(theirs)
+    assert ours.sequences.equal(theirs.sequences)
+
+
+@kinds
+def test_committed_tokens_are_streamed_to_a_callback(tiny_target: Target, config: SpeculativeConfig) -> None:
+    parts: list[list[int]] = []
+    made = _generate(
+        tiny_target.model, custom_generate=_method(tiny_target, config), callback=parts.append, **GREEDY
+    )
+    assert [token for part in parts for token in part] == made[0, PROMPT.shape[1] :].tolist()
+    assert len(parts) > 1
+
+
+@kinds
+@pytest.mark.parametrize(
+    "warping",
+    [
+        {"temperature": 0.6},
+        {"top_k": 3},
+        {"top_p": 0.3},
+        {"min_p": 0.4},
+        {"top_k": 2, "repetition_penalty": 2.0},
+    ],
+    ids=lambda warping: ", ".join(warping),
+)
+def test_sampling_parameters_reach_the_loop(
+    tiny_target: Target, config: SpeculativeConfig, warping: dict[str, float]
+) -> None:
+    """Every token lies within what generate's own processors leave of the model's distribution."""
+    options = dict(do_sample=True, max_new_tokens=24, top_k=0) | warping
+    outputs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        outputs.append(_generate(tiny_target.model, custom_generate=_method(tiny_target, config), **options))
+    assert outputs[0].equal(outputs[1])
+    assert not outputs[0].equal(outputs[2])
+    for output in outputs[1:]:
+        scores = _scores(tiny_target.model, output, options)
+        taken = scores.gather(1, output[0, PROMPT.shape[1] :, None])
+        assert torch.isfinite(taken).all()
+
+
+@kinds
+def test_the_temperature_reaches_the_loop(tiny_target: Target, config: SpeculativeConfig) -> None:
+    cold, _ = _both(tiny_target, config, do_sample=True, temperature=1e-4, top_k=0, max_new_tokens=32)
+    greedy, _ = _both(tiny_target, config, **GREEDY)
+    hot, _ = _both(tiny_target, config, do_sample=True, temperature=20.0, top_k=0, max_new_tokens=32)
+    assert cold == greedy != hot
+
+
+def _scores(model: PreTrainedModel, output: Tensor, options: dict[str, Any]) -> Tensor:
+    """``[n, V]``: generate's own scores behind every prefix of an output; -inf rules a token out."""
+    rows = []
+    for length in range(PROMPT.shape[1], output.shape[1]):
+        made = _generate(
+            model,
+            output[:, :length],
+            **options | {"max_new_tokens": 1},
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        rows.append(made.scores[0][0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"num_beams": 2}, "num_beams|batch"),
+        ({"num_return_sequences": 2, "do_sample": True}, "batch of 2"),
+        ({"bad_words_ids": [[30]]}, "NoBadWordsLogitsProcessor"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
+        ({"min_new_tokens": 3}, "MinLengthLogitsProcessor|MinNewTokens"),
+        (
+            {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)]},
+            "RepetitionPenalty",
+        ),
+        ({"typical_p": 0.5, "do_sample": True}, "TypicalLogitsWarper"),
+    ],
+)
+def test_what_drafting_cannot_follow_is_refused_by_name(
+    tiny_target: Target, options: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[1]), **GREEDY | options)
+
+
+def test_a_batch_is_refused(model: PreTrainedModel, tiny_target: Target) -> None:
+    prompts = PROMPT.repeat(2, 1)
+    with pytest.raises(ValueError, match="batch of 2"):
+        _generate(model, prompts, custom_generate=_method(tiny_target, CONFIGS[0]), **GREEDY)
+
+
+def test_padding_is_refused(model: PreTrainedModel, tiny_target: Target) -> None:
+    padded = torch.cat((torch.zeros(1, 2, dtype=torch.int64), PROMPT), dim=1)
+    method = _method(tiny_target, CONFIGS[0])
+    for mask in ((padded != 0).long(), None):
+        with pytest.raises(ValueError, match="attention_mask: "):
+            model.generate(padded, attention_mask=mask, custom_generate=method, **GREEDY)
+
+
+def test_embeddings_in_the_place_of_tokens_are_refused(model: PreTrainedModel, tiny_target: Target) -> None:
+    embeddings = model.get_input_embeddings()(PROMPT)
+    method = _method(tiny_target, CONFIGS[0])
+    for tokens in (None, PROMPT):
+        with pytest.raises(ValueError, match="inputs_embeds"):
+            model.generate(tokens, inputs_embeds=embeddings, custom_generate=method, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "field"),
+    [("gpt2", {"num_hidden_layers": 3}, "architecture"), ("llama", {"num_hidden_layers": 4}, "layers")],
+)
+def test_another_model_is_refused_by_field(
+    tiny_target: Target, family: str, changes: dict[str, int], field: str
+) -> None:
+    method = _method(tiny_target, CONFIGS[0])
+    with pytest.raises(ExportError, match=f"^target.{field}: "):
+        _generate(build(family, **changes), custom_generate=method, **GREEDY)
+
+
+def test_one_method_serves_several_models(tiny_target: Target) -> None:
+    method = _method(tiny_target, CONFIGS[1])
+    models = [build("llama", seed, num_hidden_layers=3) for seed in (1, 2)]
+    for model in (*models, *models):
+        assert _generate(model, custom_generate=method, **GREEDY).equal(_generate(model, **GREEDY))
+
+
+def test_a_method_does_not_keep_a_model_alive(tiny_target: Target) -> None:
+    method = _method(tiny_target, CONFIGS[0])
+    model = build("llama", num_hidden_layers=3)
+    _generate(model, custom_generate=method, **GREEDY)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

@@ -1,0 +1,267 @@
+"""Measuring: who decodes what and when, what is counted, and whether a changed output is caught."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from layerskip import DecodeStats, PromptSet, Round, Sampling, SpeculativeConfig, Target, load_target, measure
+from layerskip.cache import KVCache
+from layerskip.decode import Continuation
+from layerskip.draft import Draft
+from layerskip.drafters.base import Context, NoDraft
+from layerskip.measure import Contender, Decoder, Task, interleave
+from layerskip.measurement import Sample
+from layerskip.prompts import PromptItem
+from layerskip.sampling import Chooser
+
+PROMPTS = PromptSet.of(f"Tell me about the number {i}." for i in range(6))
+TASK = Task(max_new_tokens=12)
+SAMPLED = Sampling(temperature=0.8, top_k=20)
+CONFIGS = [
+    SpeculativeConfig(),
+    SpeculativeConfig("layer_skip", mask="attention:0;mlp:1", draft_length=3),
+    SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=2),
+]
+Doctor = Callable[[list[int]], list[int]]
+
+
+@dataclass
+class Recorder:
+    """A contender that writes down what it is asked, and may change what another one answers."""
+
+    name: str
+    inner: Contender
+    log: list[tuple[str, list[int], Task]]
+    doctor: Doctor = list
+
+    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> Continuation:
+        self.log.append((self.name, list(prompt), task))
+        made = self.inner(prompt, task, on_prefill)
+        return Continuation(self.doctor(made.tokens), made.stats, made.finish)
+
+
+@dataclass
+class Ward:
+    """Contenders with a common log; the first is plain decoding."""
+
+    target: Target
+    log: list[tuple[str, list[int], Task]] = field(default_factory=list)
+
+    def contenders(self, **doctors: Doctor) -> dict[str, Contender]:
+        plain = Decoder(self.target, NoDraft())
+        return {name: Recorder(name, plain, self.log, doctor) for name, doctor in doctors.items()}
+
+
+def _verdicts(rows: Sequence[dict[str, Sample]]) -> dict[str, set[str]]:
+    return {name: {row[name].lossless.verdict for row in rows} for name in rows[0]}
+
+
+def _change(tokens: list[int]) -> list[int]:
+    return [*tokens[:-1], 0]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_honest_drafters_are_exact_in_float32(tiny_target: Target, config: SpeculativeConfig) -> None:
+    measured = measure(tiny_target, PROMPTS, config, max_new_tokens=16)
+    assert measured.lossless.verdict == "exact"
+    assert measured.lossless.compared == len(PROMPTS)
+    assert [s.prompt_id for s in measured.candidate] == [item.id for item in PROMPTS]
+    assert [s.tokens for s in measured.candidate] == [s.tokens for s in measured.baseline] == [16] * 6
+    assert measured.tokens_per_second > 0
+    assert measured.baseline_tokens_per_second > 0
+    assert measured.stats.tokens_per_round >= 1
+    assert (measured.stats.drafted > 0) == (config.kind != "none")
+    json.dumps(measured.to_dict(), allow_nan=False)
+
+
+def test_half_precision_may_tie_but_not_differ(tiny_folder: object) -> None:
+    target = load_target(str(tiny_folder), dtype="bfloat16", device="cpu")
+    measured = measure(target, PROMPTS, CONFIGS[1], max_new_tokens=32)
+    assert measured.lossless.verdict in ("exact", "near_tie")
+
+
+@pytest.mark.parametrize("doctor", [_change, lambda tokens: [0, *tokens[1:]], lambda tokens: tokens[:-1]])
+def test_a_contender_that_changes_the_output_is_caught(tiny_target: Target, doctor: Doctor) -> None:
+    contenders = Ward(tiny_target).contenders(plain=list, changed=doctor, honest=list)
+    rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, TASK))
+    assert _verdicts(rows) == {"plain": {"exact"}, "changed": {"different"}, "honest": {"exact"}}
+
+
+class Vandal(NoDraft):
+    """Changes the target's verified keys."""
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        self._cache = cache
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        for layer in self._cache.layers:
+            assert layer.keys is not None
+            layer.keys.neg_()
+        return super().draft(context, limit)
+
+
+def test_a_drafter_that_damages_the_targets_cache_is_caught(tiny_target: Target) -> None:
+    contenders = {"plain": Decoder(tiny_target, NoDraft()), "vandal": Decoder(tiny_target, Vandal())}
+    rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, TASK))
+    assert _verdicts(rows) == {"plain": {"exact"}, "vandal": {"different"}}
+
+
+def test_all_contenders_decode_every_prompt_in_a_random_order(tiny_target: Target) -> None:
+    ward, names = Ward(tiny_target), ("a", "b", "c")
+    rows = list(
+        interleave(tiny_target, PROMPTS, ward.contenders(**dict.fromkeys(names, list)), TASK, repeats=2)
+    )
+    assert [row["b"].prompt_id for row in rows] == [item.id for item in PROMPTS] * 2
+    warm_up, measured = ward.log[:3], ward.log[3:]
+    assert sorted(name for name, _, _ in warm_up) == list(names)
+    turns = [measured[i : i + 3] for i in range(0, len(measured), 3)]
+    asked = [tiny_target.encode(item.messages()) for item in PROMPTS] * 2
+    for turn, prompt in zip(turns, asked, strict=True):
+        assert sorted(name for name, _, _ in turn) == list(names)
+        assert [seen for _, seen, _ in turn] == [prompt] * 3
+        assert len({task for _, _, task in turn}) == 1
+    orders = [tuple(name for name, _, _ in turn) for turn in turns]
+    assert len(set(orders)) > 2
+    assert {order[0] for order in orders} == set(names)
+    assert len({turn[0][2].seed for turn in turns}) == len(turns)
+
+
+def test_the_seed_fixes_the_order(tiny_target: Target) -> None:
+    orders = []
+    for seed in (0, 0, 1):
+        ward = Ward(tiny_target)
+        list(
+            interleave(
+                tiny_target,
+                PROMPTS,
+                ward.contenders(a=list, b=list, c=list),
+                Task(max_new_tokens=2, seed=seed),
+            )
+        )
+        orders.append([name for name, _, _ in ward.log[3:]])
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_caller_may_stop_early(tiny_target: Target) -> None:
+    ward = Ward(tiny_target)
+    rows = interleave(tiny_target, PROMPTS, ward.contenders(a=list, b=list), TASK)
+    assert ward.log == []
+    taken = list(itertools.islice(rows, 2))
+    rows.close()  # type: ignore[attr-defined]
+    assert [row["a"].prompt_id for row in taken] == [item.id for item in PROMPTS][:2]
+    assert len(ward.log) == 2 * (1 + 2)
+
+
+def test_everyone_hears_the_first_contenders_answers(tiny_target: Target) -> None:
+    talk = PromptItem("talk", "chat", "Hello there.", ("And then?", "In the end?"))
+    ward = Ward(tiny_target)
+    (row,) = interleave(tiny_target, PromptSet((talk,)), ward.contenders(plain=list, changed=_change), TASK)
+    messages: list[dict[str, str]] = [{"role": "user", "content": "Hello there."}]
+    expected = []
+    for followup in (*talk.followups, None):
+        expected.append(tiny_target.encode(messages))
+        prompt = torch.tensor([expected[-1]])
+        made = tiny_target.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12
+        )
+        answer = tiny_target.decode(made[0, prompt.shape[1] :].tolist())
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": followup or ""}]
+    for name in ("plain", "changed"):
+        assert [prompt for who, prompt, _ in ward.log[2:] if who == name] == expected
+        assert (row[name].tokens, row[name].lossless.compared) == (36, 3)
+    assert row["plain"].lossless.verdict == "exact"
+    assert row["changed"].lossless.to_dict()["different"] == 3
+
+
+class Clock:
+    """Time that passes only where it is told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Timed:
+    """A contender that takes a known time, and knows some tokens when prefill ends."""
+
+    clock: Clock
+    prefill: float
+    decode: float
+    known: int
+
+    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> Continuation:
+        self.clock.now += self.prefill
+        on_prefill(self.known)
+        self.clock.now += self.decode
+        return Continuation([7] * 9, DecodeStats((Round(2, 1, 2),)), "length")
+
+
+def test_tokens_that_prefill_gave_are_not_credited_to_decoding(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    contenders = {"ours": Timed(clock, 2.0, 4.0, known=1), "peer": Timed(clock, 1.0, 3.0, known=3)}
+    (row,) = interleave(tiny_target, PROMPTS.take(1), contenders, TASK)
+    ours, peer = row["ours"], row["peer"]
+    assert (ours.tokens, ours.decoded_tokens, ours.prefill_seconds, ours.decode_seconds) == (9, 8, 2.0, 4.0)
+    assert (peer.tokens, peer.decoded_tokens, peer.prefill_seconds, peer.decode_seconds) == (9, 6, 1.0, 3.0)
+    assert (ours.tokens_per_second, peer.tokens_per_second) == (2.0, 2.0)
+    assert ours.stats == DecodeStats((Round(2, 1, 2),))
+
+
+def test_a_conversations_times_are_added_up(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock)
+    talk = PromptSet((PromptItem("talk", "chat", "One.", ("Two.",)),))
+    (row,) = interleave(tiny_target, talk, {"ours": Timed(clock, 2.0, 4.0, known=1)}, TASK)
+    assert (row["ours"].prefill_seconds, row["ours"].decode_seconds, row["ours"].decoded_tokens) == (
+        4.0,
+        8.0,
+        16,
+    )
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_sampled_measurements_are_checked_on_greedy_outputs(
+    tiny_target: Target, config: SpeculativeConfig
+) -> None:
+    measured = measure(tiny_target, PROMPTS.take(2), config, sampling=SAMPLED, max_new_tokens=12)
+    assert measured.lossless.verdict == "exact"
+    assert "greedy" in measured.lossless.basis
+    assert [s.tokens for s in measured.candidate] == [12, 12]
+
+
+def test_a_change_is_caught_where_tokens_are_sampled(tiny_target: Target) -> None:
+    contenders = Ward(tiny_target).contenders(plain=list, changed=_change)
+    rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, Task(SAMPLED, 12)))
+    assert _verdicts(rows) == {"plain": {"exact"}, "changed": {"different"}}
+
+
+def test_sampled_measurements_penalise_repetition_in_their_check(tiny_target: Target) -> None:
+    ward = Ward(tiny_target)
+    sampling = Sampling(temperature=0.8, repetition_penalty=1.2)
+    list(interleave(tiny_target, PROMPTS.take(1), ward.contenders(a=list), Task(sampling, 8)))
+    asked = {task.sampling for _, _, task in ward.log}
+    assert asked == {sampling, Sampling(repetition_penalty=1.2)}
+
+
+def test_a_single_token_leaves_nothing_to_decode(tiny_target: Target) -> None:
+    measured = measure(tiny_target, PROMPTS.take(2), CONFIGS[1], max_new_tokens=1)
+    assert measured.speedup == 1.0
+    assert measured.lossless.verdict == "exact"
+    assert measured.to_dict()["tokens"] == 2
+
+
+def test_repeats_are_samples_of_their_own(tiny_target: Target) -> None:
+    measured = measure(tiny_target, PROMPTS.take(2), CONFIGS[2], max_new_tokens=4, repeats=3)
+    assert [s.prompt_id for s in measured.candidate] == [item.id for item in PROMPTS.take(2)] * 3
+    assert measured.to_dict()["prompts"] == 6

@@ -1,0 +1,38 @@
+"""The notebooks run from top to bottom on what the programs write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.searches.programs import REPOSITORY, execute, quick
+
+NOTEBOOKS = REPOSITORY / "notebooks"
+
+
+def _run(name: str) -> str:
+    """Execute a notebook and return all that it shows as text."""
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return "\n".join(str(output.get("text", "") or output.get("data", {}).get("text/plain", "")) for output in outputs)
+
+
+def test_the_study_notebook_reads_a_study(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = tmp_path / "outputs"
+    done = execute("layerskip", *quick(tiny_folder, outputs, "study.n_trials=6", "study.name=mine"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("LAYERSKIP_OUTPUTS", str(outputs))
+    shown = _run("study.ipynb")
+    assert "mine" in shown
+    assert "prompt lookup" in shown
+
+
+def test_the_benchmark_notebook_reads_the_committed_records() -> None:
+    shown = _run("benchmarks.ipynb")
+    assert "transformers_prompt_lookup" in shown

@@ -1,0 +1,211 @@
+"""Prompt sets: the packaged one, the formats of one's own, halves that depend on ids alone, and refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerskip import PromptError, PromptSet
+
+
+def _write(path: Path, lines: Sequence[Any]) -> Path:
+    """One JSON value a line; strings are written as they stand."""
+    texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def _ids(prompts: PromptSet) -> list[str]:
+    return [item.id for item in prompts]
+
+
+def _many(count: int, categories: int = 3) -> list[dict[str, str]]:
+    return [{"id": f"q{i}", "category": f"c{i % categories}", "prompt": f"Prompt {i}"} for i in range(count)]
+
+
+def test_the_packaged_set_covers_six_kinds_of_work() -> None:
+    packaged = PromptSet.packaged()
+    kinds = Counter(item.category for item in packaged)
+    assert len(packaged) >= 40
+    assert len(kinds) == 6
+    assert min(kinds.values()) >= 4
+    assert len(set(_ids(packaged))) == len(packaged)
+    for item in packaged:
+        assert item.messages()[-1]["role"] == "user"
+        assert all(message["content"].strip() for message in item.messages())
+
+
+def test_the_packaged_halves_are_balanced_and_apart() -> None:
+    packaged = PromptSet.packaged()
+    tune, held_out = packaged.split()
+    assert (len(tune), len(held_out)) == (24, 24)
+    assert not set(_ids(tune)) & set(_ids(held_out))
+    assert set(_ids(tune)) | set(_ids(held_out)) == set(_ids(packaged))
+    counts = [Counter(item.category for item in half) for half in (tune, held_out)]
+    assert counts[0] == counts[1]
+    assert (tune.name, held_out.name) == ("packaged/tune", "packaged/held-out")
+
+
+def test_every_form_of_prompt_is_read(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": "On snow"}]
+    file = _write(
+        tmp_path / "mine.jsonl",
+        [
+            {"prompt": "Grüße\nan alle"},
+            "",
+            {"id": 7, "category": "verse", "messages": messages},
+            "   ",
+            {"question_id": 81, "category": "writing", "turns": ["Write.", "Shorter.", "Shorter still."]},
+            {"question_id": "q", "turns": ["One turn."]},
+        ],
+    )
+    plain, verse, talk, single = prompts = list(PromptSet.load(file))
+    assert plain.messages() == [{"role": "user", "content": "Grüße\nan alle"}]
+    assert (plain.category, plain.followups) == ("default", ())
+    assert (verse.id, verse.category, verse.messages()) == ("7", "verse", messages)
+    assert (talk.id, talk.category) == ("81", "writing")
+    assert talk.messages() == [{"role": "user", "content": "Write."}]
+    assert talk.followups == ("Shorter.", "Shorter still.")
+    assert (single.id, single.followups) == ("q", ())
+    assert len(prompts) == 4
+    assert PromptSet.load(file).name == "mine"
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085"])
+def test_only_line_feeds_end_a_line(tmp_path: Path, separator: str) -> None:
+    """JSON allows these raw within a text, and other programs write them so."""
+    text = f"one{separator}two"
+    (item,) = PromptSet.load(_write(tmp_path / "p.jsonl", [{"prompt": text}]))
+    assert item.messages()[0]["content"] == text
+
+
+def test_windows_line_ends_are_line_ends(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'{"prompt": "one"}\r\n{"prompt": "two"}\r\n')
+    assert [item.opening for item in PromptSet.load(file)] == ["one", "two"]
+
+
+def test_without_an_id_the_content_is_the_id(tmp_path: Path) -> None:
+    lines = [{"prompt": f"Prompt {i}"} for i in range(5)]
+    one = PromptSet.load(_write(tmp_path / "one.jsonl", lines))
+    other = PromptSet.load(_write(tmp_path / "other.jsonl", [*lines[::-1], {"prompt": "Another"}]))
+    assert len(set(_ids(one))) == 5
+    assert set(_ids(one)) < set(_ids(other))
+    assert _ids(PromptSet.of(["Prompt 0", "Prompt 1"])) == _ids(one)[:2]
+
+
+def test_halves_follow_from_ids_and_not_from_the_order_of_lines(tmp_path: Path) -> None:
+    lines = _many(21)
+    shuffled = random.Random(1).sample(lines, len(lines))
+    halves = PromptSet.load(_write(tmp_path / "a.jsonl", lines)).split()
+    again = PromptSet.load(_write(tmp_path / "b.jsonl", shuffled)).split()
+    assert [_ids(half) for half in halves] == [_ids(half) for half in again]
+    reworded = [line | {"prompt": "Other words " + line["prompt"]} for line in lines]
+    later = PromptSet.load(_write(tmp_path / "c.jsonl", reworded)).split()
+    assert [_ids(half) for half in halves] == [_ids(half) for half in later]
+
+
+@pytest.mark.parametrize(("count", "categories"), [(2, 1), (2, 2), (3, 3), (7, 2), (21, 4), (40, 6)])
+def test_halves_differ_by_one_at_most_in_all_and_in_each_category(
+    tmp_path: Path, count: int, categories: int
+) -> None:
+    tune, held_out = PromptSet.load(_write(tmp_path / "p.jsonl", _many(count, categories))).split()
+    assert 0 <= len(tune) - len(held_out) <= 1
+    counts = [Counter(item.category for item in half) for half in (tune, held_out)]
+    assert all(abs(counts[0][name] - counts[1][name]) <= 1 for name in counts[0] | counts[1])
+    assert not set(_ids(tune)) & set(_ids(held_out))
+    assert len(tune) + len(held_out) == count
+
+
+def test_a_single_prompt_has_no_halves() -> None:
+    with pytest.raises(PromptError, match="at least two"):
+        PromptSet.of(["alone"]).split()
+
+
+def test_the_digest_follows_content_and_not_order(tmp_path: Path) -> None:
+    lines = _many(6)
+    digest = PromptSet.load(_write(tmp_path / "a.jsonl", lines)).digest
+    assert PromptSet.load(_write(tmp_path / "b.jsonl", lines[::-1])).digest == digest
+    changes = [
+        {"prompt": "Prompt 0."},
+        {"id": "q0 "},
+        {"category": "c9"},
+    ]
+    changed = [[lines[0] | change, *lines[1:]] for change in changes]
+    turns = {"id": "q0", "category": "c0", "turns": ["Prompt 0", "More."]}
+    changed += [lines[1:], [turns, *lines[1:]]]
+    found = {PromptSet.load(_write(tmp_path / "c.jsonl", variant)).digest for variant in changed}
+    assert len(found) == len(changed)
+    assert digest not in found
+
+
+def test_a_few_prompts_are_taken_from_every_category() -> None:
+    packaged = PromptSet.packaged()
+    for count in (6, 12, 30):
+        kinds = Counter(item.category for item in packaged.take(count))
+        assert set(kinds.values()) == {count // 6}
+    assert len({item.category for item in packaged.take(4)}) == 4
+    assert _ids(packaged.take(5)) == _ids(packaged.take(30))[:5]
+    assert packaged.take(None) is packaged
+    assert set(_ids(packaged.take(1000))) == set(_ids(packaged))
+
+
+REFUSED = [
+    ("{", "not JSON"),
+    ('"text"', "'prompt', 'messages' or 'turns'"),
+    ("[]", "'prompt', 'messages' or 'turns'"),
+    ('{"text": "x"}', "exactly one"),
+    ('{"prompt": "x", "turns": ["y"]}', "exactly one"),
+    ('{"prompt": ""}', "prompt: "),
+    ('{"prompt": "  "}', "prompt: "),
+    ('{"prompt": null}', "prompt: "),
+    ('{"prompt": ["x"]}', "prompt: "),
+    ('{"messages": []}', "messages: "),
+    ('{"messages": "x"}', "messages: "),
+    ('{"messages": ["x"]}', "messages: "),
+    ('{"messages": [{"content": "x"}]}', "messages: "),
+    ('{"messages": [{"role": "user"}]}', "messages: "),
+    ('{"messages": [{"role": "user", "content": ""}]}', "messages: "),
+    ('{"messages": [{"role": 1, "content": "x"}]}', "messages: "),
+    ('{"turns": []}', "turns: "),
+    ('{"turns": "x"}', "turns: "),
+    ('{"turns": ["x", ""]}', "turns: "),
+    ('{"turns": ["x", 2]}', "turns: "),
+    ('{"id": "a", "prompt": "x"}', "'a'.* line 1"),
+    ('{"question_id": "a", "prompt": "x"}', "'a'.* line 1"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), REFUSED)
+def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path: Path, line: str, reason: str) -> None:
+    file = _write(
+        tmp_path / "bad.jsonl", ['{"id": "a", "prompt": "good"}', "", line, '{"prompt": "good too"}']
+    )
+    with pytest.raises(PromptError, match=f"^prompts.path: .*bad.jsonl, line 3: .*{reason}") as refusal:
+        PromptSet.load(file)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n\n", b"\xff\xfe\x00"])
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(PromptError, match=r"^prompts.path: .*empty.jsonl"):
+        PromptSet.load(file)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "."])
+def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PromptError, match=r"^prompts.path: cannot read "):
+        PromptSet.load(tmp_path / name)
+
+
+def test_the_same_text_twice_is_refused() -> None:
+    with pytest.raises(PromptError, match="used before"):
+        PromptSet.of(["one", "two", "one"])
