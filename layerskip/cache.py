@@ -29,7 +29,7 @@ class _Layer(CacheLayerMixin):
     is_croppable = False
 
     def __init__(self, owner: KVCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
         # transformers drops the mask of a single query unless the cache is of a kind that it would compile; with
         # static shapes that mask is what hides the positions behind the length.

@@ -13,8 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .application import run  # first: it sets the environment that the imports below read
-
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
@@ -24,6 +22,7 @@ from layerskip.environment import environment
 from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
 
+from .application import run  # first: it sets the environment that the imports below read
 from .peers import Peer
 from .tracking import Tracker
 
@@ -114,7 +113,7 @@ def _result(rows: list[Mapping[str, Sample]], name: str, rival: str | None) -> d
 def table(record: Mapping[str, Any]) -> str:
     """A record as Markdown, its conditions below it."""
     lines = [
-        "| decoding | tokens/s | x plain | 95 % interval | acceptance | tokens/round | output | x its rival in transformers |",
+        "| decoding | tokens/s | x plain | 95 % interval | acceptance | tokens/round | output | x rival (transformers) |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, found in record["results"].items():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import optuna
 
 from layerskip import Target, TargetError, load_target
 
 
-def load_local(
-    path: str, name: str = "", dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
-) -> Target:
+def load_local(path: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> Target:
     """A target from a folder or a ``.gguf`` file, never from the hub.
 
     Raises:

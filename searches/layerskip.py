@@ -12,8 +12,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .application import InputError, run  # first: it sets the environment that the imports below read
-
 import optuna
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +22,7 @@ from layerskip import Export, PromptSet, Sampling, Target
 from layerskip.environment import environment
 
 from . import report
+from .application import InputError, run  # first: it sets the environment that the imports below read
 from .finals import Finals, measure_finals
 from .objective import MeasureSettings, Objective
 from .space import SearchSpace
@@ -105,7 +104,7 @@ def _search(
             run_trials(study, objective, settings, on_trial)
         except KeyboardInterrupt:
             bar.close()
-            print(report.summary(study, None, target.layers))
+            print(report.summary(study, None))
             raise
     final_prompts = held_out.take(measuring.held_out_prompts)
     rounds = len(final_prompts) * measuring.held_out_repeats
@@ -129,10 +128,8 @@ def _publish(
     spent = sum(t.user_attrs.get("seconds", 0.0) for t in finished(study)) + finals.seconds
     found = {"study": study.study_name, "trials": len(finished(study)), "seconds": spent, "mlflow_run_id": tracker.run_id}
     evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest}
-    export = Export(
-        Export.describe(target), winner.config, sampling, evidence, environment(target.device), search=found
-    )
-    text = report.summary(study, finals, target.layers)
+    export = Export(Export.describe(target), winner.config, sampling, evidence, environment(target.device), search=found)
+    text = report.summary(study, finals)
     (folder / "report.md").write_text(text, encoding="utf-8")
     report.draw(study, finals, target.layers, folder / "report.png")
     export.save(folder / "best.json")
@@ -165,7 +162,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet) -> dict[str
     """Everything that changes what a trial measures, flat and with plain values."""
     parts = {k: v for k, v in OmegaConf.to_container(config, resolve=True).items() if k not in _WITHOUT_EFFECT}  # type: ignore[union-attr]
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
-    flat |= {f"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
+    flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
     return flat | {
         "target.dtype": target.dtype,
         "target.device": target.device.type,
@@ -183,7 +180,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def default_name(config: DictConfig, flat: dict[str, Any]) -> str:
     """A study's name: the same command gives the same, and a command that measures something else another."""
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:6]
-    target = Path(str(config.target.name)).name.removesuffix(".gguf")
+    target = Path(config.target.get("name") or config.target.path).name.removesuffix(".gguf")
     return f"{target}-{flat['sampler'].removesuffix('Sampler').lower()}-seed{config.seed}-{digest}"
 
 

@@ -134,5 +134,3 @@ def _sampling(task: Task) -> dict[str, Any]:
             "min_p": sampling.min_p,
         }
     return options
-
-

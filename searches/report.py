@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 _COLORS = {"none": "0.4", "layer_skip": "tab:blue", "prompt_lookup": "tab:orange", "draft_model": "tab:green"}
 
 
-def summary(study: optuna.Study, finals: Finals | None, layers: int) -> str:
+def summary(study: optuna.Study, finals: Finals | None) -> str:
     """The report as Markdown: the verdict, the finalists on held-out prompts, and the best trials."""
     trials = finished(study)
     pruned = sum(trial.state == TrialState.PRUNED for trial in trials)
@@ -116,9 +116,7 @@ def _history(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
             chosen = [t for t in trials if configuration(t).kind == kind and t.state == state]
             if chosen:
                 label = kind.replace("_", " ") + ("" if state == TrialState.COMPLETE else ", stopped early")
-                axes.scatter(
-                    [t.number for t in chosen], [_speedup(t) for t in chosen], c=color, marker=marker, label=label
-                )
+                axes.scatter([t.number for t in chosen], [_speedup(t) for t in chosen], c=color, marker=marker, label=label)
     complete = [t for t in trials if t.state == TrialState.COMPLETE]
     if complete:
         best = np.maximum.accumulate([_speedup(t) for t in complete])

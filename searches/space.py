@@ -1,6 +1,6 @@
 """Which configurations may a study propose? A trial's choices to a configuration, and back for enqueueing.
 
-The space is conditional: first the kind of drafter, then that kind's own parameters. A mask is one ``suggest_int(..., 0, 1)``
+The space is conditional: first the kind of drafter, then that kind's own parameters. A mask is one ``suggest_int`` of 0 or 1
 per sub-layer outside the protected first and last layers; as categories the same bits taught Optuna's TPE nothing.
 """
 

@@ -90,7 +90,7 @@ class Tracker:
             self.run_id = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
             self._client.log_batch(self.run_id, params=[Param(k, v) for k, v in self._params.items()])
         self._recorded = self._drop_unfinished()
-        return self.run_id
+        return str(self.run_id)
 
     def _drop_unfinished(self) -> set[int]:
         """The trials that have a whole run; half-written ones are deleted."""
@@ -208,4 +208,3 @@ def _milliseconds(moment: Any) -> int | None:
 
 def _quoted(name: str) -> str:
     return name.replace("'", "\\'")
-

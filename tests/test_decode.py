@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
 import pytest
@@ -47,20 +48,20 @@ def _generate(target: Target, prompt: list[int], **options: Any) -> list[int]:
 
 
 # What makes the host wait for the device: values that Python reads, and shapes that depend on values.
-_WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim"}
+_WAITING = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2"}
 
 
 class _Waits(TorchDispatchMode):
-    """Counts the operations that wait."""
+    """Counts the operations that wait, as ``transformers`` where its code rather than ours asks for them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in _WAITING:
-            self.counts[name] += 1
+        if func.overloadpacket.__name__ in _WAITING:
+            callers = (frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_stack(None))
+            self.counts[next(name for name in callers if name in ("layerskip", "transformers"))] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -89,6 +90,9 @@ def test_a_round_waits_for_the_device_once(
     drafter = _drafter(kind, target)
     with _counted(monkeypatch) as waits:
         result = decode(target, drafter, PROMPT, sampling, 20, seed=0, static_shapes=static_shapes)
+    if static_shapes:
+        # Its mask function asks whether the position, which is on the device, is 0; not so while a graph is captured.
+        waits.pop("transformers", None)
     assert waits == {"tolist": 1 + len(result.stats.rounds)}
     assert (result.stats.drafted > 0) == (kind != "none")
 
@@ -100,7 +104,7 @@ def test_waits_are_seen(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
     with _counted(monkeypatch) as waits:
         result = decode(target, drafter, PROMPT, GREEDY, 20)
     # The last token of a draft needs no confidence; here the rounds draft 3 tokens, the last one 2.
-    assert waits == {"tolist": 1 + 5, "_local_scalar_dense": 4 * 2 + 1}
+    assert waits == {"tolist": 1 + 5, "layerskip": 4 * 2 + 1}
     assert len(result.stats.rounds) == 5
 
 

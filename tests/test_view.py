@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +17,7 @@ from layerskip.anatomy import UnsupportedModel, check_rewind
 from layerskip.cache import KVCache
 from layerskip.forward import forward
 from layerskip.mask import MaskError, SkipMask
-from layerskip.view import skip_view
+from layerskip.view import decoding_view, skip_view
 from tests.families import REFUSED, SKIPPABLE, build
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
@@ -81,9 +83,9 @@ def test_a_view_that_skips_nothing_is_the_model(model: PreTrainedModel) -> None:
 
 
 def test_a_view_shares_every_weight(model: PreTrainedModel) -> None:
-    view = skip_view(model, _mask(model, "layers:1;attention:0;mlp:3"))
-    for ours, theirs in ((view.parameters(), model.parameters()), (view.buffers(), model.buffers())):
-        assert [(t.data_ptr(), t.shape) for t in ours] == [(t.data_ptr(), t.shape) for t in theirs]
+    for view in (skip_view(model, _mask(model, "layers:1;attention:0;mlp:3")), decoding_view(model)):
+        for ours, theirs in ((view.parameters(), model.parameters()), (view.buffers(), model.buffers())):
+            assert [(t.data_ptr(), t.shape) for t in ours] == [(t.data_ptr(), t.shape) for t in theirs]
 
 
 def test_building_and_running_a_view_leaves_the_model_as_it_is(model: PreTrainedModel) -> None:
@@ -107,8 +109,8 @@ def test_draft_and_verification_share_one_cache(model: PreTrainedModel, text: st
     """The draft reads the target's prefix as transformers' own cache would give it; verification leaves none of it."""
     mask, prefix = _mask(model, text), 13
     tokens = _tokens()
-    view, cache = skip_view(model, mask), KVCache(_layers(model), LENGTH)
-    forward(model, tokens[:prefix], cache, last=1)
+    target, view, cache = decoding_view(model), skip_view(model, mask), KVCache(_layers(model), LENGTH)
+    forward(target, tokens[:prefix], cache, last=1)
     cache.length = prefix
     reference = model(input_ids=tokens[None, :prefix], use_cache=True).past_key_values
 
@@ -124,11 +126,11 @@ def test_draft_and_verification_share_one_cache(model: PreTrainedModel, text: st
 
     cache.length = prefix
     block = torch.cat(drafted)
-    verified = forward(model, block, cache, last=4)
+    verified = forward(target, block, cache, last=4)
     _close(verified, _fresh(model, torch.cat((tokens[:prefix], block)))[prefix:])
     cache.length = prefix + 2  # one drafted token is accepted, and another one follows it
     rest = torch.cat((tokens[:prefix], block[:2], tokens[prefix + 2 :]))
-    _close(forward(model, rest[prefix + 2 :], cache, last=5), _fresh(model, rest)[prefix + 2 :])
+    _close(forward(target, rest[prefix + 2 :], cache, last=5), _fresh(model, rest)[prefix + 2 :])
 
 
 def test_views_of_one_model_do_not_disturb_each_other() -> None:
@@ -139,6 +141,18 @@ def test_views_of_one_model_do_not_disturb_each_other() -> None:
         with _hooked(model, mask):
             expected = _fresh(model, _tokens())
         _close(_fresh(view, _tokens()), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "mixtral"])
+def test_views_do_not_keep_a_model_alive(family: str) -> None:
+    """A search drops one view per trial, and a benchmark one model after the other."""
+    model = build(family)
+    views = [skip_view(model, _mask(model, "layers:1")), decoding_view(model)]
+    forward(views[0], _tokens(), KVCache(_layers(model), LENGTH), last=1)
+    kept = [weakref.ref(part) for part in (model, *views)]
+    del model, views
+    gc.collect()
+    assert [part() for part in kept] == [None, None, None]
 
 
 @pytest.mark.parametrize("layers", [0, 3, 5])

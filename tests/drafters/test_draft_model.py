@@ -25,7 +25,6 @@ from tests.drafters.contract import (
     LENGTH,
     PROMPTS,
     DrafterContract,
-    generated,
     target_of,
     toy_target,
 )

@@ -1,0 +1,76 @@
+"""The benchmark: ours beside transformers' own, all with the same output, in a record and in MLflow."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from layerskip import Export, SpeculativeConfig, Target
+from tests.searches.programs import execute, runs, sqlite
+from tests.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[type-arg]
+    """One benchmark of everything on a model whose last layers hardly matter, with an export beside."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    model = save_tiny(folder / "model", num_hidden_layers=4, idle=(2, 3))
+    found = {"name": str(model), "revision": None, "architecture": "LlamaForCausalLM", "layers": 4, "dtype": "float32"}
+    Export(found, SpeculativeConfig("layer_skip", 3, mask="layers:2")).save(folder / "best.json")
+    done = execute(
+        "benchmark",
+        "target=local",
+        f"target.path={model}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "measure.prompts=6",
+        "measure.max_new_tokens=48",
+        "draft_mask=layers:2-3",
+        "contenders.layer_skip.mask=layers:2-3",
+        "peers.transformers_early_exit.exit_layer=2",
+        f"config={folder / 'best.json'}",
+        f"outputs={folder / 'outputs'}",
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    written = json.loads((folder / "outputs" / "benchmark.json").read_text(encoding="utf-8"))
+    return {"record": written, "printed": done.stdout, "outputs": folder / "outputs"}
+
+
+def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  # type: ignore[type-arg]
+    results = record["record"]["results"]
+    assert set(results) == {
+        "plain", "prompt_lookup", "layer_skip", "draft_model", "export",
+        "transformers", "transformers_prompt_lookup", "transformers_early_exit", "transformers_assistant",
+    }  # fmt: skip
+    assert {found["losslessness"]["verdict"] for found in results.values()} == {"exact"}
+    assert all(name in record["printed"] for name in results)
+
+
+def test_a_draft_model_and_the_skip_it_was_cut_from_are_accepted_alike(record: dict) -> None:  # type: ignore[type-arg]
+    results = record["record"]["results"]
+    assert results["export"]["acceptance_rate"] > 0.5
+    assert results["draft_model"]["tokens_per_round"] > 1.5
+    # transformers drafts with the same model and the same constant length
+    ratio = results["draft_model"]["tokens_per_round"] / results["transformers_assistant"]["tokens_per_round"]
+    assert ratio == pytest.approx(1.0, abs=0.1)
+
+
+def test_ours_are_compared_with_their_rivals(record: dict) -> None:  # type: ignore[type-arg]
+    results = record["record"]["results"]
+    assert results["plain"]["rival"]["name"] == "transformers"
+    for name, rival in (
+        ("prompt_lookup", "transformers_prompt_lookup"),
+        ("layer_skip", "transformers_early_exit"),
+        ("draft_model", "transformers_assistant"),
+    ):
+        assert results[name]["rival"]["name"] == rival
+        expected = results[name]["tokens_per_second"] / results[rival]["tokens_per_second"]
+        assert results[name]["rival"]["speedup"] == pytest.approx(expected)
+
+
+def test_mlflow_has_a_run_for_each(record: dict, tiny_target: Target) -> None:  # type: ignore[type-arg]
+    uri = sqlite(record["outputs"])
+    assert len(runs(uri, "benchmark")) == 1
+    assert {run.data.tags["contender"] for run in runs(uri, "contender")} == set(record["record"]["results"])

@@ -1,0 +1,53 @@
+"""Every leaf of the configuration composes and builds what it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from layerskip import PromptSet, Sampling, SpeculativeConfig
+from searches.application import CONF
+from searches.objective import MeasureSettings
+from searches.space import SearchSpace
+from searches.study import StudySettings
+
+LEAVES = sorted(path.relative_to(CONF) for path in Path(CONF).glob("*/*.yaml"))
+NEEDED = {
+    "target/hub": ["target.name=some/model"],
+    "target/local": ["target.path=/some/folder"],
+    "prompts/jsonl": ["prompts.path=some.jsonl"],
+    "drafter/draft_model": ["contenders.draft_model.draft=some/draft"],
+}
+
+
+@pytest.mark.parametrize("leaf", [str(leaf.with_suffix("")) for leaf in LEAVES])
+def test_a_leaf_composes(leaf: str) -> None:
+    group, _, choice = leaf.partition("/")
+    program = "benchmark" if leaf in ("measure/benchmark",) or group == "drafter" else "layerskip"
+    chosen = f"drafter@contenders.{choice}={choice}" if group == "drafter" else f"{group}={choice}"
+    if group == "drafter" and choice == "none":
+        chosen = "+drafter@contenders.none=none"
+    with initialize_config_dir(CONF, version_base="1.3"):
+        config = compose(program, [chosen, *NEEDED.get(leaf, [])])
+    if group in ("sampler", "pruner"):
+        assert instantiate(config[group], **({"seed": 0} if group == "sampler" else {})) is not None
+    elif group == "space":
+        assert isinstance(instantiate(config.space, layers=12), SearchSpace)
+    elif group == "study" or group == "experiment":
+        assert isinstance(instantiate(config.study), StudySettings)
+        assert isinstance(instantiate(config.measure), MeasureSettings)
+    elif group == "sampling":
+        assert isinstance(instantiate(config.sampling), Sampling)
+    elif leaf == "prompts/packaged":
+        assert isinstance(instantiate(config.prompts), PromptSet)
+    elif group == "drafter":
+        fields = {key: value for key, value in config.contenders[choice].items() if key != "rival"}
+        assert SpeculativeConfig.from_dict(instantiate(fields)).kind == choice
+
+
+def test_an_unknown_override_is_refused() -> None:
+    with initialize_config_dir(CONF, version_base="1.3"), pytest.raises(Exception, match=r"study\.n_trails"):
+        compose("layerskip", ["study.n_trails=3"])
