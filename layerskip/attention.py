@@ -1,18 +1,21 @@
 """How do a few queries attend to a long cache of grouped keys, without copying the keys for every head?
 
 Where several heads share keys and values (grouped-query attention, arXiv 2305.13245), transformers repeats both for every
-head as soon as more than one query comes with a mask, which is what each verification is. Here the heads of a group lie
-behind one another as further queries of the one key head they share: the same kernel, the same sums, no copy. Registered
-with transformers as an attention implementation, so no family's code is touched. On 2 cores of an AMD EPYC (torch 2.13.0,
-bfloat16, 9 heads on 3, 9 queries on 330 keys) one call takes 113 us instead of 171.
+head as soon as more than one query comes with a mask, which is what each verification is; for a single query it asks torch
+for grouped heads, which torch's CPU kernel serves slowly. Here the heads of a group lie behind one another as further
+queries of the one key head they share: the same kernel, the same sums, no copy. Registered with transformers as an attention
+implementation, so no family's code is touched. On 2 cores of an AMD EPYC (torch 2.13.0, bfloat16, 9 heads on 3, about 300
+keys) a call takes 45 us instead of 177 for one query, and 113 us instead of 171 for nine.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -35,23 +38,35 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attention of ``query [B, heads, n, d]`` to ``key``, ``value [B, key heads, m, d]``; returns ``[B, n, heads, d]``."""
     batch, heads, count, width = query.shape
-    shared = heads // key.shape[1]
-    grouped = (
-        shared > 1
-        and 1 < count <= _MOST_QUERIES
-        and attention_mask is not None
-        and attention_mask.shape[1] == 1
-        and kwargs.get("position_bias") is None
-    )
-    if not grouped:
+    groups = key.shape[1]
+    # One query sees all keys, so it needs no mask; more without one are a prefill, causal from the first key on.
+    maskless = attention_mask is None and count == 1
+    shared_mask = attention_mask is not None and attention_mask.shape[1] == 1 and count <= _MOST_QUERIES
+    if heads == groups or kwargs.get("position_bias") is not None or not (maskless or shared_mask):
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
-    assert attention_mask is not None
-    mask = attention_mask.expand(batch, shared, count, key.shape[2]).reshape(batch, 1, shared * count, key.shape[2])
-    packed = query.reshape(batch, key.shape[1], shared * count, width)
+    rows = heads // groups * count
+    packed = query.reshape(batch, groups, rows, width)
+    mask = None if attention_mask is None else _rows(attention_mask, rows // count, query.dtype)
     output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=kwargs.get("scaling"))
     return output.reshape(batch, heads, count, value.shape[-1]).transpose(1, 2).contiguous(), None
 
+
+def _rows(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """``[B, 1, n, m]``, a mask or a bias, as the bias ``[B, 1, heads * n, m]`` of all heads of a group.
+
+    Layers share their masks, so the last ones are kept; torch would turn a mask into a bias in every layer.
+    """
+    found = _biases.get(mask)
+    if found is None or found.shape[2] != heads * mask.shape[2] or found.dtype != dtype:
+        bias = mask
+        if mask.dtype == torch.bool:
+            bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -float("inf"))
+        found = _biases[mask] = bias.repeat(1, 1, heads, 1)
+    return found
+
+
+_biases = WeakIdKeyDictionary()
 
 AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)

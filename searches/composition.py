@@ -15,8 +15,6 @@ def load_local(path: str, dtype: str = "auto", device: str = "auto", trust_remot
     Raises:
         TargetError: there is no such folder or file, or it cannot be loaded.
     """
-    import os
-
     if not os.path.isdir(path) and not os.path.isfile(path):
         raise TargetError(f"target.path: there is no folder or file {path}")
     return load_target(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)

@@ -1,8 +1,8 @@
 """How does a search run, stop and go on? One Optuna study per name, in a journal file or any database.
 
 The study is the truth: what is in it is done, whatever was killed. One process works on a study folder at a time (a lock
-that the kernel releases with the process), so a trial found running is one that was killed; it is set aside and its choices are
-queued again.
+that the kernel releases with the process), so a trial found running is one that was killed; it is set aside and its choices
+are queued again.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def target(model: PreTrainedModel) -> PreTrainedModel:
 
 @SHAPES
 @torch.inference_mode()
-def test_blocks_of_any_size_give_the_logits_of_one_pass(model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool) -> None:
+def test_blocks_of_any_size_give_the_logits_of_one_pass(
+    model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
+) -> None:
     tokens, cache = _tokens(0), _cache(model, static_shapes)
     expected = _fresh(model, tokens)
     for size in (5, 1, 1, 80, 3, 10):
@@ -80,7 +82,9 @@ def test_a_rewind_leaves_no_trace(model: PreTrainedModel, target: PreTrainedMode
 
 @SHAPES
 @torch.inference_mode()
-def test_passes_that_are_not_committed_are_overwritten(model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool) -> None:
+def test_passes_that_are_not_committed_are_overwritten(
+    model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
+) -> None:
     tokens, cache = _tokens(0), _cache(model, static_shapes)
     expected = _fresh(model, tokens)
     forward(target, tokens[:20], cache, last=1)
@@ -95,7 +99,9 @@ def test_passes_that_are_not_committed_are_overwritten(model: PreTrainedModel, t
 
 @SHAPES
 @torch.inference_mode()
-def test_writing_behind_the_last_position_is_refused(model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool) -> None:
+def test_writing_behind_the_last_position_is_refused(
+    model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
+) -> None:
     tokens, cache = _tokens(0), _cache(model, static_shapes, length=10)
     forward(target, tokens[:10], cache, last=1)
     cache.length = 8

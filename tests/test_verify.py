@@ -128,9 +128,7 @@ def test_what_the_target_never_says_is_never_accepted(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("uniform", [0.0, ONE_BELOW])
 @pytest.mark.parametrize("scale", [1.0, 1e-30])
-def test_equal_distributions_accept_everything(
-    monkeypatch: pytest.MonkeyPatch, uniform: float, scale: float
-) -> None:
+def test_equal_distributions_accept_everything(monkeypatch: pytest.MonkeyPatch, uniform: float, scale: float) -> None:
     monkeypatch.setattr(torch, "rand", lambda size, **_: torch.full((size,), uniform))
     row = torch.tensor([scale, 1.0 - scale, 0.0])
     draft = Draft(torch.zeros(K, dtype=torch.int64), probs=row.repeat(K, 1))

@@ -61,7 +61,7 @@ class TestNoisyTarget(DrafterContract):
 class TestPaddedVocabulary(DrafterContract):
     """A wider output; its extra tokens are likely ones for the draft, and none for the target."""
 
-    samples = 1000
+    samples = 600
 
     def drafter(self, target: Target) -> Drafter:
         torch.manual_seed(2)
@@ -73,7 +73,7 @@ class TestPaddedVocabulary(DrafterContract):
 class TestOtherFamily(DrafterContract):
     """Of another depth, form and cache; it draws its drafts from quite another distribution."""
 
-    samples = 1000
+    samples = 600
 
     def drafter(self, target: Target) -> Drafter:
         if target is toy_target():
@@ -85,7 +85,7 @@ class TestOtherFamily(DrafterContract):
 class TestNarrowVocabulary(DrafterContract):
     """Without the target's last token, which the target does say and the draft model cannot even be told."""
 
-    samples = 1000
+    samples = 600
 
     def drafter(self, target: Target) -> Drafter:
         return DraftModel(_resized(_like(target), target.vocabulary - 1), target.layers, 3, StopRule())

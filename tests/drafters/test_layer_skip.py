@@ -29,7 +29,7 @@ class TestSkippedAttention(DrafterContract):
 
 
 class TestThreshold(DrafterContract):
-    samples = 1000
+    samples = 600
 
     def drafter(self, target: Target) -> Drafter:
         stop = {"kind": "threshold", "threshold": 0.5}
@@ -37,7 +37,7 @@ class TestThreshold(DrafterContract):
 
 
 class TestAdaptive(DrafterContract):
-    samples = 1000
+    samples = 600
 
     def drafter(self, target: Target) -> Drafter:
         stop = {"kind": "adaptive", "threshold": 0.5, "step": 0.5, "threshold_decay": 0.5}

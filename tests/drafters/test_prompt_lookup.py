@@ -28,7 +28,7 @@ class TestLastMatch(DrafterContract):
 
 
 class TestFirstMatch(DrafterContract):
-    samples = 1000
+    samples = 600
 
     def drafter(self, target: Target) -> Drafter:
         fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 2, "match": "first", "draft_length": 3}

@@ -11,9 +11,7 @@ from torch import Tensor
 from layerskip.config import StopRule
 from layerskip.drafters.stopping import Stopper
 
-RULE = StopRule(
-    kind="adaptive", threshold=0.6, target_acceptance=0.7, step=0.2, acceptance_decay=0.5, threshold_decay=0.75
-)
+RULE = StopRule(kind="adaptive", threshold=0.6, target_acceptance=0.7, step=0.2, acceptance_decay=0.5, threshold_decay=0.75)
 
 
 def _logits(confidence: float) -> Tensor:
