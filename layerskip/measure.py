@@ -23,7 +23,7 @@ from .drafters.build import build_drafter
 from .lossless import Losslessness, find_divergence
 from .measurement import Measurement, Sample
 from .memory import PeakMemory
-from .prompts import PromptItem, PromptSet
+from .prompts import PromptError, PromptItem, PromptSet
 from .sampling import Sampling
 from .target import Target
 
@@ -79,7 +79,7 @@ class Decoder:
 
 def measure(
     target: Target,
-    prompts: PromptSet,
+    prompts: PromptSet | Sequence[str],
     config: SpeculativeConfig,
     *,
     sampling: Sampling | None = None,
@@ -91,7 +91,7 @@ def measure(
 
     Args:
         target: the model.
-        prompts: at least one.
+        prompts: at least one; plain texts are taken as user messages.
         config: what to measure.
         sampling: greedy where None.
         max_new_tokens: per prompt and turn.
@@ -100,10 +100,14 @@ def measure(
 
     Raises:
         ConfigError, UnsupportedModel, TargetError: as :func:`build_drafter`.
+        PromptError: there are no prompts.
     """
     contenders = {"baseline": Decoder.of(target, SpeculativeConfig()), "candidate": Decoder.of(target, config)}
     task = Task(sampling or Sampling(), max_new_tokens, seed)
-    rows = list(interleave(target, prompts, contenders, task, repeats))
+    chosen = prompts if isinstance(prompts, PromptSet) else PromptSet.of(prompts)
+    if not len(chosen):
+        raise PromptError("prompts: are empty")
+    rows = list(interleave(target, chosen, contenders, task, repeats))
     return Measurement.of(rows, "baseline", "candidate")
 
 

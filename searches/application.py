@@ -17,11 +17,14 @@ from typing import Any, NoReturn
 # Before anything imports them: no telemetry, no start-up advice, and Hydra must hand its errors on to us.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ["HYDRA_FULL_ERROR"] = "1"
+if not sys.stderr.isatty():
+    os.environ.setdefault("TQDM_DISABLE", "1")  # for the bars of libraries; ours look for themselves
 
 import hydra
 import optuna
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -92,24 +95,20 @@ def _end(error: BaseException) -> NoReturn:
 
 def explain(error: BaseException) -> str | None:
     """One line for an error that the user can mend; None for a defect, which deserves its traceback."""
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-        chain.append(cause)
-    for link in chain:
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    for link in causes:
         if isinstance(link, _INPUT_ERRORS):
             return _one_line(link)
         if isinstance(link, OSError) and link.errno in _DISK_FULL:
             return f"outputs: cannot write {link.filename or ''}: {os.strerror(link.errno or 0)}"
         if "database or disk is full" in str(link):
             return "outputs: cannot write the database: no space left on the disk"
-    if isinstance(error, (HydraException, OmegaConfBaseException)) and not _from_our_code(error):
+    # What a `_target_` raised is not the command line's fault unless it was one of the errors above.
+    if isinstance(error, (HydraException, OmegaConfBaseException)) and not isinstance(error, InstantiationException):
         return _one_line(error)
     return None
-
-
-def _from_our_code(error: BaseException) -> bool:
-    """Hydra wraps what a ``_target_`` raises; such an error is the target's, not the command line's."""
-    return "Error in call to target" in str(error) and isinstance(error.__cause__, (AssertionError, RuntimeError))
 
 
 def _one_line(error: BaseException) -> str:

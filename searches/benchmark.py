@@ -23,6 +23,7 @@ from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
 
 from .application import run  # first: it sets the environment that the imports below read
+from .objective import MeasureSettings
 from .peers import Peer
 from .tracking import Tracker
 
@@ -32,13 +33,14 @@ BASELINE = "plain"
 def benchmark(config: DictConfig) -> dict[str, Any]:
     """Measure all contenders of a composed benchmark; see ``conf/benchmark.yaml``."""
     sampling: Sampling = instantiate(config.sampling)
-    prompts: PromptSet = instantiate(config.prompts).take(config.measure.prompts)
+    measuring: MeasureSettings = instantiate(config.measure)
+    prompts: PromptSet = instantiate(config.prompts).take(measuring.prompts)
     target: Target = instantiate(config.target)
     contenders, rivals, configs = _contenders(config, target)
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
-    task = Task(sampling, config.measure.max_new_tokens, config.seed)
+    task = Task(sampling, measuring.max_new_tokens, config.seed)
     rows: list[Mapping[str, Sample]] = []
-    repeats = config.measure.repeats
+    repeats = measuring.repeats
     with tqdm(total=len(prompts) * repeats, unit="prompt", disable=None) as bar:
         for row in interleave(target, prompts, contenders, task, repeats):
             rows.append(row)

@@ -37,8 +37,7 @@ _WITHOUT_EFFECT = ("outputs", "study", "tracking")
 def search(config: DictConfig) -> Finals:
     """Run a composed study to its end; see ``conf/layerskip.yaml``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if not isinstance(config.seed, int):
-        raise InputError(f"seed: {config.seed!r} is not a whole number")
+    check_seed(config.seed)
     settings: StudySettings = instantiate(config.study)
     measuring: MeasureSettings = instantiate(config.measure)
     sampling: Sampling = instantiate(config.sampling)
@@ -182,6 +181,16 @@ def default_name(config: DictConfig, flat: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:6]
     target = Path(config.target.get("name") or config.target.path).name.removesuffix(".gguf")
     return f"{target}-{flat['sampler'].removesuffix('Sampler').lower()}-seed{config.seed}-{digest}"
+
+
+def check_seed(seed: object) -> None:
+    """Refuse a seed that no generator takes.
+
+    Raises:
+        InputError: it is not a whole number of at least 0.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise InputError(f"seed: {seed!r} is not a whole number from 0 to {2**31 - 1}")
 
 
 def check_space(folder: Path) -> None:

@@ -7,6 +7,7 @@ and is raised.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Targe
 from layerskip.measure import Decoder, Task, interleave
 from layerskip.measurement import Sample, pair_speedup
 
+from .application import InputError
 from .space import SearchSpace
 
 
@@ -46,6 +48,14 @@ class MeasureSettings:
     held_out_prompts: int | None = None
     held_out_repeats: int = 1
     finalists: int = 5
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.name in ("prompts", "held_out_prompts"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"measure.{field.name}: {value!r} is not a whole number of at least 1")
 
 
 class Objective:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def _skips(config: SpeculativeConfig) -> bool:
 
 
 def _intervals(axes: Axes, finals: Finals | None) -> None:
-    axes.set(title="Held-out speedup, 95 % interval", xlabel="speedup over plain decoding")
+    axes.set(title="Held-out speedup, 95 % interval (bar: in the search)", xlabel="speedup over plain decoding")
     axes.axvline(1.0, color="0.6", lw=0.8)
     if finals is None:
         axes.text(0.5, 0.5, "not measured yet", transform=axes.transAxes, ha="center")
@@ -170,6 +171,6 @@ def _intervals(axes: Axes, finals: Finals | None) -> None:
         color = _COLORS[finalist.config.kind]
         axes.errorbar(found["speedup"], place, xerr=reach, fmt="o", color=color, capsize=4)
         axes.plot(finalist.search_speedup, place, "|", color="black", ms=12)
-    labels = [f.config.label() for f in shown]
-    axes.set_yticks(range(len(shown)), [label if len(label) < 44 else label[:41] + "..." for label in labels], fontsize=8)
+    labels = [textwrap.shorten(f.config.label(), 80, placeholder="...") for f in shown]
+    axes.set_yticks(range(len(shown)), [textwrap.fill(label, 32) for label in labels], fontsize=8)
     axes.set_ylim(-0.6, max(len(shown), 1) - 0.4)

@@ -42,13 +42,13 @@ class StudySettings:
     """
 
     name: str | None = None
-    n_trials: int = 24
+    n_trials: int = 20
     storage: str | None = None
     max_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.n_trials < 1:
-            raise InputError(f"study.n_trials: {self.n_trials} is not at least 1")
+        if not isinstance(self.n_trials, int) or self.n_trials < 1:
+            raise InputError(f"study.n_trials: {self.n_trials} is not a whole number of at least 1")
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             raise InputError(f"study.name: {self.name!r} cannot be the name of a folder")
 

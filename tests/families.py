@@ -30,9 +30,7 @@ _MIXED: _Fields = dict(sliding_window=8, layer_types=("sliding_attention", "full
 _QWEN: _Fields = _MIXED | dict(use_sliding_window=True)
 _WINDOW: _Fields = dict(sliding_window=8)
 _LOCAL: _Fields = dict(num_local_experts=4, num_experts_per_tok=2)
-_EXPERTS: _Fields = dict(
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24
-)
+_EXPERTS: _Fields = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
 _ROUTED: _Fields = dict(
     n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=24,
     n_group=1, topk_group=1,
@@ -137,9 +135,7 @@ _REASONS = {
     **dict.fromkeys(("biogpt", "opt", "xglm"), "no child of a block is the MLP"),
 }
 REFUSED: dict[str, str] = {family: reason for family, reason in _REASONS.items() if family in CONFIG_MAPPING}
-SKIPPABLE: tuple[str, ...] = tuple(
-    sorted(family for family in TINY if family in CONFIG_MAPPING and family not in _REASONS)
-)
+SKIPPABLE: tuple[str, ...] = tuple(sorted(family for family in TINY if family in CONFIG_MAPPING and family not in _REASONS))
 
 # With these standard deviations no part drowns the others: greedy output varies, and every skip changes it.
 _MATRIX_SPREAD = 0.4

@@ -91,9 +91,7 @@ def test_transformers_loads_what_the_skipped_model_computes(
     mask = SkipMask.parse(text, target.layers)
     folder = save_draft_checkpoint(target, mask, tmp_path / "new" / "draft")
     assert folder == tmp_path / "new" / "draft"
-    assert [file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")] == [
-        "model.safetensors"
-    ]
+    assert [file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")] == ["model.safetensors"]
     config = json.loads((folder / "config.json").read_text())
     assert {name: config[name] for name in fields} == fields
     expected = _logits(skip_view(target.model, mask), 64)
@@ -166,9 +164,7 @@ def test_a_real_model_out_of_a_gguf_file_is_cut(smollm2: Target, roomy: Path) ->
         ("layers:0-2", "every layer"),
     ],
 )
-def test_a_mask_that_leaves_no_whole_model_is_refused(
-    tiny_target: Target, tmp_path: Path, text: str, reason: str
-) -> None:
+def test_a_mask_that_leaves_no_whole_model_is_refused(tiny_target: Target, tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(MaskError, match=f"^mask: .*{reason}"):
         save_draft_checkpoint(tiny_target, SkipMask.parse(text, 3), tmp_path / "draft")
     assert not (tmp_path / "draft").exists()
@@ -204,9 +200,7 @@ def test_what_cannot_be_skipped_cannot_be_cut(tmp_path: Path) -> None:
     assert not (tmp_path / "draft").exists()
 
 
-def test_a_failed_save_leaves_nothing(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_leaves_nothing(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -15,9 +15,7 @@ import pytest
 from layerskip import Export, ExportError, Sampling, SpeculativeConfig, StopRule, Target
 from tests.families import build
 
-CONFIG = SpeculativeConfig(
-    "layer_skip", mask="layers:1", draft_length=5, stop=StopRule("threshold", threshold=0.4)
-)
+CONFIG = SpeculativeConfig("layer_skip", mask="layers:1", draft_length=5, stop=StopRule("threshold", threshold=0.4))
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
 

@@ -110,9 +110,7 @@ def test_a_stop_string_ends_the_output_where_transformers_ends_it(
     assert made.tokens == reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=24, stop_strings=stops)
 
 
-def test_a_character_of_several_tokens_stops_where_transformers_stops(
-    smollm2: Target, reference: Reference
-) -> None:
+def test_a_character_of_several_tokens_stops_where_transformers_stops(smollm2: Target, reference: Reference) -> None:
     free = generate(smollm2, EMOJIS, max_new_tokens=12)
     first = free.text[0]
     made = generate(smollm2, EMOJIS, max_new_tokens=12, stop_strings=first)
@@ -159,8 +157,7 @@ def test_tokens_are_streamed_round_by_round(idle_target: Target, config: Specula
 def test_a_seed_repeats_what_is_sampled(idle_target: Target, config: SpeculativeConfig) -> None:
     sampling = Sampling(temperature=1.0)
     one, again, other = (
-        generate(idle_target, "the", config, sampling=sampling, max_new_tokens=30, seed=seed).tokens
-        for seed in (1, 1, 2)
+        generate(idle_target, "the", config, sampling=sampling, max_new_tokens=30, seed=seed).tokens for seed in (1, 1, 2)
     )
     assert one == again != other
 
@@ -189,9 +186,7 @@ def test_a_target_without_tokenizer_gives_tokens_only(tiny_target: Target) -> No
     assert (len(made.tokens), made.text) == (5, "")
 
 
-def test_a_draft_model_is_loaded_by_its_folder(
-    idle_target: Target, reference: Reference, tiny_folder: Path
-) -> None:
+def test_a_draft_model_is_loaded_by_its_folder(idle_target: Target, reference: Reference, tiny_folder: Path) -> None:
     config = SpeculativeConfig("draft_model", draft=str(tiny_folder), draft_length=3)
     made = generate(idle_target, "the", config, max_new_tokens=40)
     assert made.tokens == reference(idle_target, idle_target.encode("the"), max_new_tokens=40)
@@ -223,9 +218,7 @@ def test_stop_strings_need_a_tokenizer(tiny_target: Target) -> None:
         generate(Target(tiny_target.model), [7, 8], stop_strings="x")
 
 
-def test_a_draft_whose_state_cannot_rewind_is_refused_as_the_draft(
-    tiny_target: Target, tmp_path: Path
-) -> None:
+def test_a_draft_whose_state_cannot_rewind_is_refused_as_the_draft(tiny_target: Target, tmp_path: Path) -> None:
     config = SpeculativeConfig("draft_model", draft=str(save_tiny(tmp_path / "mamba", "mamba")))
     with pytest.raises(UnsupportedModel, match=r"^draft: Mamba.*rewind"):
         generate(tiny_target, "the", config)

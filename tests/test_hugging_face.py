@@ -71,9 +71,7 @@ def test_inputs_of_a_tokenizer_are_continued_alike(tiny_target: Target, config: 
     [{"max_new_tokens": 1}, {"max_new_tokens": 7}, {"max_length": 20}, {"max_length": 10}, {}],
     ids=lambda lengths: "".join(f"{name} {value}" for name, value in lengths.items()) or "default",
 )
-def test_lengths_are_those_of_generate(
-    tiny_target: Target, config: SpeculativeConfig, lengths: dict[str, int]
-) -> None:
+def test_lengths_are_those_of_generate(tiny_target: Target, config: SpeculativeConfig, lengths: dict[str, int]) -> None:
     ours, theirs = _both(tiny_target, config, do_sample=False, **lengths)
     assert ours == theirs
 
@@ -127,9 +125,7 @@ def test_the_repetition_penalty_is_that_of_generate(tiny_target: Target, config:
 
 
 @kinds
-def test_a_dictionary_is_returned_where_it_is_asked_for(
-    tiny_target: Target, config: SpeculativeConfig
-) -> None:
+def test_a_dictionary_is_returned_where_it_is_asked_for(tiny_target: Target, config: SpeculativeConfig) -> None:
     options = GREEDY | {"return_dict_in_generate": True}
     ours = _generate(tiny_target.model, custom_generate=_method(tiny_target, config), **options)
     theirs = _generate(tiny_target.model, **options)
@@ -140,9 +136,7 @@ def test_a_dictionary_is_returned_where_it_is_asked_for(
 @kinds
 def test_committed_tokens_are_streamed_to_a_callback(tiny_target: Target, config: SpeculativeConfig) -> None:
     parts: list[list[int]] = []
-    made = _generate(
-        tiny_target.model, custom_generate=_method(tiny_target, config), callback=parts.append, **GREEDY
-    )
+    made = _generate(tiny_target.model, custom_generate=_method(tiny_target, config), callback=parts.append, **GREEDY)
     assert [token for part in parts for token in part] == made[0, PROMPT.shape[1] :].tolist()
     assert len(parts) > 1
 
@@ -214,9 +208,7 @@ def _scores(model: PreTrainedModel, output: Tensor, options: dict[str, Any]) -> 
         ({"typical_p": 0.5, "do_sample": True}, "TypicalLogitsWarper"),
     ],
 )
-def test_what_drafting_cannot_follow_is_refused_by_name(
-    tiny_target: Target, options: dict[str, Any], name: str
-) -> None:
+def test_what_drafting_cannot_follow_is_refused_by_name(tiny_target: Target, options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[1]), **GREEDY | options)
 
@@ -247,9 +239,7 @@ def test_embeddings_in_the_place_of_tokens_are_refused(model: PreTrainedModel, t
     ("family", "changes", "field"),
     [("gpt2", {"num_hidden_layers": 3}, "architecture"), ("llama", {"num_hidden_layers": 4}, "layers")],
 )
-def test_another_model_is_refused_by_field(
-    tiny_target: Target, family: str, changes: dict[str, int], field: str
-) -> None:
+def test_another_model_is_refused_by_field(tiny_target: Target, family: str, changes: dict[str, int], field: str) -> None:
     method = _method(tiny_target, CONFIGS[0])
     with pytest.raises(ExportError, match=f"^target.{field}: "):
         _generate(build(family, **changes), custom_generate=method, **GREEDY)

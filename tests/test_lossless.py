@@ -71,9 +71,7 @@ def test_a_token_that_is_not_the_best_of_either_output_counts_too(target: Target
     expected = _greedy(target)
     scores = _scores(target, PROMPT + expected[:POSITION])
     _, second, *_, worst = scores.sort(descending=True).indices.tolist()
-    found = find_divergence(
-        target, "p", PROMPT, _swapped(expected, worst), _swapped(expected, second), Sampling()
-    )
+    found = find_divergence(target, "p", PROMPT, _swapped(expected, worst), _swapped(expected, second), Sampling())
     assert found is not None
     assert not found.near_tie
     assert found.margin == pytest.approx(float(scores.max() - scores[worst]), rel=0.05)

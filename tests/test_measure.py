@@ -114,9 +114,7 @@ def test_a_drafter_that_damages_the_targets_cache_is_caught(tiny_target: Target)
 
 def test_all_contenders_decode_every_prompt_in_a_random_order(tiny_target: Target) -> None:
     ward, names = Ward(tiny_target), ("a", "b", "c")
-    rows = list(
-        interleave(tiny_target, PROMPTS, ward.contenders(**dict.fromkeys(names, list)), TASK, repeats=2)
-    )
+    rows = list(interleave(tiny_target, PROMPTS, ward.contenders(**dict.fromkeys(names, list)), TASK, repeats=2))
     assert [row["b"].prompt_id for row in rows] == [item.id for item in PROMPTS] * 2
     warm_up, measured = ward.log[:3], ward.log[3:]
     assert sorted(name for name, _, _ in warm_up) == list(names)
@@ -167,9 +165,7 @@ def test_everyone_hears_the_first_contenders_answers(tiny_target: Target) -> Non
     for followup in (*talk.followups, None):
         expected.append(tiny_target.encode(messages))
         prompt = torch.tensor([expected[-1]])
-        made = tiny_target.model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12
-        )
+        made = tiny_target.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
         answer = tiny_target.decode(made[0, prompt.shape[1] :].tolist())
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": followup or ""}]
     for name in ("plain", "changed"):
@@ -204,9 +200,7 @@ class Timed:
         return Continuation([7] * 9, DecodeStats((Round(2, 1, 2),)), "length")
 
 
-def test_tokens_that_prefill_gave_are_not_credited_to_decoding(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_that_prefill_gave_are_not_credited_to_decoding(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
     contenders = {"ours": Timed(clock, 2.0, 4.0, known=1), "peer": Timed(clock, 1.0, 3.0, known=3)}
@@ -231,9 +225,7 @@ def test_a_conversations_times_are_added_up(tiny_target: Target, monkeypatch: py
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_sampled_measurements_are_checked_on_greedy_outputs(
-    tiny_target: Target, config: SpeculativeConfig
-) -> None:
+def test_sampled_measurements_are_checked_on_greedy_outputs(tiny_target: Target, config: SpeculativeConfig) -> None:
     measured = measure(tiny_target, PROMPTS.take(2), config, sampling=SAMPLED, max_new_tokens=12)
     assert measured.lossless.verdict == "exact"
     assert "greedy" in measured.lossless.basis

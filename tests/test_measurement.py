@@ -14,12 +14,8 @@ from layerskip.lossless import Divergence, Losslessness
 from layerskip.measurement import Sample, pair_speedup
 
 
-def _sample(
-    decoded: int, seconds: float, prompt_id: str = "p", category: str = "chat", **changes: Any
-) -> Sample:
-    fields: dict[str, Any] = dict(
-        tokens=decoded + 1, prefill_seconds=0.25, peak_memory_bytes=1000, stats=DecodeStats()
-    )
+def _sample(decoded: int, seconds: float, prompt_id: str = "p", category: str = "chat", **changes: Any) -> Sample:
+    fields: dict[str, Any] = dict(tokens=decoded + 1, prefill_seconds=0.25, peak_memory_bytes=1000, stats=DecodeStats())
     return Sample(prompt_id, category, decoded_tokens=decoded, decode_seconds=seconds, **fields | changes)
 
 
@@ -94,10 +90,7 @@ def _random_measurement(pairs: int, seed: int) -> Measurement:
 @pytest.mark.parametrize(("pairs", "seed"), [(8, 0), (24, 1), (200, 2)])
 def test_the_interval_is_a_paired_bootstrap(pairs: int, seed: int) -> None:
     measured = _random_measurement(pairs, seed)
-    rows = [
-        [[s.decoded_tokens, s.decode_seconds] for s in side]
-        for side in (measured.baseline, measured.candidate)
-    ]
+    rows = [[[s.decoded_tokens, s.decode_seconds] for s in side] for side in (measured.baseline, measured.candidate)]
     columns = [np.array(rows[side])[:, field] for side in (0, 1) for field in (0, 1)]
 
     def ratio(bt: Any, bs: Any, ct: Any, cs: Any, axis: int = -1) -> Any:

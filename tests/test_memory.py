@@ -23,9 +23,7 @@ def _allocate(device: str, size: int) -> None:
     torch.ones(size, dtype=torch.uint8, device=device)
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="only Linux restarts its high-water mark"
-)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux restarts its high-water mark")
 def test_the_peak_counts_what_was_freed_again_and_nothing_from_before() -> None:
     _allocate("cpu", 300 * MEBIBYTE)
     memory, before = PeakMemory(torch.device("cpu")), _resident()

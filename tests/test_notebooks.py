@@ -21,9 +21,7 @@ def _run(name: str) -> str:
     return "\n".join(str(output.get("text", "") or output.get("data", {}).get("text/plain", "")) for output in outputs)
 
 
-def test_the_study_notebook_reads_a_study(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_study_notebook_reads_a_study(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = tmp_path / "outputs"
     done = execute("layerskip", *quick(tiny_folder, outputs, "study.n_trials=6", "study.name=mine"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

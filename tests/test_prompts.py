@@ -112,9 +112,7 @@ def test_halves_follow_from_ids_and_not_from_the_order_of_lines(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("count", "categories"), [(2, 1), (2, 2), (3, 3), (7, 2), (21, 4), (40, 6)])
-def test_halves_differ_by_one_at_most_in_all_and_in_each_category(
-    tmp_path: Path, count: int, categories: int
-) -> None:
+def test_halves_differ_by_one_at_most_in_all_and_in_each_category(tmp_path: Path, count: int, categories: int) -> None:
     tune, held_out = PromptSet.load(_write(tmp_path / "p.jsonl", _many(count, categories))).split()
     assert 0 <= len(tune) - len(held_out) <= 1
     counts = [Counter(item.category for item in half) for half in (tune, held_out)]
@@ -184,9 +182,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("line", "reason"), REFUSED)
 def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path: Path, line: str, reason: str) -> None:
-    file = _write(
-        tmp_path / "bad.jsonl", ['{"id": "a", "prompt": "good"}', "", line, '{"prompt": "good too"}']
-    )
+    file = _write(tmp_path / "bad.jsonl", ['{"id": "a", "prompt": "good"}', "", line, '{"prompt": "good too"}'])
     with pytest.raises(PromptError, match=f"^prompts.path: .*bad.jsonl, line 3: .*{reason}") as refusal:
         PromptSet.load(file)
     assert "\n" not in str(refusal.value)

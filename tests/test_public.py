@@ -45,9 +45,7 @@ def test_the_promised_lines_work_as_they_stand(folder: Path, tmp_path: Path) -> 
     config = layerskip.SpeculativeConfig.from_dict(
         {"kind": "layer_skip", "mask": "attention:6,7-9;mlp:2", "draft_length": 4}
     )
-    result = layerskip.generate(
-        target, "a prompt", config, sampling=layerskip.Sampling(temperature=0.0), max_new_tokens=64
-    )
+    result = layerskip.generate(target, "a prompt", config, sampling=layerskip.Sampling(temperature=0.0), max_new_tokens=64)
     assert target.tokenizer is not None
     inputs = target.tokenizer.apply_chat_template(
         [{"role": "user", "content": "a prompt"}],
@@ -73,9 +71,7 @@ def test_the_promised_lines_work_as_they_stand(folder: Path, tmp_path: Path) -> 
     layerskip.Export(layerskip.Export.describe(target), config).save(tmp_path / "best.json")
     export = layerskip.Export.load(tmp_path / "best.json")
     assert export.config == config
-    custom = target.model.generate(
-        **inputs, do_sample=False, max_new_tokens=64, custom_generate=export.custom_generate()
-    )
+    custom = target.model.generate(**inputs, do_sample=False, max_new_tokens=64, custom_generate=export.custom_generate())
     assert custom.equal(expected)
 
 
@@ -127,8 +123,6 @@ def test_generate_takes_the_defaults_of_a_plain_greedy_decoding(folder: Path) ->
     target = layerskip.load_target(str(folder), dtype="float32", device="cpu")
     result = layerskip.generate(target, [9, 30, 31])
     tokens = torch.tensor([[9, 30, 31]])
-    expected = target.model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=64
-    )
+    expected = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=64)
     assert result.tokens == expected[0, 3:].tolist()
     assert result.stats.drafted == 0

@@ -51,9 +51,7 @@ def test_smollm2_comes_out_of_its_wheel(smollm2: Target) -> None:
     assert "<|im_start|>user\nName a colour.<|im_end|>" in smollm2.tokenizer.decode(smollm2.encode(MESSAGES))
 
 
-def test_a_gguf_file_is_the_model_that_was_written_to_it(
-    tiny_folder: Path, tiny_target: Target, tmp_path: Path
-) -> None:
+def test_a_gguf_file_is_the_model_that_was_written_to_it(tiny_folder: Path, tiny_target: Target, tmp_path: Path) -> None:
     target = load_target(str(save_gguf(tiny_folder, tmp_path / "tiny.gguf")), dtype="float32", device="cpu")
     text = "the moon, é and 🌙"
     assert (target.architecture, target.layers, target.eos_ids) == ("LlamaForCausalLM", 3, {1})

@@ -31,9 +31,7 @@ def tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     spelling.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     spelling.decoder = decoders.ByteLevel()
     spelling.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=spelling, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
-    )
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=spelling, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
     if chat:
         wrapped.chat_template = _TEMPLATE
     return wrapped
@@ -66,9 +64,7 @@ def save_tiny(
     words = tokenizer(chat)
     texts = [words.decode([token]) for token in range(VOCABULARY)]
     # It says printable things and never ends by itself: full-length outputs survive decoding and encoding.
-    silent = [
-        i for i, text in enumerate(texts) if i < len(SPECIAL) or not (text.isascii() and text.isprintable())
-    ]
+    silent = [i for i, text in enumerate(texts) if i < len(SPECIAL) or not (text.isascii() and text.isprintable())]
     with torch.no_grad():
         model.get_output_embeddings().weight[silent] = 0.0
         for parameter in (p for layer in idle for p in layers[layer].parameters() if p.dim() >= 2):
