@@ -57,16 +57,17 @@ def _rows(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
     Layers share their masks, so the last ones are kept; torch would turn a mask into a bias in every layer.
     """
-    found = _biases.get(mask)
+    found: Tensor | None = _biases.get(mask)
     if found is None or found.shape[2] != heads * mask.shape[2] or found.dtype != dtype:
         bias = mask
         if mask.dtype == torch.bool:
             bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -float("inf"))
-        found = _biases[mask] = bias.repeat(1, 1, heads, 1)
+        found = bias.repeat(1, 1, heads, 1)
+        _biases[mask] = found
     return found
 
 
-_biases = WeakIdKeyDictionary()
+_biases: Any = WeakIdKeyDictionary()
 
 AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
