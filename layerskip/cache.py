@@ -53,14 +53,14 @@ class _Layer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
+        start, end = self._owner.length, self._owner.length + key_states.shape[-2]
+        if end > self._owner.max_length:
+            raise CacheFull(f"cache: {end} positions are needed, {self._owner.max_length} are there")
         if self._owner.static_shapes:
             positions = self._owner.positions(key_states.shape[-2])
             self.keys.index_copy_(2, positions, key_states)
             self.values.index_copy_(2, positions, value_states)
             return self.keys, self.values
-        start, end = self._owner.length, self._owner.length + key_states.shape[-2]
-        if end > self._owner.max_length:
-            raise CacheFull(f"cache: {end} positions are needed, {self._owner.max_length} are there")
         self.keys[:, :, start:end].copy_(key_states)
         self.values[:, :, start:end].copy_(value_states)
         return self.keys[:, :, :end], self.values[:, :, :end]

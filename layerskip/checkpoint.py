@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,15 @@ def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) ->
         raise FileExistsError(f"{folder}: is not empty")
     view = skip_view(target.model, mask)
     cut = _cut(target.model, kept)
-    try:
-        cut.save_pretrained(folder, safe_serialization=True)
+    # Elsewhere first, so that a folder of this name is always a whole and checked one.
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as place:
+        partial = Path(place) / folder.name
+        cut.save_pretrained(partial)
         if target.tokenizer is not None:
-            target.tokenizer.save_pretrained(folder)
-        _check(target, view, folder, len(kept))
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+            target.tokenizer.save_pretrained(partial)
+        _check(target, view, partial, len(kept))
+        partial.replace(folder)
     return folder
 
 
@@ -79,7 +80,12 @@ def _cut(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
             weights[f"{path}.{place[match[1]]}.{name[match.end() :]}"] = tensor
     cut = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     assert isinstance(cut, PreTrainedModel)
-    cut.load_state_dict(weights, strict=True)
+    try:
+        cut.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: its configuration tells layers apart by their number, which cutting does not know"
+        ) from error
     cut.generation_config = copy.deepcopy(model.generation_config)
     return cut
 
@@ -89,7 +95,7 @@ def _cut_fields(config: Any, layers: int, kept: list[int]) -> None:
     for name, value in vars(config).items():
         if not isinstance(value, list) or not value:
             continue
-        if len(value) == layers and name != "architectures":
+        if len(value) == layers and name != "architectures" and not name.endswith("token_id"):
             setattr(config, name, [value[i] for i in kept])
         elif name.endswith("_layers") and all(isinstance(i, int) and 0 <= i < layers for i in value):
             setattr(config, name, [kept.index(i) for i in value if i in kept])
@@ -104,7 +110,7 @@ def _check(target: Target, view: PreTrainedModel, folder: Path, layers: int) -> 
     expected = forward(view, tokens, KVCache(target.layers, _PROBE_LENGTH, device=target.device), last=1)
     found = forward(loaded, tokens, KVCache(layers, _PROBE_LENGTH, device=target.device), last=1)
     slack = 1e-3 if target.model.dtype == torch.float32 else 5e-2
-    if float((expected - found).abs().max()) > slack * float(expected.abs().max()):
+    if not float((expected - found).abs().max()) <= slack * float(expected.abs().max()):  # not a number fails too
         raise UnsupportedModel(
             f"{target.architecture}: a checkpoint of its kept layers does not compute what the skipped model does; "
             "something in its configuration depends on the layer's number"

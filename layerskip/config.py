@@ -76,6 +76,9 @@ class StopRule:
     def __post_init__(self) -> None:
         if self.kind not in self._FIELDS:
             raise ConfigError(f"stop.kind: {self.kind!r} is not one of {', '.join(self._FIELDS)}")
+        for stray in dataclasses.fields(self):
+            if stray.name not in ("kind", *self._FIELDS[self.kind]) and getattr(self, stray.name) != stray.default:
+                raise ConfigError(f"stop.{stray.name}: does not belong to stop rule {self.kind}")
         for name in self._FIELDS["adaptive"][:-1]:
             _check_number(f"stop.{name}", getattr(self, name), 0.0, 1.0)
         _check_type("stop.carry", self.carry, bool)
@@ -92,7 +95,7 @@ class StopRule:
         if not isinstance(fields, Mapping):
             raise ConfigError(f"stop: {fields!r} is neither the name of a rule nor a table of its fields")
         kind = fields.get("kind", "length")
-        if kind not in cls._FIELDS:
+        if not isinstance(kind, str) or kind not in cls._FIELDS:
             raise ConfigError(f"stop.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
         _refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"stop rule {kind}", "stop.")
         return cls(**fields)
@@ -174,7 +177,7 @@ class SpeculativeConfig:
         if not isinstance(fields, Mapping):
             raise ConfigError(f"config: {fields!r} is not a table of fields")
         kind = fields.get("kind", "none")
-        if kind not in cls._FIELDS:
+        if not isinstance(kind, str) or kind not in cls._FIELDS:
             raise ConfigError(f"kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
         _refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"kind {kind}")
         values = dict(fields)

@@ -85,10 +85,11 @@ def decode(
     verdict = verify(Draft.empty(device), chooser.distribution(logits, block[-1:]), chooser.generator)
     cache.length = len(prompt)
     context = Context(list(prompt), verdict.last)
-    drafter.start(prompt, cache, chooser)
+    committed = ending.commit(context.tokens, [verdict.next_token])
+    if ending.reason is None:
+        drafter.start(prompt, cache, chooser)
     if on_prefill is not None:
         on_prefill(1)
-    committed = ending.commit(context.tokens, [verdict.next_token])
     chooser.observe(committed)
     if callback is not None:
         callback(committed)
@@ -106,8 +107,10 @@ def decode(
         context.last = verdict.last
         chooser.observe(committed)
         drafter.observe(verdict)
-        accepted = min(verdict.accepted, len(committed))  # what lies behind an end of sequence counts nowhere
-        rounds.append(Round(len(verdict.drafted), accepted, len(committed)))
+        drafted, accepted = len(verdict.drafted), verdict.accepted
+        if len(committed) <= accepted:  # what lies behind an end of sequence counts nowhere
+            drafted = accepted = len(committed)
+        rounds.append(Round(drafted, accepted, len(committed)))
         if callback is not None:
             callback(committed)
     return Continuation(context.tokens[len(prompt) :], DecodeStats(tuple(rounds)), ending.reason)

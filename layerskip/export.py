@@ -92,7 +92,7 @@ class Export:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ExportError(f"export: cannot read {path}: {error.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also of what json reads but cannot hold
             raise ExportError(f"export: {path} is not JSON: {error}") from None
         if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
             found = fields.get("schema") if isinstance(fields, dict) else None

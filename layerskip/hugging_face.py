@@ -38,6 +38,9 @@ _READERS: dict[type, tuple[str, str]] = {
 }
 """Per logits processor: our field, and its attribute."""
 
+_UNDERSTOOD = ("attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "cache_position")
+"""What ``generate`` may hand on beside the tokens; everything else would change the output unseen."""
+
 
 def custom_generate(
     config: SpeculativeConfig, check: Callable[[Target], None] | None = None
@@ -46,7 +49,7 @@ def custom_generate(
 
     It reads generate's own sampling parameters, lengths and stopping criteria, and returns what generate returns. Drafters
     are kept per model, so an adaptive threshold carries on from call to call. ``model.generate(..., callback=f)`` streams
-    committed tokens to ``f``.
+    committed tokens to ``f``; transformers keeps its own ``streamer`` from methods like this one.
 
     Args:
         config: how to decode.
@@ -56,7 +59,7 @@ def custom_generate(
         The method. It raises ValueError, naming what it is, for what speculative decoding here does not do: batches,
         padding, beams, and logits processors beyond temperature, top-k, top-p, min-p and repetition penalty.
     """
-    known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Target, Drafter]] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[PreTrainedModel, Drafter] = weakref.WeakKeyDictionary()
 
     def method(
         model: PreTrainedModel,
@@ -68,12 +71,12 @@ def custom_generate(
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         _refuse(input_ids, generation_config, model_kwargs)
+        target = Target(model)
         if model not in known:
-            target = Target(model)
             if check is not None:
                 check(target)
-            known[model] = target, build_drafter(config, target)
-        target, drafter = known[model]
+            known[model] = build_drafter(config, target)
+        drafter = known[model]
         continuation = decode(
             target,
             drafter,
@@ -99,6 +102,18 @@ def _refuse(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise ValueError("attention_mask: has padding; give one sequence without any")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError("past_key_values: a cache that is filled already; the loop keeps its own")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions[0].tolist() != list(range(input_ids.shape[1])):
+        raise ValueError("position_ids: other positions than 0, 1, 2, ...")
+    for name, value in model_kwargs.items():
+        if name not in _UNDERSTOOD and value is not None:
+            raise ValueError(f"{name}: is not understood by speculative decoding here")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(generation_config, name, False):
+            raise ValueError(f"{name}: is not kept by speculative decoding here")
     if (generation_config.num_beams or 1) > 1:
         raise ValueError(f"num_beams: {generation_config.num_beams}; only 1 is decoded speculatively")
 

@@ -22,6 +22,9 @@ from .target import Target
 NEAR_TIE_ULPS = 4
 """Rounding steps, at the size of the largest logit, within which two logits count as equal in half precision."""
 
+_ENDS = 1e9
+"""The margin of an output that ends where the other goes on: no rounding explains it, and JSON has no infinity."""
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -86,7 +89,7 @@ class Losslessness:
         return cls(
             sum(part.compared for part in parts),
             tuple(d for part in parts for d in part.divergences),
-            parts[0].basis if parts else "measured outputs",
+            next((part.basis for part in parts if part.compared), "measured outputs"),
         )
 
 
@@ -114,7 +117,7 @@ def find_divergence(
     pairs = enumerate(zip(expected, actual, strict=False))
     position = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(actual)))
     if position == min(len(expected), len(actual)):
-        return Divergence(prompt_id, position, float("inf"), 0.0)  # one output ends where the other goes on
+        return Divergence(prompt_id, position, _ENDS, 0.0)  # one output ends where the other goes on
     block = upload([*prompt, *expected[:position]], target.device)
     cache = KVCache(target.layers, len(block), device=target.device)
     logits = forward(target.model, block, cache, last=1).float()
@@ -123,5 +126,5 @@ def find_divergence(
     scores = chooser.penalise(logits, block[-1:])[0]
     margin = float(scores.max() - scores[[expected[position], actual[position]]].min())
     half = target.model.dtype != torch.float32
-    tolerance = NEAR_TIE_ULPS * torch.finfo(target.model.dtype).eps * float(scores.abs().max()) if half else 0.0
+    tolerance = NEAR_TIE_ULPS * torch.finfo(target.model.dtype).eps * float(scores.max().abs()) if half else 0.0
     return Divergence(prompt_id, position, margin, tolerance)

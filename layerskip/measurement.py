@@ -115,14 +115,20 @@ class Measurement:
         return found
 
     def interval(self, seed: int = 0) -> tuple[float, float]:
-        """A 95 % bootstrap interval of the speedup: pairs are resampled with replacement (Efron's percentile method)."""
-        pairs = [
-            (b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds)
-            for b, c in zip(self.baseline, self.candidate, strict=True)
-            if b.decoded_tokens and c.decoded_tokens
-        ]
-        if not pairs:
+        """A 95 % bootstrap interval of the speedup (Efron's percentile method).
+
+        Prompts are resampled with replacement, each with both sides and all its repeats: repeats of a prompt say nothing
+        about other prompts.
+        """
+        prompts: dict[str, list[float]] = {}
+        for b, c in zip(self.baseline, self.candidate, strict=True):
+            if b.decoded_tokens and c.decoded_tokens:
+                row = prompts.setdefault(c.prompt_id, [0.0] * 4)
+                found = (b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds)
+                prompts[c.prompt_id] = [total + value for total, value in zip(row, found, strict=True)]
+        if not prompts:
             return 1.0, 1.0
+        pairs = list(prompts.values())
         table = np.array(pairs)
         chosen = np.random.default_rng(seed).integers(len(pairs), size=(RESAMPLES, len(pairs)))
         sums = table[chosen].sum(axis=1)
@@ -158,7 +164,7 @@ class Measurement:
             "acceptance_rate": stats.acceptance_rate,
             "acceptance_by_position": list(stats.acceptance_by_position),
             "tokens_per_round": stats.tokens_per_round,
-            "prompts": len(self.candidate),
+            "prompts": len({s.prompt_id for s in self.candidate}),
             "tokens": sum(s.tokens for s in self.candidate),
             "prefill_seconds": sum(s.prefill_seconds for s in self.candidate),
             "decode_seconds": sum(s.decode_seconds for s in self.candidate),

@@ -66,7 +66,7 @@ class PromptSet:
     def packaged(cls) -> PromptSet:
         """The default set: 48 prompts over six kinds of work, written for this project."""
         text = resources.files("layerskip").joinpath("data/prompts.jsonl").read_text(encoding="utf-8")
-        return cls(_read(text.splitlines(), "packaged prompts"), "packaged")
+        return cls(_read(text, "packaged prompts"), "packaged")
 
     @classmethod
     def load(cls, path: str | Path) -> PromptSet:
@@ -76,10 +76,10 @@ class PromptSet:
             PromptError: the file cannot be read, is empty, or a line is not a prompt.
         """
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise PromptError(f"prompts.path: cannot read {path}: {error}") from None
-        return cls(_read(lines, f"prompts.path: {path}"), Path(path).stem)
+        return cls(_read(text, f"prompts.path: {path}"), Path(path).stem)
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> PromptSet:
@@ -118,18 +118,19 @@ class PromptSet:
         return groups
 
 
-def _read(lines: list[str], source: str) -> tuple[PromptItem, ...]:
+def _read(text: str, source: str) -> tuple[PromptItem, ...]:
     items = []
-    for number, line in enumerate(lines, start=1):
+    # Not splitlines: JSON texts may hold other line separators than the one between them.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         place = f"{source}, line {number}"
         try:
             items.append((_item(json.loads(line)), place))
-        except json.JSONDecodeError as error:
-            raise PromptError(f"{place}: not JSON: {error.msg}") from None
         except PromptError as error:
             raise PromptError(f"{place}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise PromptError(f"{place}: not JSON: {error}") from None
     if not items:
         raise PromptError(f"{source}: has no prompts")
     return _distinct(items)

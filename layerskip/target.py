@@ -11,13 +11,16 @@ import hashlib
 import importlib.util
 import os
 import platform
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -121,7 +124,10 @@ class Target:
         if self.tokenizer.chat_template is None:
             ids = self.tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
         else:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            try:
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except jinja2.TemplateError as error:
+                raise TargetError(f"prompt: the chat template of {self.name} refuses it: {error}") from error
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise TargetError("prompt: has no tokens")
@@ -205,7 +211,16 @@ def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options, **weights)
-    except (OSError, ValueError, KeyError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ImportError,
+        struct.error,
+        SafetensorError,
+    ) as error:
         reason = " ".join(str(error).split())[:300]
         raise TargetError(f"target: cannot load {name}: {reason}") from error
     finally:
@@ -235,8 +250,8 @@ def _device(device: str) -> torch.device:
         place = torch.device(device)
     except RuntimeError:
         raise TargetError(f"device: {device!r} is not one that torch knows; write cpu, cuda or cuda:1") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise TargetError(f"device: {device} was asked for, but torch sees no CUDA device")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise TargetError(f"device: {device} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
     return place
 
 

@@ -48,13 +48,18 @@ def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
 
 
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
-    """The whole model, sharing every weight, with the attention that suits verification; made once per model."""
-    if model not in _decoding_views:
-        _decoding_views[model] = _twin(model)
-    return _decoding_views[model]
+    """The whole model, sharing every weight, with the attention that suits verification.
+
+    Made once per model, and again when the model's tensors are others, as after a move to another device.
+    """
+    tensors = tuple(id(t) for t in (*model.parameters(), *model.buffers()))
+    if model not in _decoding_views or _decoding_views[model][0] != tensors:
+        _decoding_views[model] = tensors, _twin(model)
+    return _decoding_views[model][1]
 
 
-_decoding_views: weakref.WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = weakref.WeakKeyDictionary()
+_decoding_views: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...], PreTrainedModel]]
+_decoding_views = weakref.WeakKeyDictionary()
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:

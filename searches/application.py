@@ -98,8 +98,10 @@ def explain(error: BaseException) -> str | None:
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes.append(cause)
+    if isinstance(error, _INPUT_ERRORS):
+        return _one_line(error)
     for link in causes:
-        if isinstance(link, _INPUT_ERRORS):
+        if isinstance(error, InstantiationException) and isinstance(link, _INPUT_ERRORS):
             return _one_line(link)
         if isinstance(link, OSError) and link.errno in _DISK_FULL:
             return f"outputs: cannot write {link.filename or ''}: {os.strerror(link.errno or 0)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,8 +23,8 @@ from layerskip.environment import environment
 from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
 
-from .application import run  # first: it sets the environment that the imports below read
-from .objective import MeasureSettings
+from .application import InputError, run  # first: it sets the environment that the imports below read
+from .objective import MeasureSettings, check_seed
 from .peers import Peer
 from .tracking import Tracker
 
@@ -35,7 +36,11 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     sampling: Sampling = instantiate(config.sampling)
     measuring: MeasureSettings = instantiate(config.measure)
     prompts: PromptSet = instantiate(config.prompts).take(measuring.prompts)
+    check_seed(config.seed)
     target: Target = instantiate(config.target)
+    if config.draft_folder is None:
+        made = f"{Path(target.name).name}-{target.dtype}-without-{config.draft_mask}"
+        config.draft_folder = str(Path(config.outputs) / "drafts" / re.sub(r"[^\w.-]+", "_", made))
     contenders, rivals, configs = _contenders(config, target)
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
     task = Task(sampling, measuring.max_new_tokens, config.seed)
@@ -72,15 +77,19 @@ def _contenders(
     """Everyone who takes part, who is compared with whom, and what our own are."""
     contenders: dict[str, Contender] = {BASELINE: Decoder.of(target, SpeculativeConfig())}
     configs = {BASELINE: SpeculativeConfig()}
-    rivals: dict[str, str] = {BASELINE: "transformers"} if "transformers" in config.peers else {}
-    if config.draft_mask:
+    peers = {str(name) for name, fields in config.peers.items() if fields is not None}
+    rivals: dict[str, str] = {BASELINE: "transformers"} if "transformers" in peers else {}
+    used = [fields for fields in (*config.contenders.values(), *config.peers.values()) if fields is not None]
+    if config.draft_mask and any(fields.get("draft") == config.draft_folder for fields in used):
         _ensure_draft(config, target)
     for name, fields in config.contenders.items():
         if fields is None:
             continue
         values: dict[str, Any] = dict(OmegaConf.to_container(fields, resolve=True))  # type: ignore[arg-type]
         rival = values.pop("rival", None)
-        if rival in config.peers:
+        if rival is not None and rival not in config.peers:
+            raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
+        if rival in peers:
             rivals[str(name)] = rival
         configs[str(name)] = SpeculativeConfig.from_dict(values)
     if config.config is not None:
@@ -94,7 +103,7 @@ def _contenders(
 
 
 def _ensure_draft(config: DictConfig, target: Target) -> None:
-    """Cut the draft model out of the target, unless an earlier run did."""
+    """Cut the draft model out of the target, unless an earlier run did; the folder's name says out of which and how."""
     folder = Path(config.draft_folder)
     if not folder.exists():
         save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), folder)

@@ -21,6 +21,7 @@ from layerskip.measure import Contender, Decoder, Task, interleave
 from .objective import MeasureSettings, configuration, is_lossless
 
 _FINALS = "finals"
+_LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
 _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
 
 
@@ -34,8 +35,9 @@ class Finalist:
 
     @property
     def eligible(self) -> bool:
-        """Whether it kept the output and its whole interval lies above 1."""
-        return is_lossless(self.held_out) and self.held_out["speedup_low"] > 1.0
+        """Whether it kept the output, and its whole interval, over enough prompts to be one, lies above 1."""
+        enough = self.held_out["prompts"] >= _LEAST_PROMPTS
+        return is_lossless(self.held_out) and enough and self.held_out["speedup_low"] > 1.0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -24,9 +25,20 @@ from layerskip.environment import environment
 from . import report
 from .application import InputError, run  # first: it sets the environment that the imports below read
 from .finals import Finals, measure_finals
-from .objective import MeasureSettings, Objective
+from .objective import MeasureSettings, Objective, check_seed
 from .space import SearchSpace
-from .study import StudySettings, finished, locked, open_database, open_journal, open_study, prepare, run_trials
+from .study import (
+    StudySettings,
+    finished,
+    locked,
+    open_database,
+    open_journal,
+    open_study,
+    prepare,
+    run_trials,
+    study_id,
+    without_password,
+)
 from .tracking import Tracker
 
 _LEAST_FREE_BYTES = 64 * 2**20
@@ -44,6 +56,8 @@ def search(config: DictConfig) -> Finals:
     prompts: PromptSet = instantiate(config.prompts)
     tune, held_out = prompts.split()
     target: Target = instantiate(config.target)
+    for item in prompts:
+        target.encode(item.messages())  # a chat template that refuses one shall do so now
     space: SearchSpace = instantiate(config.space, layers=target.layers)
     flat = describe(config, target, prompts)
     name = settings.name or default_name(config, flat)
@@ -52,17 +66,16 @@ def search(config: DictConfig) -> Finals:
     database, tracker = _connect(config, settings.storage)
     with locked(folder):
         storage = database or open_journal(Path(settings.storage or folder / "journal.log"))
+        study = open_study(name, storage, instantiate(config.pruner), flat)
         # A resumed sampler must not draw once more what it drew before.
-        sampler = instantiate(config.sampler, seed=config.seed)
-        study = open_study(name, storage, sampler, instantiate(config.pruner), flat)
-        if study.trials:
-            study.sampler = instantiate(config.sampler, seed=config.seed + len(study.trials))
-        tracker.open_study(name, flat, environment(target.device) | {"prompts_digest": prompts.digest})
-        tracker.log_text(OmegaConf.to_yaml(config, resolve=True), "config.yaml")
+        study.sampler = instantiate(config.sampler, seed=config.seed + len(study.trials))
+        tracker.open_study(name, study_id(study), flat, environment(target.device) | {"prompts_digest": prompts.digest})
+        tracker.log_text(_composed(config), "config.yaml")
         try:
             return _search(study, tracker, folder, config.seed, settings, measuring, sampling, target, space, tune, held_out)
         except BaseException as error:
-            tracker.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                tracker.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
 
 
@@ -72,6 +85,15 @@ def _connect(config: DictConfig, storage: str | None) -> tuple[BaseStorage | Non
     remote = track() if config.tracking.uri is not None else None
     database = open_database(storage) if storage is not None and "://" in storage else None
     return database, remote or track()
+
+
+def _composed(config: DictConfig) -> str:
+    """The composed configuration as YAML, its databases without passwords."""
+    shown = config.copy()
+    for part, name in (("study", "storage"), ("tracking", "uri")):
+        if shown[part][name] is not None:
+            shown[part][name] = without_password(str(shown[part][name]))
+    return OmegaConf.to_yaml(shown, resolve=True)
 
 
 def _search(
@@ -128,10 +150,10 @@ def _publish(
     found = {"study": study.study_name, "trials": len(finished(study)), "seconds": spent, "mlflow_run_id": tracker.run_id}
     evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest}
     export = Export(Export.describe(target), winner.config, sampling, evidence, environment(target.device), search=found)
+    export.save(folder / "best.json")
     text = report.summary(study, finals)
     (folder / "report.md").write_text(text, encoding="utf-8")
     report.draw(study, finals, target.layers, folder / "report.png")
-    export.save(folder / "best.json")
     for name in ("report.md", "report.png", "best.json"):
         tracker.log_file(folder / name)
     tracker.log(
@@ -149,7 +171,7 @@ def _publish(
     tracker.finish()
     print(text)
     print(f"wrote {folder / 'best.json'} and {folder / 'report.png'}; compare runs with:")
-    print(f"  mlflow ui --backend-store-uri {tracker.uri}")
+    print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
 
 
 def _best(study: optuna.Study) -> str:
@@ -181,16 +203,6 @@ def default_name(config: DictConfig, flat: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:6]
     target = Path(config.target.get("name") or config.target.path).name.removesuffix(".gguf")
     return f"{target}-{flat['sampler'].removesuffix('Sampler').lower()}-seed{config.seed}-{digest}"
-
-
-def check_seed(seed: object) -> None:
-    """Refuse a seed that no generator takes.
-
-    Raises:
-        InputError: it is not a whole number of at least 0.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
-        raise InputError(f"seed: {seed!r} is not a whole number from 0 to {2**31 - 1}")
 
 
 def check_space(folder: Path) -> None:

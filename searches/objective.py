@@ -104,6 +104,8 @@ class Objective:
             if not out_of_memory(error):
                 raise
             reason = "out of memory"
+        if reason == "out of memory":
+            _free()  # not before here: the handled error would still hold what it failed on
         measurement = Measurement.of(rows, "baseline", "candidate")
         self._record(trial, measurement, reason, time.monotonic() - start)
         if reason is not None:
@@ -139,14 +141,25 @@ class Objective:
         trial.set_constraint("output_changed", float(changed))
 
 
+def check_seed(seed: object) -> None:
+    """Refuse a seed that no generator takes.
+
+    Raises:
+        InputError: it is not a whole number of at least 0.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise InputError(f"seed: {seed!r} is not a whole number from 0 to {2**31 - 1}")
+
+
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a card or on the host; what can be freed is freed then."""
-    ran_out = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
-    if ran_out:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return ran_out
+    """Whether an error says that memory ran out, on a card or on the host."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def configuration(trial: optuna.trial.FrozenTrial) -> SpeculativeConfig:

@@ -1,7 +1,8 @@
 """How fast is transformers' own ``generate``? Its decoding methods as contenders beside ours, on the same model.
 
-Every knob that transformers would adapt by itself is pinned: the number of drafted tokens, its schedule and the confidence
-threshold live in the *assistant's* generation configuration, and with scikit-learn installed the threshold would learn.
+The knobs that transformers would adapt by itself are pinned, but where a benchmark asks for its defaults: the number of
+drafted tokens, its schedule and the confidence threshold live in the *assistant's* generation configuration, and with
+scikit-learn installed the threshold learns.
 """
 
 from __future__ import annotations

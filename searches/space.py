@@ -59,10 +59,16 @@ class SearchSpace:
             unknown = [value for value in getattr(self, name) if value not in known]
             if unknown:
                 raise InputError(f"space.{name}: {unknown[0]!r} is not one of {', '.join(known)}")
+            if name == "stops" and not self.stops:
+                raise InputError("space.stops: is empty")
         for name in ("skip_length", "lookup_length", "ngram", "model_length"):
-            low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise InputError(f"space.{name}: {low} to {high} is not a range of at least 1")
+            bounds = getattr(self, name)
+            whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
+            if not whole or not 1 <= bounds[0] <= bounds[1]:
+                raise InputError(f"space.{name}: {bounds} is not a range of whole numbers from 1 on, such as [1,8]")
+        for name in ("protect_first", "protect_last"):
+            if type(getattr(self, name)) is not int:
+                raise InputError(f"space.{name}: {getattr(self, name)!r} is not a whole number")
         if self.protect_first < 0 or self.protect_last < 0:
             raise InputError("space.protect_first, space.protect_last: cannot be negative")
         bits = tuple(range(self.protect_first, self.layers - self.protect_last))
@@ -70,7 +76,7 @@ class SearchSpace:
             raise InputError(f"space.protect_first, space.protect_last: leave none of {self.layers} layers to skip")
         for mask in self.masks:
             try:
-                parsed = SkipMask.parse(mask, self.layers)
+                parsed = SkipMask.parse(str(mask), self.layers)
             except MaskError as error:
                 raise InputError(f"space.masks: {mask!r}: {error}") from None
             outside = [i for i in range(self.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in bits]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from .space import SearchSpace
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 _SETTINGS = "settings"
+_ID = "id"
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,12 @@ class StudySettings:
     max_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.n_trials, int) or self.n_trials < 1:
+        if isinstance(self.n_trials, bool) or not isinstance(self.n_trials, int) or self.n_trials < 1:
             raise InputError(f"study.n_trials: {self.n_trials} is not a whole number of at least 1")
+        if self.max_seconds is not None and not isinstance(self.max_seconds, (int, float)):
+            raise InputError(f"study.max_seconds: {self.max_seconds!r} is not a number")
+        if self.name is not None:
+            object.__setattr__(self, "name", str(self.name))  # yaml reads a name of digits as a number
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             raise InputError(f"study.name: {self.name!r} cannot be the name of a folder")
 
@@ -63,17 +69,27 @@ def locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / "lock")
     try:
-        with lock.acquire(blocking=False):
-            yield
+        lock.acquire(blocking=False)
     except filelock.Timeout:
         raise InputError(f"study.name: another process is running the study in {folder}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def open_journal(path: Path) -> BaseStorage:
-    """A study's storage in a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _drop_partial_line(path)
-    return JournalStorage(JournalFileBackend(str(path)))
+    """A study's storage in a file.
+
+    Raises:
+        InputError: it cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_partial_line(path)
+        return JournalStorage(JournalFileBackend(str(path)))
+    except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise InputError(f"study.storage: cannot write {path}: {error.strerror}") from error
 
 
 def open_database(url: str) -> BaseStorage:
@@ -87,7 +103,7 @@ def open_database(url: str) -> BaseStorage:
     try:
         return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
     except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
-        raise InputError(f"study.storage: cannot open {_without_password(url)}: {_first_line(error)}") from error
+        raise InputError(f"study.storage: cannot open {without_password(url)}: {_first_line(error)}") from error
 
 
 def _drop_partial_line(path: Path) -> None:
@@ -100,7 +116,6 @@ def _drop_partial_line(path: Path) -> None:
 def open_study(
     name: str,
     storage: BaseStorage,
-    sampler: optuna.samplers.BaseSampler,
     pruner: optuna.pruners.BasePruner,
     settings: Mapping[str, Any],
 ) -> optuna.Study:
@@ -112,10 +127,10 @@ def open_study(
     Raises:
         InputError: the study exists with other settings; the message names the first that differs.
     """
-    study = optuna.create_study(
-        study_name=name, storage=storage, sampler=sampler, pruner=pruner, direction="maximize", load_if_exists=True
-    )
+    study = optuna.create_study(study_name=name, storage=storage, pruner=pruner, direction="maximize", load_if_exists=True)
     before = study.user_attrs.get(_SETTINGS)
+    if _ID not in study.user_attrs:
+        study.set_user_attr(_ID, uuid.uuid4().hex)
     if before is None:
         study.set_user_attr(_SETTINGS, dict(settings))
         return study
@@ -129,13 +144,26 @@ def open_study(
 
 
 def prepare(study: optuna.Study, space: SearchSpace) -> None:
-    """Set killed trials aside and queue them again; queue the starting points that were not yet."""
-    for trial in study.get_trials(states=(TrialState.RUNNING,)):
-        study.tell(trial.number, state=TrialState.FAIL)
-        if "config" in trial.user_attrs:  # all its choices were made
-            study.enqueue_trial(trial.params, user_attrs={"retry_of": trial.number})
+    """Queue the choices of trials that were killed or interrupted again, and the starting points that were not yet."""
+    trials = study.get_trials(deepcopy=False)
+    again = {trial.user_attrs["retry_of"] for trial in trials if "retry_of" in trial.user_attrs}
+    for trial in trials:
+        if trial.state in (TrialState.RUNNING, TrialState.FAIL) and trial.number not in again:
+            # Queued before it is set aside: a kill in between queues it twice at worst, and loses nothing. A trial that
+            # was killed while it still chose has only what it was told to choose.
+            whole = "config" in trial.user_attrs
+            choices = trial.params if whole else trial.system_attrs.get("fixed_params")
+            if choices:
+                study.enqueue_trial(choices, user_attrs={"retry_of": trial.number})
+        if trial.state == TrialState.RUNNING:
+            study.tell(trial.number, state=TrialState.FAIL)
     for config in space.starting_points():
         study.enqueue_trial(space.params(config), skip_if_exists=True)
+
+
+def study_id(study: optuna.Study) -> str:
+    """What tells a study from another of the same name that was deleted or lies elsewhere."""
+    return str(study.user_attrs[_ID])
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:
@@ -155,7 +183,7 @@ def run_trials(
         on_trial: hears of every finished trial.
 
     Raises:
-        KeyboardInterrupt: the trial at work is set aside and queued again, everything before is kept.
+        KeyboardInterrupt: the trial at work is set aside, for :func:`prepare` to queue again; everything before is kept.
     """
     start = time.monotonic()
     while len(finished(study)) < settings.n_trials:
@@ -175,10 +203,11 @@ def run_trials(
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """A database's or server's URL as it may be shown."""
     try:
         return sqlalchemy.make_url(url).render_as_string(hide_password=True)
     except sqlalchemy.exc.ArgumentError:

@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial
 from layerskip import SpeculativeConfig, mask
 
 from .application import InputError
+from .study import without_password
 
 # A server that cannot be reached shall be noticed in seconds, not in MLflow's default of minutes.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -68,25 +69,29 @@ class Tracker:
             else:
                 self._experiment = found.experiment_id
         except Exception as error:  # the client raises whatever its store's driver does
-            raise InputError(f"tracking.uri: cannot open {self.uri}: {str(error).splitlines()[0]}") from error
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise InputError(f"tracking.uri: cannot open {without_password(self.uri)}: {reason}") from error
 
-    def open_study(self, name: str, params: Mapping[str, Any], tags: Mapping[str, Any]) -> str:
+    def open_study(self, name: str, identity: str, params: Mapping[str, Any], tags: Mapping[str, Any]) -> str:
         """Open the run of a study, or go on with it.
 
         Args:
+            name: the study's.
+            identity: tells it from others of that name.
             params: settings, flat; repeated on every trial's run, since MLflow's filters drop parents.
             tags: what describes the study run alone.
 
         Returns:
             Its run id.
         """
-        self._study, self._params = name, {key: str(value)[:500] for key, value in params.items()}
-        runs = self._search(f"tags.study = '{_quoted(name)}' and tags.role = 'study'")
+        self._study, self._identity = name, identity
+        self._params = {key: str(value)[:500] for key, value in params.items()}
+        runs = self._search(f"tags.study_id = '{identity}' and tags.role = 'study'")
         if runs:
             self.run_id = runs[0].info.run_id
             self._client.update_run(self.run_id, status="RUNNING")
         else:
-            own = {"study": name, "role": "study"} | {key: str(value) for key, value in tags.items()}
+            own = {"study": name, "study_id": identity, "role": "study"} | {key: str(value) for key, value in tags.items()}
             self.run_id = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
             self._client.log_batch(self.run_id, params=[Param(k, v) for k, v in self._params.items()])
         self._recorded = self._drop_unfinished()
@@ -95,7 +100,7 @@ class Tracker:
     def _drop_unfinished(self) -> set[int]:
         """The trials that have a whole run; half-written ones are deleted."""
         recorded = set()
-        for run in self._search(f"tags.study = '{_quoted(self._study)}' and tags.role = 'trial'"):
+        for run in self._search(f"tags.study_id = '{self._identity}' and tags.role = 'trial'"):
             if run.info.status == "RUNNING":
                 self._client.delete_run(run.info.run_id)
             else:
@@ -111,6 +116,7 @@ class Tracker:
         tags = {
             "mlflow.parentRunId": self.run_id,
             "study": self._study,
+            "study_id": self._identity,
             "role": "trial",
             "trial_number": str(trial.number),
             "trial_state": trial.state.name,
@@ -172,10 +178,6 @@ class Tracker:
         """Keep a file as an artifact of the study's run."""
         self._client.log_artifact(self.run_id, str(path))
 
-    def log_table(self, table: Mapping[str, Any], name: str) -> None:
-        """Keep columns as a table of the study's run."""
-        self._client.log_table(self.run_id, dict(table), name)
-
     def finish(self, status: str = "FINISHED") -> None:
         """Close the study's run: ``FINISHED``, ``KILLED`` where it was interrupted, ``FAILED``."""
         self._client.set_terminated(self.run_id, status)
@@ -204,7 +206,3 @@ def _summary(config: SpeculativeConfig) -> dict[str, str]:
 
 def _milliseconds(moment: Any) -> int | None:
     return None if moment is None else int(moment.timestamp() * 1000)
-
-
-def _quoted(name: str) -> str:
-    return name.replace("'", "\\'")

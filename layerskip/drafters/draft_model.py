@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..cache import KVCache
 from ..config import StopRule
@@ -31,18 +32,19 @@ class DraftModel:
         stop: when to stop before that.
     """
 
-    def __init__(self, model: nn.Module, layers: int, draft_length: int, stop: StopRule) -> None:
+    def __init__(self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule) -> None:
         self.model = model
         self.layers = layers
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
+        self._readable = int(model.get_input_embeddings().weight.size(0))  # type: ignore[operator]
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt."""
         self._chooser = chooser
         self._device = next(self.model.parameters()).device
         self._cache = KVCache(self.layers, cache.max_length, cache.static_shapes, self._device)
-        forward(self.model, upload(prompt, self._device), self._cache, last=1)
+        forward(self.model, self._known(upload(prompt, self._device)), self._cache, last=1)
         self._cache.length = self._verified = len(prompt)
         self.stopper.start()
 
@@ -51,7 +53,13 @@ class DraftModel:
         self._verified = len(context.tokens)
         missing = len(context.tokens) - self._cache.length
         pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
-        return draft_chain(self.model, self._cache, pending, min(limit, self.draft_length), self._chooser, self.stopper)
+        return draft_chain(
+            self.model, self._cache, self._known(pending), min(limit, self.draft_length), self._chooser, self.stopper
+        )
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Tokens that the model can read: of two models of one tokenizer, one may be padded with more that no text uses."""
+        return tokens.clamp_max(self._readable - 1)
 
     def observe(self, verdict: Verdict) -> None:
         """Forget the keys and values of rejected tokens."""
