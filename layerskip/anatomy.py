@@ -140,6 +140,8 @@ def _children(model: PreTrainedModel, index: int, layer: nn.Module) -> tuple[tup
     attention, mlp = [], []
     for name, child in layer.named_children():
         kind = type(child).__name__
+        if "Norm" in kind:  # Qwen3MoeRMSNorm is no mixture of experts
+            continue
         if name in _ATTENTION_NAMES or "Attention" in kind:
             attention.append(name)
         elif name in _MLP_NAMES or any(word in kind for word in _MLP_CLASSES):

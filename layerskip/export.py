@@ -106,7 +106,7 @@ class Export:
             if name != "schema" and not isinstance(value, dict):
                 raise ExportError(f"{name}: is not a table, in {path}")
         for name, kind in _TARGET_FIELDS.items():
-            if not isinstance(fields["target"].get(name), kind):
+            if type(fields["target"].get(name)) is not kind:
                 raise ExportError(f"target.{name}: is missing or not a {kind.__name__}, in {path}")
         try:
             config = SpeculativeConfig.from_dict(fields["config"])

@@ -86,7 +86,8 @@ class StopStrings:
 
     def __call__(self, tokens: list[int]) -> bool:
         window = tokens[-self._window :]
-        text, before = self._spell(window), self._spell(window[:-1])
+        # A character of several tokens ends in a replacement mark until its last token is there.
+        text, before = self._spell(window), self._spell(window[:-1]).rstrip("\ufffd")
         return any(text.find(string, max(0, len(before) - len(string) + 1)) >= 0 for string in self._strings)
 
     def _spell(self, tokens: list[int]) -> str:

@@ -102,15 +102,15 @@ def _refuse(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise ValueError("attention_mask: has padding; give one sequence without any")
+    for name, value in model_kwargs.items():
+        if name not in _UNDERSTOOD and value is not None:
+            raise ValueError(f"{name}: is not understood by speculative decoding here")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError("past_key_values: a cache that is filled already; the loop keeps its own")
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions[0].tolist() != list(range(input_ids.shape[1])):
         raise ValueError("position_ids: other positions than 0, 1, 2, ...")
-    for name, value in model_kwargs.items():
-        if name not in _UNDERSTOOD and value is not None:
-            raise ValueError(f"{name}: is not understood by speculative decoding here")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(generation_config, name, False):
             raise ValueError(f"{name}: is not kept by speculative decoding here")
@@ -121,7 +121,7 @@ def _refuse(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs
 def _sampling(processors: LogitsProcessorList, sampled: bool) -> Sampling:
     fields: dict[str, Any] = {"temperature": 1.0 if sampled else 0.0}
     for processor in processors:
-        if type(processor) not in _READERS:
+        if type(processor) not in _READERS or getattr(processor, "prompt_ignore_length", None):
             raise ValueError(f"logits_processor: {type(processor).__name__} is not one that drafting can follow")
         name, attribute = _READERS[type(processor)]
         if sampled or name == "repetition_penalty":

@@ -97,8 +97,11 @@ class Measurement:
 
     @property
     def speedup(self) -> float:
-        """The ratio of the two; 1.0 where nothing was decoded."""
-        return self.tokens_per_second / self.baseline_tokens_per_second if self.tokens_per_second else 1.0
+        """The ratio of the two over the pairs in which both decoded something; 1.0 without any."""
+        pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if b.decoded_tokens and c.decoded_tokens]
+        if not pairs:
+            return 1.0
+        return _rate([c for _, c in pairs]) / _rate([b for b, _ in pairs])
 
     @property
     def speedups(self) -> tuple[float, ...]:

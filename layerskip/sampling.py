@@ -53,7 +53,7 @@ class Sampling:
                 raise SamplingError(f"{field.name}: {value!r} is not a number")
         for name, good, wanted in (
             ("temperature", 0.0 <= self.temperature < float("inf"), "at least 0"),
-            ("top_k", self.top_k >= 0 and self.top_k == int(self.top_k), "a whole number of at least 0"),
+            ("top_k", 0 <= self.top_k < float("inf") and self.top_k == int(self.top_k), "a whole number of at least 0"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0"),

@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import os
 import platform
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 import jinja2
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -208,19 +206,16 @@ def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -
         weights = {} if config is None else {"quantization_config": config(dequantize=True)}
     quiet = not transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
+    model: Any
+    found: dict[str, Any]
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options, **weights)
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ImportError,
-        struct.error,
-        SafetensorError,
-    ) as error:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **options, **weights
+        )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # each library on the way raises its own over a folder that it cannot read
         reason = " ".join(str(error).split())[:300]
         raise TargetError(f"target: cannot load {name}: {reason}") from error
     finally:
@@ -228,6 +223,8 @@ def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -
             transformers.utils.logging.enable_progress_bar()
     if getattr(model.config, "is_encoder_decoder", False):
         raise TargetError(f"target: {name} is {type(model).__name__}, an encoder-decoder; decoders only")
+    if found["missing_keys"]:  # transformers would go on with random ones
+        raise TargetError(f"target: {name} has no weights for {min(found['missing_keys'])}")
     return tokenizer, model
 
 

@@ -82,8 +82,8 @@ def _random_measurement(pairs: int, seed: int) -> Measurement:
     seconds = tokens * random.normal(0.03, 0.002, size=pairs)
     faster = seconds / random.normal(1.4, 0.3, size=pairs)
     return Measurement(
-        tuple(_sample(int(t), float(s)) for t, s in zip(tokens, seconds, strict=True)),
-        tuple(_sample(int(t), float(s)) for t, s in zip(tokens, faster, strict=True)),
+        tuple(_sample(int(t), float(s), f"p{i}") for i, (t, s) in enumerate(zip(tokens, seconds, strict=True))),
+        tuple(_sample(int(t), float(s), f"p{i}") for i, (t, s) in enumerate(zip(tokens, faster, strict=True))),
     )
 
 

@@ -27,6 +27,7 @@ SAMPLINGS = (
     Sampling(0.7, top_k=3, repetition_penalty=1.3),
     Sampling(1.5, top_p=0.9, min_p=0.1),
 )
+SAMPLES = 1000
 LENGTH = 24
 VOCABULARY = 12  # so few that drafts are sometimes right
 SEEDS = {"llama": 1, "gemma3_text": 1}  # of models whose next tokens a draft sometimes gets right
@@ -114,8 +115,8 @@ class DrafterContract:
     drafts = True
     """Whether it proposes anything."""
 
-    samples = 1200
-    """How many sequences are drawn for each law."""
+    samplings = SAMPLINGS
+    """The laws that sampled tokens are held against."""
 
     def drafter(self, target: Target) -> Drafter:
         """A new drafter for ``target``, which is any that this file makes."""
@@ -154,6 +155,8 @@ class DrafterContract:
                 assert result.tokens == generated(family, prompt, LENGTH, 1.0, eos_ids)
                 assert result.finish == "eos"
                 assert 1 + sum(round.committed for round in result.stats.rounds) == len(result.tokens)
+                # What lies behind the end counts nowhere; where it was a drafted token, no token of the target's follows.
+                assert all(round.accepted <= round.committed for round in result.stats.rounds)
                 inside |= any(round.accepted == round.committed for round in result.stats.rounds)
         assert inside == self.drafts
 
@@ -174,7 +177,7 @@ class DrafterContract:
     def test_what_is_drafted_depends_on_the_context_alone(self) -> None:
         """Whatever was accepted or rejected on the way to it: a fresh drafter proposes the same there."""
         target = target_of("llama")
-        for prompt in PROMPTS[:4]:
+        for prompt in PROMPTS[1:3]:
             recorder = Recorder(self.drafter(target))
             decode(target, recorder, prompt, GREEDY, LENGTH)
             for context, drafted in recorder.drafts:
@@ -201,15 +204,15 @@ class DrafterContract:
             assert result.tokens == generated(family, prompt, LENGTH)
             assert result.stats == self.decode(target, prompt).stats
 
-    @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-    def test_sampled_tokens_follow_the_exact_law(self, sampling: Sampling) -> None:
+    def test_sampled_tokens_follow_the_exact_law(self) -> None:
         """Four tokens: one from the prefill, then a draft of up to two and a bonus token; many sequences end before."""
         target = toy_target()
         drafter = self.drafter(target)
         torch.manual_seed(0)
-        results = [decode(target, drafter, TOY_PROMPT, sampling, 4) for _ in range(self.samples)]
-        assert_follows((tuple(result.tokens) for result in results), toy_law(sampling, 4))
-        rounds = DecodeStats.join(result.stats for result in results).rounds
-        for accepted in (0, 1, 2):
-            assert any(round.drafted == 2 and round.accepted == accepted for round in rounds) == self.drafts
-        assert any(round.accepted == round.committed for round in rounds) == self.drafts
+        for sampling in self.samplings:
+            results = [decode(target, drafter, TOY_PROMPT, sampling, 4) for _ in range(SAMPLES)]
+            assert_follows((tuple(result.tokens) for result in results), toy_law(sampling, 4))
+            rounds = DecodeStats.join(result.stats for result in results).rounds
+            for accepted in (0, 1, 2):
+                assert any(round.drafted == 2 and round.accepted == accepted for round in rounds) == self.drafts
+            assert any(round.accepted == round.committed for round in rounds) == self.drafts

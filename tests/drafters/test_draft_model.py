@@ -24,6 +24,7 @@ from tests.drafters.contract import (
     GREEDY,
     LENGTH,
     PROMPTS,
+    SAMPLINGS,
     DrafterContract,
     target_of,
     toy_target,
@@ -61,7 +62,7 @@ class TestNoisyTarget(DrafterContract):
 class TestPaddedVocabulary(DrafterContract):
     """A wider output; its extra tokens are likely ones for the draft, and none for the target."""
 
-    samples = 600
+    samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
         torch.manual_seed(2)
@@ -73,7 +74,7 @@ class TestPaddedVocabulary(DrafterContract):
 class TestOtherFamily(DrafterContract):
     """Of another depth, form and cache; it draws its drafts from quite another distribution."""
 
-    samples = 600
+    samplings = SAMPLINGS[2:]
 
     def drafter(self, target: Target) -> Drafter:
         if target is toy_target():
@@ -85,7 +86,7 @@ class TestOtherFamily(DrafterContract):
 class TestNarrowVocabulary(DrafterContract):
     """Without the target's last token, which the target does say and the draft model cannot even be told."""
 
-    samples = 600
+    samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
         return DraftModel(_resized(_like(target), target.vocabulary - 1), target.layers, 3, StopRule())

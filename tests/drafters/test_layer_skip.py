@@ -13,7 +13,16 @@ from layerskip.drafters.base import Drafter
 from layerskip.drafters.build import build_drafter
 from layerskip.sampling import Sampling
 from layerskip.target import Target
-from tests.drafters.contract import FAMILIES, LENGTH, PROMPTS, DrafterContract, generated, target_of, toy_target
+from tests.drafters.contract import (
+    FAMILIES,
+    LENGTH,
+    PROMPTS,
+    SAMPLINGS,
+    DrafterContract,
+    generated,
+    target_of,
+    toy_target,
+)
 
 
 def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter:
@@ -29,7 +38,7 @@ class TestSkippedAttention(DrafterContract):
 
 
 class TestThreshold(DrafterContract):
-    samples = 600
+    samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
         stop = {"kind": "threshold", "threshold": 0.5}
@@ -37,7 +46,7 @@ class TestThreshold(DrafterContract):
 
 
 class TestAdaptive(DrafterContract):
-    samples = 600
+    samplings = SAMPLINGS[2:]
 
     def drafter(self, target: Target) -> Drafter:
         stop = {"kind": "adaptive", "threshold": 0.5, "step": 0.5, "threshold_decay": 0.5}

@@ -16,7 +16,7 @@ from layerskip.drafters.build import build_drafter
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.sampling import Chooser, Sampling
 from layerskip.target import Target
-from tests.drafters.contract import DrafterContract
+from tests.drafters.contract import SAMPLINGS, DrafterContract
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ class TestLastMatch(DrafterContract):
 
 
 class TestFirstMatch(DrafterContract):
-    samples = 600
+    samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
         fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 2, "match": "first", "draft_length": 3}

@@ -109,7 +109,7 @@ def test_finals_are_measured_once_and_without_a_clear_win_no_drafting_wins(
     assert not heard
     stored = study.user_attrs["finals"]
     for low, high, kind in ((0.99, 1.5, "none"), (1.01, 1.5, "prompt_lookup")):
-        stored["found"]["0"] |= {"speedup": 1.2, "speedup_low": low, "speedup_high": high}
+        stored["found"]["0"] |= {"prompts": 5, "speedup": 1.2, "speedup_low": low, "speedup_high": high}
         study.set_user_attr("finals", stored)
         decided = measure_finals(study, tiny_target, PROMPTS, Sampling(), SETTINGS, seed=0)
         assert decided.winner.config.kind == kind
