@@ -210,9 +210,8 @@ def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -
     found: dict[str, Any]
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, **options, **weights
-        )
+        options |= weights | {"dtype": dtype, "output_loading_info": True}
+        model, found = AutoModelForCausalLM.from_pretrained(source, **options)  # type: ignore[misc]
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each library on the way raises its own over a folder that it cannot read
