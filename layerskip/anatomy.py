@@ -213,10 +213,14 @@ def replace_forward(module: nn.Module, form: Form, make: Callable[[Tensor], Tens
     """Let a module return ``make(hidden states)`` in its own form, and keep everything else that it is."""
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        made = make(hidden_states(args, kwargs))
-        return made if form is None else (made, *[None] * (form - 1))
+        return returned(make(hidden_states(args, kwargs)), form)
 
     module.forward = replacement
+
+
+def returned(hidden: Tensor, form: Form) -> Any:
+    """Hidden states in the form in which a module returns them."""
+    return hidden if form is None else (hidden, *[None] * (form - 1))
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -10,6 +10,7 @@ so those layers can be rewound past their window too. What cannot rewind is recu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,6 +125,27 @@ class KVCache(Cache):
         """``[count]`` int64: the next positions, on the device; only with static shapes."""
         assert self._device_length is not None
         return torch.arange(count, device=self._device_length.device) + self._device_length
+
+    def take(self, parts: Sequence[tuple[KVCache, int]]) -> None:
+        """Fill the cache with the first positions of others, one behind the other, and set the length to their end.
+
+        Args:
+            parts: caches of the same model, each with how many of its positions to take.
+        """
+        for index, layer in enumerate(self._layers):
+            start = 0
+            for other, count in parts:
+                source = other._layers[index]
+                if source.keys is None or source.values is None:  # a layer that keeps none, as it shares another's
+                    continue
+                if not layer.is_initialized:
+                    layer.lazy_initialization(source.keys, source.values)
+                assert layer.keys is not None
+                assert layer.values is not None
+                layer.keys[:, :, start : start + count] = source.keys[:, :, :count]
+                layer.values[:, :, start : start + count] = source.values[:, :, :count]
+                start += count
+        self.length = sum(count for _, count in parts)
 
     @property
     def nbytes(self) -> int:

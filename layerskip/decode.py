@@ -106,7 +106,8 @@ def decode(
         committed = ending.commit(context.tokens, [*verdict.drafted[: verdict.accepted], verdict.next_token])
         context.last = verdict.last
         chooser.observe(committed)
-        drafter.observe(verdict)
+        if ending.reason is None:
+            drafter.observe(verdict)
         drafted, accepted = len(verdict.drafted), verdict.accepted
         if len(committed) <= accepted:  # what lies behind an end of sequence counts nowhere
             drafted = accepted = len(committed)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .config import ConfigError, SpeculativeConfig
+from .files import write_json
 from .hugging_face import custom_generate
 from .sampling import Sampling, SamplingError
 from .target import Target
@@ -68,14 +68,7 @@ class Export:
 
     def save(self, path: str | Path) -> None:
         """Write the file whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_json(Path(path), self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path, target: Target | None = None) -> Export:

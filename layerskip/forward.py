@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
 from torch import Tensor, nn
 
 from .cache import KVCache
 
 
-def forward(model: nn.Module, tokens: Tensor, cache: KVCache, last: int) -> Tensor:
+def forward(model: nn.Module, tokens: Tensor, cache: KVCache, last: int, positions: Tensor | None = None) -> Tensor:
     """The logits behind the last tokens of a block that stands at position ``cache.length``.
 
     Args:
@@ -22,11 +23,14 @@ def forward(model: nn.Module, tokens: Tensor, cache: KVCache, last: int) -> Tens
         tokens: ``[n]`` int64.
         cache: read up to ``length``, written behind it.
         last: how many of the n positions to return, 1 to n.
+        positions: ``[n]`` int64: where the tokens stand, if not one behind the other from ``cache.length`` on.
 
     Returns:
         ``[last, V]`` in the model's dtype.
     """
-    limit = {"logits_to_keep": last} if _keeps_logits(type(model)) else {}  # type: ignore[arg-type]
+    limit: dict[str, Any] = {"logits_to_keep": last} if _keeps_logits(type(model)) else {}  # type: ignore[arg-type]
+    if positions is not None:
+        limit["position_ids"] = positions[None]
     output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **limit)
     logits: Tensor = output.logits
     return logits[0, -last:]

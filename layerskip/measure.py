@@ -205,9 +205,9 @@ def _timed(
 ) -> tuple[Continuation, Sample]:
     memory = PeakMemory(target.device)
     known: list[tuple[float, int]] = []
-    start = _now(target.device)
-    continuation = contender(prompt, task, lambda count: known.append((_now(target.device), count)))
-    end = _now(target.device)
+    start = now(target.device)
+    continuation = contender(prompt, task, lambda count: known.append((now(target.device), count)))
+    end = now(target.device)
     prefilled, count = known[0]
     sample = Sample(
         prompt_id=item.id,
@@ -222,7 +222,8 @@ def _timed(
     return continuation, sample
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds on the clock once the device has done all that it was asked."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -7,6 +7,7 @@ repository runs only where the caller says so.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -39,6 +40,8 @@ class Wheel:
     file: str
     sha256: str
 
+
+_SAMPLED_VALUES = 256
 
 WHEELS = {
     "smollm2": Wheel(
@@ -92,6 +95,19 @@ class Target:
     def device(self) -> torch.device:
         """Where the model lies."""
         return self.model.device
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 over the dtype and every weight's name, shape and some of its values.
+
+        What was found out about a model holds for this one, whatever lies under its name tomorrow.
+        """
+        found = hashlib.sha256(f"{self.architecture} {self.dtype}".encode())
+        for name, weight in self.model.state_dict().items():
+            flat = weight.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
+            found.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
+        return found.hexdigest()
 
     @property
     def eos_ids(self) -> frozenset[int]:

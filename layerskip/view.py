@@ -34,7 +34,7 @@ def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     found = anatomy(model)
     if mask.layers != len(found.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(found.blocks)}")
-    view = _twin(model)
+    view = twin(model)
     layers = view.get_submodule(found.path)
     for index, block in enumerate(found.blocks):
         layer = layers.get_submodule(str(index))
@@ -54,7 +54,7 @@ def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
     """
     tensors = tuple(id(t) for t in (*model.parameters(), *model.buffers()))
     if model not in _decoding_views or _decoding_views[model][0] != tensors:
-        _decoding_views[model] = tensors, _twin(model)
+        _decoding_views[model] = tensors, twin(model)
     return _decoding_views[model][1]
 
 
@@ -62,7 +62,8 @@ _decoding_views: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...
 _decoding_views = weakref.WeakKeyDictionary()
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A second tree of modules over the model's own tensors, with the attention that suits verification."""
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
     use_grouped_attention(twin)

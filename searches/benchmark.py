@@ -6,8 +6,6 @@ It prints a table, writes JSON and logs to MLflow.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -20,6 +18,7 @@ from tqdm import tqdm
 
 from layerskip import Export, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
 from layerskip.environment import environment
+from layerskip.files import write_json
 from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
 
@@ -65,7 +64,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     text = table(record)
     print(text)
     path = Path(config.record or Path(config.outputs) / "benchmark.json")
-    _write(path, record)
+    write_json(path, record)
     print(f"wrote {path}")
     tracker.log_benchmark(record, {"benchmark.md": text, "config.yaml": OmegaConf.to_yaml(config, resolve=True)}, path)
     return record
@@ -146,16 +145,6 @@ def table(record: Mapping[str, Any]) -> str:
         f"{record['date']}.",
     ]
     return "\n".join(lines)
-
-
-def _write(path: Path, record: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

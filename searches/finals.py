@@ -15,9 +15,9 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
-from layerskip.measure import Contender, Decoder, Task, interleave
+from layerskip import Measurement, PromptSet, SpeculativeConfig
 
+from .bench import BASELINE, Bench
 from .objective import MeasureSettings, configuration, is_lossless
 
 _FINALS = "finals"
@@ -67,9 +67,8 @@ def ranking(study: optuna.Study) -> list[tuple[SpeculativeConfig, float]]:
 
 def measure_finals(
     study: optuna.Study,
-    target: Target,
+    bench: Bench,
     prompts: PromptSet,
-    sampling: Sampling,
     settings: MeasureSettings,
     seed: int,
     on_prompt: Callable[[], None] = lambda: None,
@@ -80,16 +79,14 @@ def measure_finals(
     stored = study.user_attrs.get(_FINALS)
     if stored is None or stored["asked"] != json.loads(json.dumps(asked)):
         start = time.monotonic()
-        contenders: dict[str, Contender] = {"baseline": Decoder.of(target, SpeculativeConfig())}
-        contenders |= {str(i): Decoder.of(target, config) for i, (config, _) in enumerate(chosen)}
-        task = Task(sampling, settings.max_new_tokens, seed + _HELD_OUT_SEED)
+        configs = {str(i): config for i, (config, _) in enumerate(chosen)}
         rows = []
-        for row in interleave(target, prompts, contenders, task, settings.held_out_repeats):
+        for row in bench.compare(configs, prompts, settings.held_out_repeats, seed + _HELD_OUT_SEED):
             rows.append(row)
             on_prompt()
-        found = {name: Measurement.of(rows, "baseline", name).to_dict() for name in contenders}
+        found = {name: Measurement.of(rows, BASELINE, name).to_dict() for name in (BASELINE, *configs)}
         stored = {"asked": asked, "found": found, "seconds": time.monotonic() - start}
         study.set_user_attr(_FINALS, stored)
     finalists = [Finalist(config, value, stored["found"][str(i)]) for i, (config, value) in enumerate(chosen)]
     finalists.sort(key=lambda finalist: -finalist.held_out["speedup"])
-    return Finals(tuple(finalists), stored["found"]["baseline"], stored["seconds"])
+    return Finals(tuple(finalists), stored["found"][BASELINE], stored["seconds"])

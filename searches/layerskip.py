@@ -24,6 +24,7 @@ from layerskip.environment import environment
 
 from . import report
 from .application import InputError, run  # first: it sets the environment that the imports below read
+from .bench import ModelBench
 from .finals import Finals, measure_finals
 from .objective import MeasureSettings, Objective, check_seed
 from .space import SearchSpace
@@ -109,12 +110,13 @@ def _search(
     tune: PromptSet,
     held_out: PromptSet,
 ) -> Finals:
+    bench = ModelBench(target, sampling, measuring.max_new_tokens)
     prepare(study, space)
     for trial in finished(study):
         tracker.record(trial)
     print(f"study {study.study_name}: {len(finished(study))} of {settings.n_trials} trials are there", flush=True)
     with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
-        objective = Objective(target, space, tune.take(measuring.prompts), sampling, measuring, seed, bar.refresh)
+        objective = Objective(bench, space, tune.take(measuring.prompts), measuring, seed, bar.refresh)
 
         def on_trial(trial: optuna.trial.FrozenTrial) -> None:
             tracker.record(trial)
@@ -130,7 +132,7 @@ def _search(
     final_prompts = held_out.take(measuring.held_out_prompts)
     rounds = len(final_prompts) * measuring.held_out_repeats
     with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:
-        finals = measure_finals(study, target, final_prompts, sampling, measuring, seed, bar.update)
+        finals = measure_finals(study, bench, final_prompts, measuring, seed, bar.update)
     _publish(study, tracker, finals, folder, sampling, target, final_prompts)
     return finals
 

@@ -17,12 +17,14 @@ from typing import Any
 import optuna
 import torch
 
-from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
-from layerskip.measure import Decoder, Task, interleave
+from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.measurement import Sample, pair_speedup
 
 from .application import InputError
+from .bench import BASELINE, Bench
 from .space import SearchSpace
+
+_CANDIDATE = "candidate"
 
 
 class OutputChanged(RuntimeError):
@@ -62,10 +64,9 @@ class Objective:
     """Measures the configuration that a trial proposes.
 
     Args:
-        target: the model.
+        bench: what configurations are measured on.
         space: turns trials into configurations.
         prompts: the tune prompts of every trial.
-        sampling: how tokens are chosen.
         settings: how much is decoded.
         seed: of orders and draws.
         on_prompt: called after every prompt, for a progress bar.
@@ -73,18 +74,15 @@ class Objective:
 
     def __init__(
         self,
-        target: Target,
+        bench: Bench,
         space: SearchSpace,
         prompts: PromptSet,
-        sampling: Sampling,
         settings: MeasureSettings,
         seed: int,
         on_prompt: Callable[[], None] = lambda: None,
     ) -> None:
-        self.target, self.space, self.prompts = target, space, prompts
-        self.sampling, self.settings, self.seed = sampling, settings, seed
-        self.on_prompt = on_prompt
-        self._baseline = Decoder.of(target, SpeculativeConfig())
+        self.bench, self.space, self.prompts = bench, space, prompts
+        self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
 
     def __call__(self, trial: optuna.Trial) -> float:
         """Measure, report prompt by prompt, and return the speedup.
@@ -106,19 +104,18 @@ class Objective:
             reason = "out of memory"
         if reason == "out of memory":
             _free()  # not before here: the handled error would still hold what it failed on
-        measurement = Measurement.of(rows, "baseline", "candidate")
+        measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
         self._record(trial, measurement, reason, time.monotonic() - start)
         if reason is not None:
             raise optuna.TrialPruned(reason)
         return measurement.speedup
 
     def _measure(self, trial: optuna.Trial, config: SpeculativeConfig, rows: list[dict[str, Sample]]) -> str | None:
-        contenders = {"baseline": self._baseline, "candidate": Decoder.of(self.target, config)}
-        task = Task(self.sampling, self.settings.max_new_tokens, self.seed + trial.number)
-        for step, row in enumerate(interleave(self.target, self.prompts, contenders, task, self.settings.repeats)):
+        seed = self.seed + trial.number
+        for step, row in enumerate(self.bench.compare({_CANDIDATE: config}, self.prompts, self.settings.repeats, seed)):
             rows.append(row)
             self.on_prompt()
-            trial.report(pair_speedup(row["baseline"], row["candidate"]), step)
+            trial.report(pair_speedup(row[BASELINE], row[_CANDIDATE]), step)
             # Behind the last prompt there is nothing left to save.
             if step + 1 < len(self.prompts) * self.settings.repeats and trial.should_prune():
                 return "slower than the best so far"
@@ -134,7 +131,7 @@ class Objective:
             changed = verdict == "different"
             trial.set_user_attr("measurement", measurement.to_dict())
             trial.set_user_attr("table", measurement.table())
-            if changed and self.target.dtype == "float32":
+            if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
         # Last, because a constraint is first-write-wins.
         trial.set_constraint("out_of_memory", float(reason == "out of memory"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 # Before anything imports the hub's client or MLflow: both read their environment when imported.
@@ -13,6 +14,9 @@ import torch
 
 import layerskip
 from tests.tiny import save_tiny
+
+# A shell's background jobs ignore SIGINT, and so would every program that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny models gain nothing from more, and on a busy machine threads that wait for each other lose a lot.
 torch.set_num_threads(min(2, torch.get_num_threads()))

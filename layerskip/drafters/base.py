@@ -50,7 +50,10 @@ class Drafter(Protocol):
         ...
 
     def observe(self, verdict: Verdict) -> None:
-        """Hear what came of the last draft. The committed tokens are ``drafted[:accepted]`` and ``next_token``."""
+        """Hear what came of the last draft, unless the sequence ended with it.
+
+        The committed tokens are ``drafted[:accepted]`` and ``next_token``.
+        """
 
 
 class NoDraft:

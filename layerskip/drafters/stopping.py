@@ -12,6 +12,11 @@ from torch import Tensor
 from ..config import StopRule
 
 
+def confidence(logits: Tensor) -> Tensor:
+    """``[n]`` float32 of ``[n, V]`` logits: the probability of each row's most likely token."""
+    return logits.float().softmax(-1).amax(-1)
+
+
 class Stopper:
     """Applies one stop rule over the rounds of a decoding, and over several where the rule carries on."""
 
@@ -30,7 +35,11 @@ class Stopper:
         """Whether drafting ends behind the token of these ``[1, V]`` logits. Reading the confidence waits for the device."""
         if self.rule.kind == "length":
             return False
-        return float(logits.float().softmax(-1).max()) < self.threshold
+        return self.stops_at(float(confidence(logits)))
+
+    def stops_at(self, confident: float) -> bool:
+        """Whether drafting ends behind a token of this confidence."""
+        return self.rule.kind != "length" and confident < self.threshold
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Let an adaptive threshold follow the acceptance rate of a round that drafted something."""

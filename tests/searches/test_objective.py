@@ -12,6 +12,7 @@ from optuna.trial import TrialState
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.draft import Draft
 from layerskip.drafters.prompt_lookup import PromptLookup
+from searches.bench import ModelBench
 from searches.finals import measure_finals, ranking
 from searches.objective import MeasureSettings, Objective, OutputChanged
 from searches.space import SearchSpace
@@ -22,12 +23,16 @@ PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
 LOOKUP = SpeculativeConfig("prompt_lookup", 4, ngram_min=1, ngram_max=2)
 
 
+def _bench(target: Target) -> ModelBench:
+    return ModelBench(target, Sampling(), SETTINGS.max_new_tokens)
+
+
 def _study(target: Target, *configs: SpeculativeConfig) -> tuple[optuna.Study, Objective]:
     space = SearchSpace(target.layers, protect_first=0, protect_last=0)
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     for config in configs:
         study.enqueue_trial(space.params(config))
-    return study, Objective(target, space, PROMPTS, Sampling(), SETTINGS, seed=0)
+    return study, Objective(_bench(target), space, PROMPTS, SETTINGS, seed=0)
 
 
 def _run(study: optuna.Study, objective: Objective, trials: int) -> None:
@@ -102,17 +107,17 @@ def test_finals_are_measured_once_and_without_a_clear_win_no_drafting_wins(
 ) -> None:
     study, objective = _study(tiny_target, LOOKUP, SpeculativeConfig())
     _run(study, objective, 2)
-    finals = measure_finals(study, tiny_target, PROMPTS, Sampling(), SETTINGS, seed=0)
+    finals = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, seed=0)
     heard: list[int] = []
-    again = measure_finals(study, tiny_target, PROMPTS, Sampling(), SETTINGS, seed=0, on_prompt=lambda: heard.append(1))
+    again = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, seed=0, on_prompt=lambda: heard.append(1))
     assert again.finalists == finals.finalists
     assert not heard
     stored = study.user_attrs["finals"]
     for low, high, kind in ((0.99, 1.5, "none"), (1.01, 1.5, "prompt_lookup")):
         stored["found"]["0"] |= {"prompts": 5, "speedup": 1.2, "speedup_low": low, "speedup_high": high}
         study.set_user_attr("finals", stored)
-        decided = measure_finals(study, tiny_target, PROMPTS, Sampling(), SETTINGS, seed=0)
+        decided = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, seed=0)
         assert decided.winner.config.kind == kind
     stored["found"]["0"]["losslessness"]["verdict"] = "different"
     study.set_user_attr("finals", stored)
-    assert measure_finals(study, tiny_target, PROMPTS, Sampling(), SETTINGS, seed=0).winner.config.kind == "none"
+    assert measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, seed=0).winner.config.kind == "none"

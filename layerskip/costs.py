@@ -1,0 +1,222 @@
+"""How long does each part of a round take? A profile, measured once, that turns counts into seconds.
+
+Speculative decoding pays for a round with its drafted tokens and one verification (arXiv 2211.17192, theorem 3.8). What a
+draft pass takes is the sum of what it keeps: the head with everything that every pass does, each attention and MLP
+sub-layer, and what a block does around them. What a verification takes is a curve over its drafted tokens, measured and not
+assumed to be flat.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .anatomy import anatomy
+from .cache import KVCache
+from .config import StopRule
+from .draft import Draft
+from .drafters.chain import draft_chain
+from .drafters.stopping import Stopper, confidence
+from .forward import forward
+from .mask import SkipMask
+from .measure import now
+from .replay import Counts
+from .sampling import Chooser, Sampling, upload
+from .target import Target
+from .verify import verify
+from .view import decoding_view, skip_view
+
+_DRAFTED = 4  # tokens of a timed draft
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """Seconds of everything that decoding is made of, for one target on one device in one dtype.
+
+    Args:
+        context: how many positions the cache held.
+        head_seconds: a draft pass with every sub-layer skipped.
+        block_seconds: what a block that is not skipped whole adds beside its sub-layers.
+        attention_seconds: every layer's attention.
+        mlp_seconds: every layer's MLP.
+        confidence_seconds: reading how sure a draft is of a token, which a stop rule does.
+        verify_seconds: entry g: verifying g drafted tokens; entry 0 is a step of plain decoding.
+    """
+
+    context: int
+    head_seconds: float
+    block_seconds: float
+    attention_seconds: tuple[float, ...]
+    mlp_seconds: tuple[float, ...]
+    confidence_seconds: float
+    verify_seconds: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> CostProfile:
+        """The profile that :meth:`to_dict` wrote."""
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        return cls(**values)
+
+    def draft_seconds(self, mask: SkipMask) -> float:
+        """One draft pass with a mask."""
+        pairs = list(zip(mask.attention, mask.mlp, strict=True))
+        return (
+            self.head_seconds
+            + self.block_seconds * sum(not (attention and mlp) for attention, mlp in pairs)
+            + sum(cost for cost, (skipped, _) in zip(self.attention_seconds, pairs, strict=True) if not skipped)
+            + sum(cost for cost, (_, skipped) in zip(self.mlp_seconds, pairs, strict=True) if not skipped)
+        )
+
+    def saved_seconds(self, kind: str) -> tuple[float, ...]:
+        """What skipping each layer's sub-layer of a kind, ``attention`` or ``mlp``, takes off a draft pass."""
+        return self.attention_seconds if kind == "attention" else self.mlp_seconds
+
+    def seconds(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
+        """What decoding takes that is so counted.
+
+        Raises:
+            ValueError: it verifies more tokens at once than were measured.
+        """
+        if len(counts.verified) > len(self.verify_seconds):
+            raise ValueError(f"verified: {len(counts.verified) - 1} tokens at once; the profile ends at {self.longest}")
+        each = self.draft_seconds(mask) + (self.confidence_seconds if stop.kind != "length" else 0.0)
+        verifying = sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
+        return counts.drafted * each + verifying
+
+    def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
+        """Predicted speedup over plain decoding; 1.0 where nothing is decoded."""
+        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop) if counts.tokens else 1.0
+
+    def bound(self, mask: SkipMask) -> float:
+        """The speedup that no draft length can beat even if every drafted token were accepted."""
+        each = self.draft_seconds(mask)
+        return max(
+            (1 + g) * self.verify_seconds[0] / (g * each + cost) for g, cost in enumerate(self.verify_seconds) if g > 0
+        )
+
+    @property
+    def longest(self) -> int:
+        """The most drafted tokens whose verification was measured."""
+        return len(self.verify_seconds) - 1
+
+
+@torch.inference_mode()
+def profile_costs(
+    target: Target,
+    context: int,
+    longest: int = 8,
+    sampling: Sampling | None = None,
+    repeats: int = 12,
+    seed: int = 0,
+    on_repeat: Callable[[], None] = lambda: None,
+) -> CostProfile:
+    """Measure a profile: every part in a random order, again and again; each part's time is its median.
+
+    Args:
+        target: the model.
+        context: positions in the cache, as the prompts of the search have them.
+        longest: the most drafted tokens to verify.
+        sampling: greedy where None.
+        repeats: how often.
+        seed: of the order.
+        on_repeat: called after every repeat.
+    """
+    sampling = sampling or Sampling()
+    parts = _parts(target)
+    views = [skip_view(target.model, mask) for mask, _ in parts]
+    cache = KVCache(target.layers, context + max(longest, _DRAFTED) + 1, device=target.device)
+    tokens = upload([token % target.vocabulary for token in range(context)], target.device)
+    chooser = Chooser(sampling, target.vocabulary, target.device, seed)
+    plain = decoding_view(target.model)
+    logits = forward(plain, tokens, cache, last=1)
+    cache.length = context
+
+    even = torch.full((1, target.vocabulary), 1 / target.vocabulary, device=target.device)
+
+    def draft(view: nn.Module) -> None:
+        draft_chain(view, cache, tokens[-1:], _DRAFTED, chooser, Stopper(StopRule())).tokens.tolist()
+        cache.length = context
+
+    def check(count: int) -> None:
+        drafted = tokens[:count]
+        probs = None if sampling.greedy else even.expand(count, -1)
+        block = torch.cat((tokens[-1:], drafted))
+        found = forward(plain, block, cache, last=count + 1)
+        verify(Draft(drafted, probs=probs), chooser.distribution(found, block), chooser.generator)
+
+    jobs: dict[tuple[str, int], Callable[[], object]] = {}
+    jobs |= {("draft", i): partial(draft, view) for i, view in enumerate(views)}
+    jobs |= {("verify", g): partial(check, g) for g in range(longest + 1)}
+    jobs["confidence", 0] = lambda: float(confidence(logits))
+    times: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
+    order = random.Random(seed)
+    for repeat in range(repeats + 1):
+        names = list(jobs)
+        order.shuffle(names)
+        for name in names:
+            start = now(target.device)
+            jobs[name]()
+            if repeat:  # the first one warms up
+                times[name].append(now(target.device) - start)
+        on_repeat()
+    median = {name: float(np.median(found)) for name, found in times.items()}
+    rows = np.array([row for _, row in parts])
+    solved = np.linalg.lstsq(rows, np.array([median["draft", i] / _DRAFTED for i in range(len(parts))]), rcond=None)[0]
+    kinds = _kinds(target)
+    costs = dict(zip(kinds, np.maximum(solved[2:], 0.0), strict=True))
+    by_layer = {name: tuple(float(costs[kind]) for kind in _of_layers(target, name)) for name in ("attention", "mlp")}
+    return CostProfile(
+        context,
+        max(0.0, float(solved[0])),
+        max(0.0, float(solved[1])),
+        by_layer["attention"],
+        by_layer["mlp"],
+        median["confidence", 0],
+        tuple(median["verify", g] for g in range(longest + 1)),
+    )
+
+
+def _of_layers(target: Target, name: str) -> list[tuple[Any, ...]]:
+    """The kind of every layer's attention or MLP: sub-layers of one kind take the same time."""
+    found = anatomy(target.model)
+    types = getattr(target.model.config.get_text_config(decoder=True), "layer_types", None)
+    kinds: list[tuple[Any, ...]] = []
+    for index, block in enumerate(found.blocks):
+        layer = target.model.get_submodule(f"{found.path}.{index}")
+        children = [layer.get_submodule(child) for child in getattr(block, name)]
+        sizes = tuple((type(child).__name__, sum(p.numel() for p in child.parameters())) for child in children)
+        kinds.append((name, sizes, types[index] if types and name == "attention" else ""))
+    return kinds
+
+
+def _kinds(target: Target) -> list[tuple[Any, ...]]:
+    return list(dict.fromkeys([*_of_layers(target, "attention"), *_of_layers(target, "mlp")]))
+
+
+def _parts(target: Target) -> list[tuple[SkipMask, list[float]]]:
+    """Masks to time, each with how often a pass with it runs head, blocks and every kind of sub-layer."""
+    attention, mlp, kinds = _of_layers(target, "attention"), _of_layers(target, "mlp"), _kinds(target)
+    nothing, everything = (False,) * target.layers, (True,) * target.layers
+    masks = [SkipMask(nothing, nothing), SkipMask(everything, everything)]
+    for kind in kinds:
+        flags = tuple(kind == other for other in attention), tuple(kind == other for other in mlp)
+        masks.append(SkipMask(*flags))
+    # Two of a kind skipped together tell a block's own cost from its sub-layers'.
+    masks += [SkipMask(everything, nothing), SkipMask(nothing, everything)]
+    rows = []
+    for mask in dict.fromkeys(masks):
+        kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]
+        blocks = sum(not (a and m) for a, m in zip(mask.attention, mask.mlp, strict=True))
+        rows.append((mask, [1.0, float(blocks), *(float(kept.count(kind)) for kind in kinds)]))
+    return rows

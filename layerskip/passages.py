@@ -1,0 +1,125 @@
+"""What does the target say by itself? Its own continuations of prompts, made once and kept.
+
+A scan replays decoding along them. They are decoded plainly, so they are what any lossless decoding would give, and stored
+under a digest of everything that they depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .decode import decode
+from .drafters.base import NoDraft
+from .files import write_json
+from .prompts import PromptItem, PromptSet
+from .sampling import Sampling
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A prompt and the target's own continuation of it.
+
+    Args:
+        prompt_id: the prompt; the turns of a conversation share it.
+        category: its kind of work.
+        prompt: token ids.
+        tokens: the continuation; shorter than ``max_new_tokens`` where the sequence ended.
+        max_new_tokens: how many were asked for.
+    """
+
+    prompt_id: str
+    category: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+
+    @property
+    def starts(self) -> int:
+        """From how many positions a round of decoding can start: every token but the last one."""
+        return len(self.tokens) - 1
+
+    def limit(self, start: int) -> int:
+        """The most tokens that a round may draft whose last committed token is ``tokens[start]``."""
+        return self.max_new_tokens - start - 2
+
+
+def continue_prompts(
+    target: Target,
+    prompts: PromptSet,
+    sampling: Sampling,
+    max_new_tokens: int,
+    seed: int = 0,
+    folder: Path | None = None,
+    on_prompt: Callable[[], None] = lambda: None,
+) -> tuple[Passage, ...]:
+    """The target's continuations of prompts, a conversation turn by turn.
+
+    Args:
+        target: the model.
+        prompts: what to continue.
+        sampling: how tokens are chosen.
+        max_new_tokens: per prompt and turn.
+        seed: of the draws, where tokens are sampled.
+        folder: where every prompt's continuations are kept, one file each, and looked for before decoding.
+        on_prompt: called after every prompt.
+    """
+    passages: list[Passage] = []
+    for index, item in enumerate(prompts):
+        asked = _asked(target, item, sampling, max_new_tokens, seed + index)
+        file = None if folder is None else folder / f"{_digest(asked)}.json"
+        found = _read(file)
+        if found is None:
+            found = _decode(target, item, sampling, max_new_tokens, seed + index)
+            _write(file, asked, found)
+        passages += found
+        on_prompt()
+    return tuple(passages)
+
+
+def _asked(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens: int, seed: int) -> dict[str, Any]:
+    return {
+        "target": target.digest,
+        "prompt": [item.id, item.category, item.content(), target.encode(item.messages())],
+        "sampling": sampling.to_dict(),
+        "max_new_tokens": max_new_tokens,
+        "seed": None if sampling.greedy else seed,
+    }
+
+
+def _digest(asked: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:32]
+
+
+def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens: int, seed: int) -> list[Passage]:
+    messages = item.messages()
+    found = []
+    for followup in (*item.followups, None):
+        prompt = target.encode(messages)
+        tokens = decode(target, NoDraft(), prompt, sampling, max_new_tokens, seed=seed).tokens
+        found.append(Passage(item.id, item.category, tuple(prompt), tuple(tokens), max_new_tokens))
+        if followup is not None:
+            messages.append({"role": "assistant", "content": target.decode(tokens)})
+            messages.append({"role": "user", "content": followup})
+    return found
+
+
+def _read(file: Path | None) -> list[Passage] | None:
+    """What is kept in a file; None where there is none, or half of one."""
+    if file is None or not file.exists():
+        return None
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["passages"]
+    except (ValueError, KeyError):
+        return None
+    return [Passage(**row | {"prompt": tuple(row["prompt"]), "tokens": tuple(row["tokens"])}) for row in rows]
+
+
+def _write(file: Path | None, asked: dict[str, Any], passages: list[Passage]) -> None:
+    if file is not None:
+        write_json(file, {"asked": asked, "passages": [asdict(passage) for passage in passages]})

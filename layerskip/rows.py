@@ -1,0 +1,175 @@
+"""How do many drafts run at once? One pass over rows that share nothing but the target's keys and values.
+
+A row is one token of one draft. It sees the target's states of its own passage before its draft began, and the states that
+its own draft has written since; each row skips what its own mask skips. So drafts from every position of a text, and of
+several masks, take one pass of the model per drafted token. The model is a twin of the target over the same tensors, run on
+a :class:`~layerskip.cache.KVCache` as decoding is; its attention sub-layers are handed the mask of these rows, in which the
+window or chunk of each layer is the one that the family's own mask functions gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .anatomy import Anatomy, Form, UnsupportedModel, anatomy, hidden_states, returned
+from .cache import KVCache
+from .forward import forward
+from .mask import SkipMask
+from .view import decoding_view, twin
+
+
+class RowModel:
+    """A target whose passes run over independent rows.
+
+    Args:
+        model: the target's.
+
+    Raises:
+        UnsupportedModel: its sub-layers cannot be skipped, or its attention takes no mask by name.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        found = anatomy(model)
+        self.model = model
+        self.layers = len(found.blocks)
+        self._found = found
+        self._twin = twin(model)
+        self._additive = self._twin.config.get_text_config(decoder=True)._attn_implementation == "eager"
+        self._keeps: dict[tuple[str, int], Tensor | bool] = {}
+        self._masks: list[Tensor] = []
+        self._gate(found)
+
+    def _gate(self, found: Anatomy) -> None:
+        blocks = self._twin.get_submodule(found.path)
+        for index, block in enumerate(found.blocks):
+            layer = blocks.get_submodule(str(index))
+            layer.forward = self._layer(layer.forward, index, block.form)
+            for kind, names in (("attention", block.attention), ("mlp", block.mlp)):
+                for name in names:
+                    child = layer.get_submodule(name)
+                    child.forward = self._child(child.forward, kind, index, block.child_forms[name])
+
+    def _layer(self, original: Callable[..., Any], index: int, form: Form) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._keeps["attention", index] is False and self._keeps["mlp", index] is False:
+                return returned(hidden_states(args, kwargs), form)
+            return original(*args, **kwargs)
+
+        return forward
+
+    def _child(self, original: Callable[..., Any], kind: str, index: int, form: Form) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            keep = self._keeps[kind, index]
+            if keep is False:
+                return returned(torch.zeros_like(hidden_states(args, kwargs)), form)
+            if kind == "attention" and "attention_mask" in kwargs:
+                kwargs["attention_mask"] = self._masks[index]
+            output = original(*args, **kwargs)
+            if keep is True:
+                return output
+            # where, not a product: what a skipped sub-layer would give may be infinite
+            if form is None:
+                return torch.where(keep, output, 0.0)
+            return (torch.where(keep, output[0], 0.0), *output[1:])
+
+        return forward
+
+    def read(self, tokens: Tensor) -> tuple[Tensor, KVCache, list[Tensor | None]]:
+        """Let the target read a text.
+
+        Args:
+            tokens: ``[n]`` int64.
+
+        Returns:
+            ``[n, V]`` logits; the cache with their keys and values, its length 0; and per layer which positions see which,
+            ``[n, n]`` bool, or None for plain causal attention.
+
+        Raises:
+            UnsupportedModel: an attention sub-layer takes no mask by name, or one that differs from head to head.
+        """
+        view = decoding_view(self.model)
+        blocks = view.get_submodule(self._found.path)
+        seen: dict[int, Tensor | None] = {}
+
+        def note(index: int) -> Callable[..., None]:
+            def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+                if "attention_mask" not in kwargs:
+                    raise self._refusal(f"the attention of layer {index} takes no attention_mask")
+                seen[index] = kwargs["attention_mask"]
+
+            return hook
+
+        hooks = [
+            blocks.get_submodule(f"{index}.{name}").register_forward_pre_hook(note(index), with_kwargs=True)
+            for index, block in enumerate(self._found.blocks)
+            for name in block.attention
+        ]
+        cache = KVCache(self.layers, tokens.shape[0], device=tokens.device)
+        try:
+            logits = forward(view, tokens, cache, last=tokens.shape[0])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        kept: dict[int, Tensor | None] = {}
+        visible = []
+        for index in range(self.layers):
+            mask = seen[index]
+            if id(mask) not in kept:
+                kept[id(mask)] = None if mask is None else self._visible(mask, tokens.shape[0])
+            visible.append(kept[id(mask)])
+        return logits, cache, visible
+
+    def _visible(self, mask: Tensor, count: int) -> Tensor:
+        if mask.ndim != 4 or mask.shape[1] != 1:
+            raise self._refusal(f"its attention mask has the shape {tuple(mask.shape)}")
+        rows = mask[0, 0, :, :count]
+        return rows.clone() if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
+
+    def _refusal(self, reason: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{type(self.model).__name__}: cannot be scanned: {reason}")
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        visible: Sequence[Tensor],
+        masks: Sequence[SkipMask],
+        of: Tensor,
+    ) -> Tensor:
+        """One pass; writes the rows' keys and values behind ``cache.length``, which it leaves where it is.
+
+        Args:
+            tokens: ``[R]`` int64.
+            positions: ``[R]`` int64: where each token stands in its own text.
+            cache: what the rows may see, and they themselves behind it.
+            visible: per layer ``[R, cache.length + R]`` bool; equal layers share one tensor.
+            masks: what is skipped, each for at least one row.
+            of: ``[R]`` int64: the mask of each row.
+
+        Returns:
+            ``[R, V]`` logits.
+        """
+        dtype = self.model.dtype
+        forms: dict[int, Tensor] = {}
+        for mask in visible:
+            if id(mask) not in forms:
+                forms[id(mask)] = (_bias(mask, dtype) if self._additive else mask)[None, None]
+        self._masks = [forms[id(mask)] for mask in visible]
+        for index in range(self.layers):
+            for kind in ("attention", "mlp"):
+                keeps = [not getattr(mask, kind)[index] for mask in masks]
+                if all(keeps) or not any(keeps):
+                    self._keeps[kind, index] = keeps[0]
+                else:
+                    self._keeps[kind, index] = torch.tensor(keeps, device=of.device)[of][None, :, None]
+        return forward(self._twin, tokens, cache, last=tokens.shape[0], positions=positions)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

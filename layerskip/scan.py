@@ -1,0 +1,342 @@
+"""What would a mask do in the real decoder? Known from a few passes over the target's own text, with nothing generated.
+
+Lossless decoding gives the target's own tokens, so drafting can start from every position of a known continuation at once:
+each start is a row of its own (:mod:`layerskip.rows`) that sees the target's states before it and its own draft's behind.
+One pass gives every start its next drafted token; only starts that agreed so far need the next pass. The runs of agreement
+and the draft's confidences then give the rounds of every draft length and stop rule (:mod:`layerskip.replay`): exactly for
+greedy decoding, as expected values where tokens are sampled. A start whose draft goes on behind its first wrong token, which
+only confidence can end, is followed further when a replay asks for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+from .config import StopRule
+from .drafters.stopping import Stopper, confidence
+from .mask import SkipMask
+from .passages import Passage
+from .replay import Counts, Trace, Unknown, count, expect, replay
+from .rows import RowModel
+from .sampling import Sampling, upload
+from .target import Target
+
+_MARGIN = 0.1
+"""An adaptive threshold moves: its drafts are followed somewhat further than where it stands."""
+
+_HOPELESS = 1e-4
+"""Sampling: below this chance of being reached, deeper passes leave a start out."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scan:
+    """One mask on all passages: a trace for each."""
+
+    mask: SkipMask
+    traces: tuple[Trace, ...]
+
+    @property
+    def agreement(self) -> float:
+        """How often the first drafted token is the target's; the expected acceptance where tokens are sampled."""
+        firsts = np.concatenate([trace.kept[:, 0] for trace in self.traces])
+        return float(np.nanmean(firsts)) if len(firsts) else 0.0
+
+
+@dataclass(frozen=True)
+class _Pack:
+    """Some starts of some passages, and a cache that holds the passages' keys and values.
+
+    Args:
+        rows: ``[(passage, start), ...]``.
+        cache: filled with the target's states; its length is their end.
+        offsets: where each passage begins in it.
+    """
+
+    rows: list[tuple[int, int]]
+    cache: KVCache
+    offsets: dict[int, int]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A passage as the target read it.
+
+    Args:
+        tokens: ``[n]`` int64: prompt, continuation, and padding up to the longest continuation.
+        cache: the target's keys and values of them.
+        visible: per layer ``[n, n]`` bool or None, as :meth:`RowModel.read` gives it.
+        chances: ``[N]`` float32: the target's probability of every token of the continuation; empty for greedy decoding.
+    """
+
+    tokens: Tensor
+    cache: KVCache
+    visible: list[Tensor | None]
+    chances: Tensor
+
+
+class Scanner:
+    """Scans masks over passages.
+
+    Args:
+        target: the model that the passages are from.
+        passages: its continuations, as :func:`~layerskip.passages.continue_prompts` gives them.
+        sampling: how they were chosen.
+        depth: the longest draft to look at.
+        max_rows: rows per pass, hence what bounds memory: a pass holds ``[max_rows, V]`` logits and a mask over
+            the keys that they see, and the cache of a pack ``max_rows * depth`` positions beside its passages'.
+
+    Raises:
+        UnsupportedModel: the model's sub-layers cannot be skipped, or rows cannot be told apart in its attention.
+    """
+
+    def __init__(
+        self, target: Target, passages: Sequence[Passage], sampling: Sampling, depth: int = 8, max_rows: int = 256
+    ) -> None:
+        if depth < 1 or max_rows < 1:
+            raise ValueError(f"depth, max_rows: {depth}, {max_rows} are not at least 1")
+        self.target, self.passages, self.sampling = target, tuple(passages), sampling
+        self.depth, self.max_rows = depth, max_rows
+        self._model = RowModel(target.model)
+        with torch.inference_mode():
+            self._texts = [self._read(passage) for passage in self.passages]
+        every = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts) if passage.limit(s) > 0]
+        self._packs = [self._pack(every[i : i + max_rows]) for i in range(0, len(every), max_rows)]
+
+    def _read(self, passage: Passage) -> _Text:
+        missing = passage.max_new_tokens - len(passage.tokens)
+        tokens = upload([*passage.prompt, *passage.tokens, *passage.tokens[-1:] * missing], self.target.device)
+        logits, cache, visible = self._model.read(tokens)
+        chances = logits.new_empty(0, dtype=torch.float32)
+        if not self.sampling.greedy:
+            begin = len(passage.prompt) - 1
+            ends = list(range(begin + 1, begin + 1 + len(passage.tokens)))
+            seen = torch.cat([self._seen(tokens[:end]) for end in ends]) if self.sampling.needs_seen else None
+            probs = self.sampling.distribution(logits[begin : begin + len(ends)], seen)
+            chances = probs.gather(1, tokens[begin + 1 : begin + 1 + len(ends), None])[:, 0]
+        return _Text(tokens, cache, visible, chances)
+
+    def _pack(self, rows: list[tuple[int, int]]) -> _Pack:
+        used = sorted({passage for passage, _ in rows})
+        parts = [(self._texts[p].cache, len(self.passages[p].prompt) + self.passages[p].starts) for p in used]
+        ends = np.cumsum([0] + [size for _, size in parts])
+        copies = max(1, self.max_rows // len(rows))
+        cache = KVCache(self.target.layers, int(ends[-1]) + copies * len(rows) * self.depth, device=self.target.device)
+        cache.take(parts)
+        return _Pack(rows, cache, dict(zip(used, map(int, ends), strict=False)))
+
+    @torch.inference_mode()
+    def scan(self, masks: Sequence[SkipMask], depth: int | None = None) -> list[Scan]:
+        """Scan masks, as many at once as ``max_rows`` allows.
+
+        Args:
+            masks: for the target's number of layers.
+            depth: of the drafts; the scanner's where None.
+        """
+        depth = self.depth if depth is None else min(depth, self.depth)
+        traces = [[self._empty(passage, depth) for passage in self.passages] for _ in masks]
+        for pack in self._packs:
+            at_once = max(1, self.max_rows // len(pack.rows))
+            for first in range(0, len(masks), at_once):
+                some = masks[first : first + at_once]
+                rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
+                for (m, p, s), place, sure, kept in self._draft(pack, some, rows, depth):
+                    trace = traces[first + m][p]
+                    trace.confidence[s, place] = sure
+                    trace.kept[s, place] = kept
+                    trace.agreed[s] += trace.agreed[s] == place and kept == 1.0
+        return [Scan(mask, tuple(found)) for mask, found in zip(masks, traces, strict=True)]
+
+    def counts(self, scan: Scan, draft_length: int, stop: StopRule) -> list[Counts]:
+        """What decoding every passage with a scanned mask takes, passage by passage; an adaptive stop rule carries on.
+
+        Args:
+            scan: as :meth:`scan` gave it; learns what a stop rule asks further.
+            draft_length: at most the scan's depth.
+            stop: when drafts end earlier.
+        """
+        if not self.sampling.greedy:
+            return [expect(p, trace, draft_length, stop) for p, trace in zip(self.passages, scan.traces, strict=True)]
+        return [count(rounds) for rounds in self.rounds(scan, draft_length, stop)]
+
+    def rounds(self, scan: Scan, draft_length: int, stop: StopRule) -> list[list[tuple[int, int, int]]]:
+        """The rounds of greedy decoding, passage by passage, as :func:`~layerskip.replay.replay` gives them.
+
+        Raises:
+            ValueError: tokens are sampled, or the draft length is beyond the scan's depth.
+        """
+        if not self.sampling.greedy:
+            raise ValueError("sampling: single rounds are known for greedy decoding only")
+        if any(trace.depth < draft_length for trace in scan.traces):
+            raise ValueError(f"draft_length: {draft_length} is beyond the scan's depth")
+        stopper = Stopper(stop)
+        found = []
+        for index, passage in enumerate(self.passages):
+            stopper.start()
+            while True:
+                before = copy.copy(stopper)
+                try:
+                    found.append(replay(passage, scan.traces[index], draft_length, stopper))
+                    break
+                except Unknown as unknown:
+                    stopper = before
+                    self._follow(scan, unknown.threshold - _MARGIN * (stop.kind == "adaptive"))
+        return found
+
+    @torch.inference_mode()
+    def _follow(self, scan: Scan, floor: float) -> None:
+        """Follow drafts behind their first wrong token, as long as they are at least so sure of themselves."""
+        for pack in self._packs:
+            rows = [(0, p, s) for p, s in pack.rows if self._is_open(scan.traces[p], self.passages[p].limit(s), s, floor)]
+            if rows:
+                for (_, p, s), place, sure, _ in self._draft(pack, [scan.mask], rows, scan.traces[0].depth, floor):
+                    scan.traces[p].confidence[s, place] = sure
+
+    @staticmethod
+    def _is_open(trace: Trace, limit: int, start: int, floor: float) -> bool:
+        """Whether a draft may still go on: every token that was looked at was sure, and some were not."""
+        sure = trace.confidence[start, :limit]
+        return bool(np.isnan(sure).any()) and not bool((sure < floor).any())
+
+    def _empty(self, passage: Passage, depth: int) -> Trace:
+        shape = (passage.starts, depth)
+        return Trace(np.zeros(passage.starts, dtype=np.int64), np.full(shape, np.nan), np.full(shape, np.nan))
+
+    def _agrees(self, passage: int, start: int, place: int, token: int) -> bool:
+        tokens = self.passages[passage].tokens
+        return start + place + 1 < len(tokens) and tokens[start + place + 1] == token
+
+    def _draft(
+        self,
+        pack: _Pack,
+        masks: Sequence[SkipMask],
+        rows: list[tuple[int, int, int]],
+        depth: int,
+        floor: float | None = None,
+    ) -> Iterator[tuple[tuple[int, int, int], int, float, float]]:
+        """Draft from some starts of a pack.
+
+        Args:
+            masks: what is skipped.
+            rows: ``(mask, passage, start)`` each.
+            depth: the most tokens.
+            floor: drafts go on while they are at least so sure; None lets them go on while they are right.
+
+        Yields:
+            row, place (from 0), the confidence of the token drafted there, and the chance that it is accepted.
+        """
+        verified, device = pack.cache.length, self.target.device
+        branches: list[tuple[Tensor, int]] = []  # of every pass: its rows' numbers, and how far behind the start they stand
+        number = torch.arange(len(rows), device=device)
+        chain = torch.stack([self._texts[p].tokens[len(self.passages[p].prompt) + s] for _, p, s in rows])[:, None]
+        reach = np.ones(len(rows))
+        try:
+            for place in range(depth):
+                here = number.tolist()
+                if not here:
+                    break
+                live = [rows[i] for i in here]
+                visible, positions = self._visible(pack, live, number, branches, place)
+                of = torch.tensor([m for m, _, _ in live], device=device)
+                logits = self._model.run(chain[:, -1], positions, pack.cache, visible, masks, of)
+                branches.append((number, place))
+                pack.cache.length += len(here)
+                sure = confidence(logits).tolist()
+                tokens, kept = self._judge(logits, live, chain, place)
+                for i, row, s, k in zip(here, live, sure, kept, strict=True):
+                    reach[i] *= k
+                    yield row, place, s, k
+                going = [
+                    place + 1 < self.passages[p].limit(s)
+                    and (
+                        certain >= floor
+                        if floor is not None
+                        else chance > _HOPELESS and s + place + 1 < self.passages[p].starts
+                    )
+                    for (_, p, s), certain, chance in zip(live, sure, reach[here], strict=True)
+                ]
+                chosen = torch.tensor(going, device=device)
+                number = number[chosen]
+                chain = torch.cat((chain, tokens[:, None]), 1)[chosen]
+        finally:
+            pack.cache.length = verified
+
+    def _judge(
+        self, logits: Tensor, live: list[tuple[int, int, int]], chain: Tensor, place: int
+    ) -> tuple[Tensor, list[float]]:
+        """The next token of every draft, and the chance that it is accepted; sampled drafts are led along the passage."""
+        seen = None
+        if self.sampling.needs_seen:
+            parts = [
+                self._seen(torch.cat((self._texts[p].tokens[: len(self.passages[p].prompt) + s], own)))
+                for (_, p, s), own in zip(live, chain, strict=True)
+            ]
+            seen = torch.cat(parts)
+        drafted = self.sampling.distribution(logits, seen)
+        if self.sampling.greedy:
+            agree = [self._agrees(p, s, place, token) for (_, p, s), token in zip(live, drafted.tolist(), strict=True)]
+            return drafted, [float(agrees) for agrees in agree]
+        ahead = [(p, s + place + 1) for _, p, s in live]
+        own = torch.stack([self._texts[p].tokens[len(self.passages[p].prompt) + s] for p, s in ahead])
+        q = drafted.gather(1, own[:, None])[:, 0].tolist()
+        p_own = [float(self._texts[p].chances[s]) if s < len(self.passages[p].tokens) else 1.0 for p, s in ahead]
+        return own, [min(1.0, found / chance) if chance > 0 else 1.0 for found, chance in zip(q, p_own, strict=True)]
+
+    def _seen(self, tokens: Tensor) -> Tensor:
+        seen = torch.zeros(1, self.target.vocabulary, dtype=torch.bool, device=tokens.device)
+        seen[0, tokens] = True
+        return seen
+
+    def _visible(
+        self, pack: _Pack, live: list[tuple[int, int, int]], number: Tensor, branches: list[tuple[Tensor, int]], place: int
+    ) -> tuple[list[Tensor], Tensor]:
+        """What the rows of a pass may see, per layer, and where they stand in their own texts."""
+        device = self.target.device
+        starts = [len(self.passages[p].prompt) + s for _, p, s in live]
+        begin = torch.tensor(starts, device=device)
+        positions = begin + place
+        offsets = torch.tensor([pack.offsets[p] for _, p, _ in live], device=device)
+        key = torch.arange(pack.cache.length - sum(len(n) for n, _ in branches), device=device)
+        own = torch.cat([*(n for n, _ in branches), number])
+        behind = torch.cat([torch.full_like(n, at) for n, at in [*branches, (number, place)]])
+        inside = (key >= offsets[:, None]) & (key < (offsets + begin)[:, None])
+        plain = torch.cat((inside, own == number[:, None]), 1)
+        masks: dict[tuple[int, ...], Tensor] = {}
+        found = []
+        for layer in range(self.target.layers):
+            windows = {p: self._texts[p].visible[layer] for p in pack.offsets}
+            kind = tuple(id(window) for window in windows.values())
+            if kind not in masks:
+                masks[kind] = self._windowed(plain, windows, pack, live, behind, place)
+            found.append(masks[kind])
+        return found, positions
+
+    def _windowed(
+        self,
+        plain: Tensor,
+        windows: dict[int, Tensor | None],
+        pack: _Pack,
+        live: list[tuple[int, int, int]],
+        behind: Tensor,
+        place: int,
+    ) -> Tensor:
+        """``plain`` without what a layer's window hides from a row at its position."""
+        if all(window is None for window in windows.values()):
+            return plain
+        size = plain.shape[1] - behind.shape[0]
+        result = plain.clone()
+        for row, (_, p, start) in enumerate(live):
+            window = windows[p]
+            if window is None:
+                continue
+            begin, offset = len(self.passages[p].prompt) + start, pack.offsets[p]
+            width = min(window.shape[1], size - offset)
+            result[row, offset : offset + width] &= window[begin + place, :width]
+            result[row, size:] &= window[begin + place, (begin + behind).clamp_max(window.shape[1] - 1)]
+        return result

@@ -1,0 +1,79 @@
+"""What is a configuration measured on? The seam between a search and the machine that decodes.
+
+A search sees samples, paired prompt by prompt with plain decoding; where they come from is the bench's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.measure import Contender, Decoder, Task, interleave
+from layerskip.measurement import Sample
+
+BASELINE = "baseline"
+
+
+class Bench(Protocol):
+    """Measures configurations side by side."""
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers there are to skip."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether outputs have to be equal token for token, as in float32."""
+        ...
+
+    def compare(
+        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+    ) -> Iterator[dict[str, Sample]]:
+        """Measure configurations and plain decoding, interleaved.
+
+        Args:
+            configs: by name; none of them is called ``baseline``.
+            prompts: at least one.
+            repeats: how often every prompt is decoded.
+            seed: of orders and draws.
+
+        Yields:
+            After every prompt one sample per name, ``baseline`` among them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ModelBench:
+    """The real decoder on a real model.
+
+    Args:
+        target: the model.
+        sampling: how tokens are chosen.
+        max_new_tokens: per prompt and turn.
+    """
+
+    target: Target
+    sampling: Sampling
+    max_new_tokens: int
+
+    @property
+    def layers(self) -> int:
+        """The target's."""
+        return self.target.layers
+
+    @property
+    def exact(self) -> bool:
+        """In float32."""
+        return self.target.dtype == "float32"
+
+    def compare(
+        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+    ) -> Iterator[dict[str, Sample]]:
+        """Decode with each, in an order drawn anew for every prompt; raises as :func:`build_drafter`."""
+        entries = {BASELINE: SpeculativeConfig(), **configs}
+        contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
+        return interleave(self.target, prompts, contenders, Task(self.sampling, self.max_new_tokens, seed), repeats)
