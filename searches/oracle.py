@@ -1,0 +1,198 @@
+"""How fast would a mask decode? Foretold from a scan and a cost profile, before anything is decoded with it.
+
+Foretelling is cheap, not free: what was foretold is kept in a file, mask by mask, so that a search that was interrupted asks
+nothing twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from layerskip import SkipMask, SpeculativeConfig, StopRule
+from layerskip.costs import CostProfile
+from layerskip.replay import Counts
+from layerskip.scan import Scanner
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is foretold of a mask.
+
+    Args:
+        config: the mask with the draft length and stop rule that suit it best.
+        speedup: over plain decoding.
+        agreement: how often the first drafted token is the target's.
+    """
+
+    config: SpeculativeConfig
+    speedup: float
+    agreement: float
+
+
+class Oracle(Protocol):
+    """Foretells speedups of layer skipping."""
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers a mask has."""
+        ...
+
+    @property
+    def profile(self) -> CostProfile:
+        """What everything costs."""
+        ...
+
+    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
+        """How often the first drafted token is the target's, from few positions: the cheapest question of all."""
+        ...
+
+    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+        """The best that each mask can do, from all positions."""
+        ...
+
+    def speedup(self, config: SpeculativeConfig) -> float:
+        """What is foretold of one layer-skip configuration."""
+        ...
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The draft lengths and stop rules to choose from."""
+
+    lengths: tuple[int, int]
+    stops: tuple[StopRule, ...] = (StopRule(),)
+
+
+class ScanOracle:
+    """Foretells by scanning.
+
+    Args:
+        scanner: over the tune prompts' continuations.
+        screen: over few of their positions, for the cheap question.
+        profile: of the same target.
+        choices: what masks may be combined with.
+        folder: keeps what was foretold; belongs to one target, prompt set and profile.
+        on_mask: called after every mask.
+    """
+
+    def __init__(
+        self,
+        scanner: Scanner,
+        screen: Scanner,
+        profile: CostProfile,
+        choices: Choices,
+        folder: Path,
+        on_mask: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._scanner, self._screen, self._profile, self._choices = scanner, screen, profile, choices
+        self._on_mask = on_mask
+        self._agreements = _Memory(folder / "agreements.jsonl")
+        self._counts = _Memory(folder / "counts.jsonl")
+
+    @property
+    def layers(self) -> int:
+        """The target's."""
+        return self._scanner.target.layers
+
+    @property
+    def profile(self) -> CostProfile:
+        """The measured one."""
+        return self._profile
+
+    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
+        """One pass over the screen's positions for each mask that was not asked about before."""
+        for mask in self._new(masks, self._agreements):
+            (scan,) = self._screen.scan([mask], depth=1)
+            self._agreements.add(mask.format(), scan.agreement)
+            self._on_mask()
+        return [float(self._agreements[mask.format()]) for mask in masks]
+
+    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+        """Scan each mask that was not scanned before, and choose the best draft length and stop rule for it."""
+        self._scan(masks)
+        return [self._best(mask) for mask in masks]
+
+    def speedup(self, config: SpeculativeConfig) -> float:
+        """Scan the configuration's mask unless it was scanned, and count its rounds.
+
+        A stop rule that is not among the choices is foretold as the nearest of its kind.
+        """
+        mask = SkipMask.parse(config.mask, self.layers)
+        self._scan([mask])
+        stop = min(
+            self._choices.stops,
+            key=lambda rule: (rule.kind != config.stop.kind, abs(rule.threshold - config.stop.threshold)),
+        )
+        length = min(config.draft_length, self._scanner.depth)
+        return self._profile.speedup(self._read(mask)[length, stop], mask, stop)
+
+    def _scan(self, masks: Sequence[SkipMask]) -> None:
+        new = self._new(masks, self._counts)
+        # As many at once as fit into one pass; kept one by one, so that an interruption loses little.
+        at_once = max(1, self._scanner.max_rows // 64)
+        for first in range(0, len(new), at_once):
+            for scan in self._scanner.scan(new[first : first + at_once]):
+                first_length, last_length = self._choices.lengths
+                found = [
+                    [length, rule, _pack(_sum(self._scanner.counts(scan, length, stop)))]
+                    for length in range(first_length, min(last_length, self._scanner.depth) + 1)
+                    for rule, stop in enumerate(self._choices.stops)
+                ]
+                self._counts.add(scan.mask.format(), {"agreement": scan.agreement, "counts": found})
+                self._on_mask()
+
+    def _new(self, masks: Sequence[SkipMask], memory: _Memory) -> list[SkipMask]:
+        return [mask for mask in dict.fromkeys(masks) if mask.format() not in memory]
+
+    def _read(self, mask: SkipMask) -> dict[tuple[int, StopRule], Counts]:
+        rows = self._counts[mask.format()]["counts"]
+        return {(length, self._choices.stops[rule]): _unpack(found) for length, rule, found in rows}
+
+    def _best(self, mask: SkipMask) -> Prediction:
+        found = {key: self._profile.speedup(counts, mask, key[1]) for key, counts in self._read(mask).items()}
+        (length, stop), speedup = max(found.items(), key=lambda pair: pair[1])
+        config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop)
+        return Prediction(config, speedup, float(self._counts[mask.format()]["agreement"]))
+
+
+class _Memory:
+    """Values by name in a file that grows line by line; a line cut short by a kill is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values: dict[str, Any] = {}
+        if path.exists():
+            data = path.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]
+            if whole != data:
+                path.write_bytes(whole)
+            self._values = dict(json.loads(line) for line in whole.splitlines())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def add(self, name: str, value: Any) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([name, value]) + "\n")
+        self._values[name] = value
+
+
+def _sum(parts: Iterable[Counts]) -> Counts:
+    return sum(parts, Counts())
+
+
+def _pack(counts: Counts) -> list[Any]:
+    return [counts.rounds, counts.drafted, counts.accepted, counts.tokens, list(counts.verified)]
+
+
+def _unpack(values: list[Any]) -> Counts:
+    rounds, drafted, accepted, tokens, verified = values
+    return Counts(rounds, drafted, accepted, tokens, tuple(verified))
