@@ -85,6 +85,11 @@ class SearchSpace:
         object.__setattr__(self, "_bits", bits)
 
     @property
+    def skippable(self) -> tuple[int, ...]:
+        """The layers that are not protected."""
+        return self._bits
+
+    @property
     def arms(self) -> tuple[str, ...]:
         """The kinds that a trial chooses from."""
         chosen = {"none", *self.kinds}
