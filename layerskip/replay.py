@@ -168,7 +168,8 @@ def expect(passage: Passage, trace: Trace, draft_length: int, stop: StopRule) ->
         sure = trace.confidence[start, : max(length - 1, 0)]
         stops = np.flatnonzero([stopper.stops_at(float(value)) for value in sure])
         drafted = int(stops[0]) + 1 if len(stops) else max(length, 0)
-        reached = np.concatenate(([1.0], np.cumprod(trace.kept[start, :drafted])))  # at least so many accepted
+        reached = np.concatenate(([1.0], np.cumprod(np.nan_to_num(trace.kept[start, :drafted]))))
+        # reached: chances of at least so many accepted; where the scan gave up, next to none
         chances = reached - np.append(reached[1:], 0.0)
         for accepted, chance in enumerate(chances):
             visited[min(start + accepted + 1, passage.starts)] += visited[start] * chance

@@ -99,7 +99,7 @@ class RowModel:
         def note(index: int) -> Callable[..., None]:
             def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
                 if "attention_mask" not in kwargs:
-                    raise self._refusal(f"the attention of layer {index} takes no attention_mask")
+                    raise self.refusal(f"the attention of layer {index} takes no attention_mask")
                 seen[index] = kwargs["attention_mask"]
 
             return hook
@@ -126,11 +126,12 @@ class RowModel:
 
     def _visible(self, mask: Tensor, count: int) -> Tensor:
         if mask.ndim != 4 or mask.shape[1] != 1:
-            raise self._refusal(f"its attention mask has the shape {tuple(mask.shape)}")
+            raise self.refusal(f"its attention mask has the shape {tuple(mask.shape)}")
         rows = mask[0, 0, :, :count]
         return rows.clone() if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
 
-    def _refusal(self, reason: str) -> UnsupportedModel:
+    def refusal(self, reason: str) -> UnsupportedModel:
+        """The error that names the model."""
         return UnsupportedModel(f"{type(self.model).__name__}: cannot be scanned: {reason}")
 
     def run(

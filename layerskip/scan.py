@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .cache import KVCache
@@ -30,6 +31,9 @@ from .target import Target
 
 _MARGIN = 0.1
 """An adaptive threshold moves: its drafts are followed somewhat further than where it stands."""
+
+_CHECKED = 8
+"""Starts that the self-check looks at."""
 
 _HOPELESS = 1e-4
 """Sampling: below this chance of being reached, deeper passes leave a start out."""
@@ -72,12 +76,14 @@ class _Text:
         tokens: ``[n]`` int64: prompt, continuation, and padding up to the longest continuation.
         cache: the target's keys and values of them.
         visible: per layer ``[n, n]`` bool or None, as :meth:`RowModel.read` gives it.
-        chances: ``[N]`` float32: the target's probability of every token of the continuation; empty for greedy decoding.
+        confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
+        chances: ``[N]`` float32: its probability of the token itself; empty for greedy decoding.
     """
 
     tokens: Tensor
     cache: KVCache
     visible: list[Tensor | None]
+    confidence: NDArray[np.float64]
     chances: Tensor
 
 
@@ -109,18 +115,43 @@ class Scanner:
         every = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts) if passage.limit(s) > 0]
         self._packs = [self._pack(every[i : i + max_rows]) for i in range(0, len(every), max_rows)]
 
+    def sample(self, rows: int) -> Scanner:
+        """A scanner of about so many starts, evenly spread over all passages: enough to know agreement by, not rounds."""
+        every = [row for pack in self._packs for row in pack.rows]
+        chosen = every[:: max(1, len(every) // rows)]
+        sampled = copy.copy(self)
+        sampled._packs = [sampled._pack(chosen[i : i + self.max_rows]) for i in range(0, len(chosen), self.max_rows)]
+        return sampled
+
+    def check(self) -> None:
+        """Make sure that rows see what decoding does: a draft that skips nothing must be as sure as the target is.
+
+        Raises:
+            UnsupportedModel: it is not.
+        """
+        (scan,) = self.sample(_CHECKED).scan([SkipMask.none(self.target.layers)], depth=2)
+        slack = 1e-3 if self.target.dtype == "float32" else 0.1
+        for text, trace in zip(self._texts, scan.traces, strict=True):
+            for place in range(trace.depth):
+                found = trace.confidence[: trace.confidence.shape[0] - place, place]
+                expected = text.confidence[1 + place :]
+                looked = ~np.isnan(found)
+                if not np.allclose(found[looked], expected[looked], rtol=slack, atol=slack):
+                    raise self._model.refusal("a draft that skips nothing is not what the model itself says")
+
     def _read(self, passage: Passage) -> _Text:
         missing = passage.max_new_tokens - len(passage.tokens)
         tokens = upload([*passage.prompt, *passage.tokens, *passage.tokens[-1:] * missing], self.target.device)
         logits, cache, visible = self._model.read(tokens)
+        begin, end = len(passage.prompt), len(passage.prompt) + len(passage.tokens)
+        logits = logits[begin - 1 : end - 1]
         chances = logits.new_empty(0, dtype=torch.float32)
         if not self.sampling.greedy:
-            begin = len(passage.prompt) - 1
-            ends = list(range(begin + 1, begin + 1 + len(passage.tokens)))
-            seen = torch.cat([self._seen(tokens[:end]) for end in ends]) if self.sampling.needs_seen else None
-            probs = self.sampling.distribution(logits[begin : begin + len(ends)], seen)
-            chances = probs.gather(1, tokens[begin + 1 : begin + 1 + len(ends), None])[:, 0]
-        return _Text(tokens, cache, visible, chances)
+            seen = None
+            if self.sampling.needs_seen:
+                seen = torch.cat([self._seen(tokens[:place]) for place in range(begin, end)])
+            chances = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
+        return _Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances)
 
     def _pack(self, rows: list[tuple[int, int]]) -> _Pack:
         used = sorted({passage for passage, _ in rows})

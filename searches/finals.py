@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import optuna
-from optuna.trial import TrialState
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 
 from .bench import BASELINE, Bench
-from .objective import MeasureSettings, configuration, is_lossless
+from .objective import MeasureSettings
+from .standings import is_lossless, ranking
 
 _FINALS = "finals"
 _LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
@@ -55,16 +55,6 @@ class Finals:
         return next((finalist for finalist in self.finalists if finalist.eligible), plain)
 
 
-def ranking(study: optuna.Study) -> list[tuple[SpeculativeConfig, float]]:
-    """Distinct configurations that drafted and kept the output, by mean speedup over their trials, best first."""
-    values: dict[SpeculativeConfig, list[float]] = {}
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        if trial.value is not None and is_lossless(trial.user_attrs["measurement"]):
-            values.setdefault(configuration(trial), []).append(trial.value)
-    means = [(config, sum(found) / len(found)) for config, found in values.items() if config.kind != "none"]
-    return sorted(means, key=lambda pair: -pair[1])
-
-
 def measure_finals(
     study: optuna.Study,
     bench: Bench,
@@ -74,7 +64,7 @@ def measure_finals(
     on_prompt: Callable[[], None] = lambda: None,
 ) -> Finals:
     """Measure the finalists on held-out prompts, all interleaved; what the study holds already is not measured again."""
-    chosen = ranking(study)[: settings.finalists]
+    chosen = [(standing.config, standing.speedup) for standing in ranking(study)[: settings.finalists]]
     asked = {"configs": [config.to_dict() for config, _ in chosen], "prompts": prompts.digest}
     stored = study.user_attrs.get(_FINALS)
     if stored is None or stored["asked"] != json.loads(json.dumps(asked)):

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.storages import BaseStorage
 from tqdm import tqdm
 
-from layerskip import Export, PromptSet, Sampling, Target
+from layerskip import Export, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.environment import environment
 
 from . import report
 from .application import InputError, run  # first: it sets the environment that the imports below read
 from .bench import ModelBench
 from .finals import Finals, measure_finals
+from .foresight import ScanSettings, foresee
 from .objective import MeasureSettings, Objective, check_seed
+from .oracle import ScanOracle
+from .prior import Prior
+from .proposals import propose
 from .space import SearchSpace
 from .study import (
     StudySettings,
@@ -47,33 +52,54 @@ _WITHOUT_EFFECT = ("outputs", "study", "tracking")
 """Parts of the configuration that do not change what a trial measures."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A composed study: every part of its configuration, made."""
+
+    settings: StudySettings
+    measuring: MeasureSettings
+    scanning: ScanSettings
+    sampling: Sampling
+    target: Target
+    prompts: PromptSet
+    space: SearchSpace
+    seed: int
+    outputs: Path
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Plan:
+        """Make the parts, the cheap ones first, so that a mistake in them is told at once."""
+        check_seed(config.seed)
+        settings, measuring, scanning = (instantiate(config[part]) for part in ("study", "measure", "scan"))
+        sampling: Sampling = instantiate(config.sampling)
+        prompts: PromptSet = instantiate(config.prompts)
+        prompts.split()  # refuses a set that is too small to hold anything out
+        target: Target = instantiate(config.target)
+        for item in prompts:
+            target.encode(item.messages())  # a chat template that refuses one shall do so now
+        space: SearchSpace = instantiate(config.space, layers=target.layers)
+        return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, Path(config.outputs))
+
+
 def search(config: DictConfig) -> Finals:
     """Run a composed study to its end; see ``conf/layerskip.yaml``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    check_seed(config.seed)
-    settings: StudySettings = instantiate(config.study)
-    measuring: MeasureSettings = instantiate(config.measure)
-    sampling: Sampling = instantiate(config.sampling)
-    prompts: PromptSet = instantiate(config.prompts)
-    tune, held_out = prompts.split()
-    target: Target = instantiate(config.target)
-    for item in prompts:
-        target.encode(item.messages())  # a chat template that refuses one shall do so now
-    space: SearchSpace = instantiate(config.space, layers=target.layers)
-    flat = describe(config, target, prompts)
-    name = settings.name or default_name(config, flat)
-    folder = Path(config.outputs) / name
+    plan = Plan.of(config)
+    flat = describe(config, plan.target, plan.prompts)
+    name = plan.settings.name or default_name(config, flat)
+    folder = plan.outputs / name
     check_space(folder)
-    database, tracker = _connect(config, settings.storage)
+    database, tracker = _connect(config, plan.settings.storage)
     with locked(folder):
-        storage = database or open_journal(Path(settings.storage or folder / "journal.log"))
+        storage = database or open_journal(Path(plan.settings.storage or folder / "journal.log"))
         study = open_study(name, storage, instantiate(config.pruner), flat)
         # A resumed sampler must not draw once more what it drew before.
         study.sampler = instantiate(config.sampler, seed=config.seed + len(study.trials))
-        tracker.open_study(name, study_id(study), flat, environment(target.device) | {"prompts_digest": prompts.digest})
+        described = environment(plan.target.device) | {"prompts_digest": plan.prompts.digest}
+        tracker.open_study(name, study_id(study), flat, described)
         tracker.log_text(_composed(config), "config.yaml")
         try:
-            return _search(study, tracker, folder, config.seed, settings, measuring, sampling, target, space, tune, held_out)
+            return _search(plan, study, tracker, folder)
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to tell
                 tracker.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
@@ -97,26 +123,18 @@ def _composed(config: DictConfig) -> str:
     return OmegaConf.to_yaml(shown, resolve=True)
 
 
-def _search(
-    study: optuna.Study,
-    tracker: Tracker,
-    folder: Path,
-    seed: int,
-    settings: StudySettings,
-    measuring: MeasureSettings,
-    sampling: Sampling,
-    target: Target,
-    space: SearchSpace,
-    tune: PromptSet,
-    held_out: PromptSet,
-) -> Finals:
-    bench = ModelBench(target, sampling, measuring.max_new_tokens)
-    prepare(study, space)
+def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> Finals:
+    tune, held_out = plan.prompts.split()
+    measuring, settings = plan.measuring, plan.settings
+    oracle = _foresee(plan, tune, folder)
+    prepare(study, plan.space, _propose(oracle, plan))
     for trial in finished(study):
         tracker.record(trial)
     print(f"study {study.study_name}: {len(finished(study))} of {settings.n_trials} trials are there", flush=True)
+    bench = ModelBench(plan.target, plan.sampling, measuring.max_new_tokens)
+    prior = None if oracle is None else Prior(oracle)
     with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
-        objective = Objective(bench, space, tune.take(measuring.prompts), measuring, seed, bar.refresh)
+        objective = Objective(bench, plan.space, tune.take(measuring.prompts), measuring, plan.seed, bar.refresh, prior)
 
         def on_trial(trial: optuna.trial.FrozenTrial) -> None:
             tracker.record(trial)
@@ -132,26 +150,37 @@ def _search(
     final_prompts = held_out.take(measuring.held_out_prompts)
     rounds = len(final_prompts) * measuring.held_out_repeats
     with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:
-        finals = measure_finals(study, bench, final_prompts, measuring, seed, bar.update)
-    _publish(study, tracker, finals, folder, sampling, target, final_prompts)
+        finals = measure_finals(study, bench, final_prompts, measuring, plan.seed, bar.update)
+    _publish(plan, study, tracker, finals, folder, final_prompts)
     return finals
 
 
-def _publish(
-    study: optuna.Study,
-    tracker: Tracker,
-    finals: Finals,
-    folder: Path,
-    sampling: Sampling,
-    target: Target,
-    prompts: PromptSet,
-) -> None:
+def _foresee(plan: Plan, tune: PromptSet, folder: Path) -> ScanOracle | None:
+    """An oracle, where layer skipping is searched and scanning is asked for."""
+    scanning, measuring = plan.scanning, plan.measuring
+    if not scanning.enabled or "layer_skip" not in plan.space.arms:
+        return None
+    prompts = tune.take(scanning.prompts)
+    return foresee(
+        plan.target, prompts, plan.sampling, measuring.max_new_tokens, plan.space, scanning, plan.outputs, folder, plan.seed
+    )
+
+
+def _propose(oracle: ScanOracle | None, plan: Plan) -> list[SpeculativeConfig]:
+    if oracle is None:
+        return []
+    with tqdm(total=plan.scanning.proposals.screened, unit="mask", desc="scan", disable=None) as bar:
+        return [found.config for found in propose(oracle, plan.space, plan.scanning.proposals, bar.update)]
+
+
+def _publish(plan: Plan, study: optuna.Study, tracker: Tracker, finals: Finals, folder: Path, prompts: PromptSet) -> None:
     """Write the report and the export, and log both."""
-    winner = finals.winner
+    winner, target = finals.winner, plan.target
     spent = sum(t.user_attrs.get("seconds", 0.0) for t in finished(study)) + finals.seconds
     found = {"study": study.study_name, "trials": len(finished(study)), "seconds": spent, "mlflow_run_id": tracker.run_id}
     evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest}
-    export = Export(Export.describe(target), winner.config, sampling, evidence, environment(target.device), search=found)
+    where = environment(target.device)
+    export = Export(Export.describe(target), winner.config, plan.sampling, evidence, where, search=found)
     export.save(folder / "best.json")
     text = report.summary(study, finals)
     (folder / "report.md").write_text(text, encoding="utf-8")

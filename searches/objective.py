@@ -12,7 +12,6 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import optuna
 import torch
@@ -22,6 +21,7 @@ from layerskip.measurement import Sample, pair_speedup
 
 from .application import InputError
 from .bench import BASELINE, Bench
+from .prior import PREDICTED, Prior
 from .space import SearchSpace
 
 _CANDIDATE = "candidate"
@@ -70,6 +70,7 @@ class Objective:
         settings: how much is decoded.
         seed: of orders and draws.
         on_prompt: called after every prompt, for a progress bar.
+        prior: says which suggestions are not worth running; None runs all.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class Objective:
         settings: MeasureSettings,
         seed: int,
         on_prompt: Callable[[], None] = lambda: None,
+        prior: Prior | None = None,
     ) -> None:
+        self.prior = prior
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
 
@@ -95,6 +98,12 @@ class Objective:
         trial.set_user_attr("config", config.to_dict())
         start = time.monotonic()
         rows: list[dict[str, Sample]] = []
+        judgement = self.prior.judge(trial.study, config) if self.prior is not None else None
+        if judgement is not None:
+            trial.set_user_attr(PREDICTED, judgement.predicted)
+            if judgement.hopeless:
+                self._record(trial, Measurement.of(rows, BASELINE, _CANDIDATE), judgement.reason(), time.monotonic() - start)
+                raise optuna.TrialPruned(judgement.reason())
         reason = None
         try:
             reason = self._measure(trial, config, rows)
@@ -157,13 +166,3 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def configuration(trial: optuna.trial.FrozenTrial) -> SpeculativeConfig:
-    """The configuration that a finished trial measured."""
-    return SpeculativeConfig.from_dict(trial.user_attrs["config"])
-
-
-def is_lossless(measurement: dict[str, Any]) -> bool:
-    """Whether a measurement's outputs were the baseline's, near-ties in half precision included."""
-    return measurement["losslessness"]["verdict"] in ("exact", "near_tie")

@@ -6,7 +6,6 @@ nothing twice.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs import CostProfile
 from layerskip.replay import Counts
 from layerskip.scan import Scanner
+
+from .kept import Kept
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class ScanOracle:
     ) -> None:
         self._scanner, self._screen, self._profile, self._choices = scanner, screen, profile, choices
         self._on_mask = on_mask
-        self._agreements = _Memory(folder / "agreements.jsonl")
-        self._counts = _Memory(folder / "counts.jsonl")
+        self._agreements = Kept(folder / "agreements.jsonl")
+        self._counts = Kept(folder / "counts.jsonl")
 
     @property
     def layers(self) -> int:
@@ -145,7 +146,7 @@ class ScanOracle:
                 self._counts.add(scan.mask.format(), {"agreement": scan.agreement, "counts": found})
                 self._on_mask()
 
-    def _new(self, masks: Sequence[SkipMask], memory: _Memory) -> list[SkipMask]:
+    def _new(self, masks: Sequence[SkipMask], memory: Kept) -> list[SkipMask]:
         return [mask for mask in dict.fromkeys(masks) if mask.format() not in memory]
 
     def _read(self, mask: SkipMask) -> dict[tuple[int, StopRule], Counts]:
@@ -157,32 +158,6 @@ class ScanOracle:
         (length, stop), speedup = max(found.items(), key=lambda pair: pair[1])
         config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop)
         return Prediction(config, speedup, float(self._counts[mask.format()]["agreement"]))
-
-
-class _Memory:
-    """Values by name in a file that grows line by line; a line cut short by a kill is dropped."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._values: dict[str, Any] = {}
-        if path.exists():
-            data = path.read_bytes()
-            whole = data[: data.rfind(b"\n") + 1]
-            if whole != data:
-                path.write_bytes(whole)
-            self._values = dict(json.loads(line) for line in whole.splitlines())
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def add(self, name: str, value: Any) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([name, value]) + "\n")
-        self._values[name] = value
 
 
 def _sum(parts: Iterable[Counts]) -> Counts:

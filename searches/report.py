@@ -18,7 +18,7 @@ from layerskip import SkipMask, SpeculativeConfig
 from layerskip.mask import count
 
 from .finals import Finals
-from .objective import configuration
+from .standings import configuration
 from .study import finished
 
 matplotlib.use("Agg")

@@ -153,8 +153,10 @@ class SearchSpace:
             found[f"{prefix}_threshold"] = stop.threshold
         return found
 
-    def starting_points(self) -> list[SpeculativeConfig]:
+    def starting_points(self, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
         """What a study tries first: no drafting, one of each cheap drafter, single skips, contiguous runs, sparse masks.
+
+        What is proposed comes before the masks that merely have structure.
 
         Random masks skip half of all sub-layers and never recover; structure is where a search can start from.
         """
@@ -163,6 +165,7 @@ class SearchSpace:
             points += [self._lookup(8, 3), self._lookup(4, 2)]
         if "draft_model" in self.arms:
             points += [SpeculativeConfig("draft_model", self._clip(4, self.model_length), draft=d) for d in self.drafts]
+        points += proposed
         if "layer_skip" in self.arms:
             points += [self._skip(mask) for mask in (*self.masks, *self._structured_masks())]
         return list(dict.fromkeys(points))

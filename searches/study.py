@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ import sqlalchemy
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
+
+from layerskip import SpeculativeConfig
 
 from .application import InputError
 from .objective import Objective
@@ -143,7 +145,7 @@ def open_study(
     return study
 
 
-def prepare(study: optuna.Study, space: SearchSpace) -> None:
+def prepare(study: optuna.Study, space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> None:
     """Queue the choices of trials that were killed or interrupted again, and the starting points that were not yet."""
     trials = study.get_trials(deepcopy=False)
     again = {trial.user_attrs["retry_of"] for trial in trials if "retry_of" in trial.user_attrs}
@@ -157,7 +159,7 @@ def prepare(study: optuna.Study, space: SearchSpace) -> None:
                 study.enqueue_trial(choices, user_attrs={"retry_of": trial.number})
         if trial.state == TrialState.RUNNING:
             study.tell(trial.number, state=TrialState.FAIL)
-    for config in space.starting_points():
+    for config in space.starting_points(proposed):
         study.enqueue_trial(space.params(config), skip_if_exists=True)
 
 

@@ -2,76 +2,184 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import random
+from collections.abc import Sequence
 
 import pytest
+import torch
 
 import layerskip
+from layerskip.anatomy import UnsupportedModel
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decode import decode
+from layerskip.drafters.base import NoDraft
 from layerskip.drafters.build import build_drafter
 from layerskip.mask import SkipMask
-from layerskip.passages import Passage
+from layerskip.passages import Passage, continue_prompts
+from layerskip.prompts import PromptSet
 from layerskip.sampling import Sampling
 from layerskip.scan import Scanner
 from layerskip.target import Target
 from tests.families import build
 
-STOPS = (StopRule(), StopRule("threshold", 0.2), StopRule("threshold", 0.05), StopRule("adaptive", 0.1))
-NEW = 24
 Rounds = list[list[tuple[int, int, int]]]
+THRESHOLDS = (0.05, 0.1, 0.3)
+STOPS = (StopRule(), *(StopRule("threshold", value) for value in THRESHOLDS), StopRule("adaptive", 0.1))
+GREEDY = Sampling()
+FAMILIES = [
+    "cohere",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "llama4_text",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi",
+    "qwen3",
+]
 
 
-def _passages(target: Target, prompts: list[list[int]], sampling: Sampling = Sampling()) -> list[Passage]:
-    found = []
-    for index, prompt in enumerate(prompts):
-        out = layerskip.generate(target, prompt, sampling=sampling, max_new_tokens=NEW, seed=index)
-        found.append(Passage(str(index), "test", tuple(prompt), tuple(out.tokens), NEW))
-    return found
+def _passage(target: Target, number: int, prompt: Sequence[int], sampling: Sampling, new: int) -> Passage:
+    tokens = decode(target, NoDraft(), prompt, sampling, new, seed=number).tokens
+    return Passage(str(number), "test", tuple(prompt), tuple(tokens), new)
 
 
-def _decoded(target: Target, passages: list[Passage], config: SpeculativeConfig, sampling: Sampling) -> Rounds:
+def _rounds(target: Target, passages: Sequence[Passage], config: SpeculativeConfig, sampling: Sampling) -> Rounds:
     drafter = build_drafter(config, target)
     found = []
     for passage in passages:
-        out = decode(target, drafter, list(passage.prompt), sampling, passage.max_new_tokens)
+        out = decode(target, drafter, passage.prompt, sampling, passage.max_new_tokens)
         assert tuple(out.tokens) == passage.tokens
         found.append([(r.drafted, r.accepted, r.committed) for r in out.stats.rounds])
     return found
 
 
-def _random_mask(layers: int, source: random.Random) -> SkipMask:
-    share = source.choice((0.1, 0.3))
-    return SkipMask(*(tuple(source.random() < share for _ in range(layers)) for _ in range(2)))
-
-
-FAMILIES = [
-    "llama",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "mistral",
-    "phi",
-    "gpt2",
-    "gpt_neox",
-    "olmo2",
-    "cohere",
-    "mixtral",
-    "stablelm",
-]
+def _random_mask(layers: int, source: random.Random, share: float, first: int = 0) -> SkipMask:
+    flags = [tuple(i >= first and source.random() < share for i in range(layers)) for _ in range(2)]
+    return SkipMask(*flags)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_scan_replays_the_real_decoder(family: str) -> None:
+def test_a_scan_replays_the_real_decoder(family: str) -> None:
+    """Prompts are longer than the windows of tests.families, and some continuations end early."""
     target = Target(build(family))
     source = random.Random(family)
     prompts = [[source.randrange(3, 64) for _ in range(length)] for length in (5, 13, 9)]
-    passages = _passages(target, prompts)
-    scanner = Scanner(target, passages, Sampling(), depth=8, max_rows=40)
-    masks = [_random_mask(target.layers, source) for _ in range(4)]
-    for mask, scan in zip(masks, scanner.scan(masks), strict=True):
-        for length in (1, 3, 8):
+    passages = [_passage(target, i, prompt, GREEDY, 20) for i, prompt in enumerate(prompts)]
+    scanner = Scanner(target, passages, GREEDY, depth=6, max_rows=40)
+    scanner.check()
+    masks = [_random_mask(target.layers, source, share) for share in (0.1, 0.3)] + [SkipMask.none(target.layers)]
+    for scan in scanner.scan(masks):
+        for length, stop in ((1, STOPS[0]), (6, STOPS[0]), *((source.randint(2, 6), stop) for stop in STOPS[1:])):
+            config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
+            assert scanner.rounds(scan, length, stop) == _rounds(target, passages, config, GREEDY), config.label()
+
+
+def test_a_continuation_that_ends_inside_a_draft(tiny_target: Target) -> None:
+    plain = _passage(tiny_target, 0, [5, 6, 7, 8], GREEDY, 12)
+    for end in range(2, 9):
+        eos = frozenset({plain.tokens[end]})
+        tokens = plain.tokens[: plain.tokens.index(plain.tokens[end]) + 1]
+        passage = Passage("0", "test", plain.prompt, tokens, 12)
+        scanner = Scanner(tiny_target, [passage], GREEDY, depth=5)
+        for mask in (SkipMask.none(tiny_target.layers), SkipMask.parse("mlp:1", tiny_target.layers)):
+            (scan,) = scanner.scan([mask])
             for stop in STOPS:
-                config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop)
-                expected = _decoded(target, passages, config, Sampling())
-                assert scanner.rounds(scan, length, stop) == expected, config.label()
+                drafter = build_drafter(SpeculativeConfig("layer_skip", 5, mask=mask.format(), stop=stop), tiny_target)
+                out = decode(tiny_target, drafter, passage.prompt, GREEDY, 12, eos_ids=eos)
+                expected = [(r.drafted, r.accepted, r.committed) for r in out.stats.rounds]
+                assert scanner.rounds(scan, 5, stop) == [expected]
+
+
+def test_a_repetition_penalty_counts_each_rows_own_tokens(tiny_target: Target) -> None:
+    sampling = Sampling(repetition_penalty=1.7)
+    passages = [_passage(tiny_target, i, [5 + i, 6, 7, 8], sampling, 14) for i in range(2)]
+    scanner = Scanner(tiny_target, passages, sampling, depth=4)
+    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("attention:0", "layers:1")]
+    for scan in scanner.scan(masks):
+        for stop in STOPS[:2]:
+            config = SpeculativeConfig("layer_skip", 4, mask=scan.mask.format(), stop=stop)
+            assert scanner.rounds(scan, 4, stop) == _rounds(tiny_target, passages, config, sampling)
+
+
+def test_masks_scanned_at_once_are_those_scanned_alone(tiny_target: Target) -> None:
+    passages = [_passage(tiny_target, i, [9, 8, 7 + i], GREEDY, 10) for i in range(3)]
+    source = random.Random(1)
+    masks = [_random_mask(tiny_target.layers, source, 0.3) for _ in range(5)]
+    together = Scanner(tiny_target, passages, GREEDY, depth=4, max_rows=1000).scan(masks)
+    alone = Scanner(tiny_target, passages, GREEDY, depth=4, max_rows=7)
+    for mask, scan in zip(masks, together, strict=True):
+        (single,) = alone.scan([mask])
+        for one, other in zip(scan.traces, single.traces, strict=True):
+            assert (one.agreed == other.agreed).all()
+            torch.testing.assert_close(torch.tensor(one.confidence), torch.tensor(other.confidence), equal_nan=True)
+
+
+def test_expected_counts_are_the_mean_of_sampled_decoding(tiny_target: Target) -> None:
+    """Over many sampled continuations, against as many real decodings with draws of their own."""
+    sampling, prompt, new, length = Sampling(temperature=0.7, top_k=6), [5, 6, 7], 7, 3
+    mask = SkipMask.parse("attention:0;mlp:1", tiny_target.layers)
+    passages = [_passage(tiny_target, seed, prompt, sampling, new) for seed in range(400)]
+    scanner = Scanner(tiny_target, passages, sampling, depth=length, max_rows=2048)
+    (scan,) = scanner.scan([mask])
+    expected = scanner.counts(scan, length, StopRule())
+    drafter = build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format()), tiny_target)
+    real = [decode(tiny_target, drafter, prompt, sampling, new, seed=10_000 + seed).stats for seed in range(400)]
+    for name, found in (
+        ("rounds", [float(len(stats.rounds)) for stats in real]),
+        ("accepted", [float(stats.accepted) for stats in real]),
+    ):
+        means = [torch.tensor(values, dtype=torch.float64) for values in ([getattr(c, name) for c in expected], found)]
+        spread = math.sqrt(sum(float(values.var()) / len(values) for values in means))
+        assert abs(float(means[0].mean() - means[1].mean())) < 4 * spread, name
+    assert 0.05 < sum(c.accepted for c in expected) / sum(c.drafted for c in expected) < 0.95
+
+
+def test_a_family_whose_rows_cannot_be_told_apart_is_refused() -> None:
+    target = Target(build("gpt_neo"))  # it cuts its own mask out of a square one
+    passages = [_passage(target, 0, [5, 6, 7], GREEDY, 8)]
+    with pytest.raises(UnsupportedModel, match="GPTNeoForCausalLM: cannot be scanned"):
+        Scanner(target, passages, GREEDY).check()
+
+
+def test_continuations_are_made_once(tiny_target: Target, tmp_path: object) -> None:
+    prompts = PromptSet.of(["one two", "three"])
+    heard: list[int] = []
+    first = continue_prompts(tiny_target, prompts, GREEDY, 6, folder=tmp_path)  # type: ignore[arg-type]
+    again = continue_prompts(tiny_target, prompts, GREEDY, 6, folder=tmp_path, on_prompt=lambda: heard.append(1))  # type: ignore[arg-type]
+    other = continue_prompts(tiny_target, prompts, GREEDY, 5, folder=tmp_path)  # type: ignore[arg-type]
+    assert first == again
+    assert len(heard) == 2
+    assert [p.tokens[:5] for p in first] == [p.tokens for p in other]
+    assert list(first[0].tokens) == layerskip.generate(tiny_target, "one two", max_new_tokens=6).tokens
+
+
+def test_smollm2_is_replayed(smollm2: Target) -> None:
+    """Random masks on tune prompts; each pair of them takes another draft length and stop rule, until all were taken.
+
+    ``LAYERSKIP_ALL_PROMPTS=1`` takes 20 masks on all tune prompts instead of a few.
+    """
+    everything = os.environ.get("LAYERSKIP_ALL_PROMPTS") == "1"
+    count, new = (20, 32) if everything else (4, 16)
+    tune = PromptSet.packaged().split()[0].take(None if everything else 3)
+    passages = list(continue_prompts(smollm2, tune, GREEDY, new))
+    scanner = Scanner(smollm2, passages, GREEDY, depth=8)
+    source = random.Random(0)
+    masks = [_random_mask(smollm2.layers, source, source.choice((0.03, 0.08, 0.2)), first=1) for _ in range(count)]
+    stops = [StopRule(), *(StopRule("threshold", value) for value in (0.2, 0.5, 0.8))]
+    turns = itertools.cycle(itertools.product(range(1, 9), stops))
+    for scan in scanner.scan(masks):
+        for index, passage in enumerate(passages):
+            length, stop = next(turns)
+            config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
+            assert scanner.rounds(scan, length, stop)[index] == _rounds(smollm2, [passage], config, GREEDY)[0], (
+                config.label()
+            )

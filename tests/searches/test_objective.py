@@ -13,9 +13,10 @@ from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.draft import Draft
 from layerskip.drafters.prompt_lookup import PromptLookup
 from searches.bench import ModelBench
-from searches.finals import measure_finals, ranking
+from searches.finals import measure_finals
 from searches.objective import MeasureSettings, Objective, OutputChanged
 from searches.space import SearchSpace
+from searches.standings import ranking
 from searches.study import StudySettings, finished, run_trials
 
 SETTINGS = MeasureSettings(max_new_tokens=8, prompts=2, finalists=2)
@@ -92,14 +93,16 @@ def test_a_changed_float32_output_stops_everything(tiny_target: Target, monkeypa
         _run(study, objective, 1)
 
 
-def test_the_same_configuration_twice_is_ranked_once_by_its_mean(tiny_target: Target) -> None:
+def test_replicates_of_a_configuration_are_pooled(tiny_target: Target) -> None:
     other = SpeculativeConfig("prompt_lookup", 2, ngram_min=1, ngram_max=1)
     study, objective = _study(tiny_target, LOOKUP, other, LOOKUP, SpeculativeConfig())
     _run(study, objective, 4)
-    values = [trial.value for trial in study.trials]
-    ranked = dict(ranking(study))
+    ranked = {standing.config: standing for standing in ranking(study)}
     assert set(ranked) == {LOOKUP, other}
-    assert ranked[LOOKUP] == pytest.approx((values[0] + values[2]) / 2)
+    found = [study.trials[number].user_attrs["measurement"] for number in (0, 2)]
+    seconds, baseline = (sum(part[name] for part in found) for name in ("decode_seconds", "baseline_decode_seconds"))
+    assert ranked[LOOKUP].speedup == pytest.approx(baseline / seconds)
+    assert (ranked[LOOKUP].complete, ranked[LOOKUP].last) == (2, 2)
 
 
 def test_finals_are_measured_once_and_without_a_clear_win_no_drafting_wins(

@@ -1,0 +1,140 @@
+"""What is learnt before the first trial: the target's own continuations, what everything costs, and an oracle over both.
+
+All of it is kept: continuations and cost profiles in the outputs folder for every study, scans in the study's own folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from layerskip import PromptSet, Sampling, StopRule, Target, UnsupportedModel
+from layerskip.costs import CostProfile, profile_costs
+from layerskip.environment import environment
+from layerskip.files import write_json
+from layerskip.passages import Passage, continue_prompts
+from layerskip.scan import Scanner
+
+from .application import InputError
+from .oracle import Choices, ScanOracle
+from .proposals import ProposalSettings
+from .space import SearchSpace
+
+_CONTEXT_STEP = 64
+"""Contexts are rounded to it, so that like prompt sets share a profile."""
+
+
+@dataclass(frozen=True)
+class ScanSettings:
+    """How much is foretold.
+
+    Args:
+        enabled: whether anything is.
+        prompts: tune prompts whose continuations are scanned; None takes all.
+        screened_rows: positions of them that the first question about a mask is answered from.
+        max_rows: rows per pass, which bounds the memory of a scan; None takes 256 on a CPU and 2048 elsewhere.
+        thresholds: of the stop rule ``threshold``, tried with every scanned mask.
+        profile_repeats: how often every part of a round is timed.
+        proposals: how many masks are asked about, scanned and enqueued.
+    """
+
+    enabled: bool = True
+    prompts: int | None = 8
+    screened_rows: int = 128
+    max_rows: int | None = None
+    thresholds: Sequence[float] = (0.3, 0.6)
+    profile_repeats: int = 12
+    proposals: ProposalSettings = field(default_factory=ProposalSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "screened_rows", "max_rows", "profile_repeats"):
+            value = getattr(self, name)
+            if value is None and name in ("prompts", "max_rows"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"scan.{name}: {value!r} is not a whole number of at least 1")
+        for value in self.thresholds:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise InputError(f"scan.thresholds: {value!r} is not a number from 0 to 1")
+
+
+def foresee(
+    target: Target,
+    prompts: PromptSet,
+    sampling: Sampling,
+    max_new_tokens: int,
+    space: SearchSpace,
+    settings: ScanSettings,
+    outputs: Path,
+    folder: Path,
+    seed: int,
+) -> ScanOracle | None:
+    """An oracle for a study; None, said in a line, for a model that decodes but cannot be scanned.
+
+    Args:
+        outputs: continuations and profiles are kept in it.
+        folder: scans are kept in it.
+    """
+    with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
+        passages = continue_prompts(target, prompts, sampling, max_new_tokens, seed, outputs / "continuations", bar.update)
+    passages = tuple(passage for passage in passages if passage.starts > 0)
+    if not passages:
+        print("scan: every continuation ends at once; there is nothing to scan")
+        return None
+    rows = settings.max_rows or (256 if target.device.type == "cpu" else 2048)
+    depth = space.skip_length[1]
+    try:
+        scanner = Scanner(target, passages, sampling, depth, rows)
+        scanner.check()
+    except UnsupportedModel as error:
+        print(f"scan: {error}; every trial is run")
+        return None
+    profile = cost_profile(target, passages, depth, sampling, settings.profile_repeats, outputs)
+    stops = [StopRule()] if "length" in space.stops else []
+    if {"threshold", "adaptive"} & set(space.stops):
+        stops += [StopRule("threshold", float(value)) for value in settings.thresholds]
+    asked = {
+        "target": target.digest,
+        "passages": [dataclasses.astuple(passage) for passage in passages],
+        "sampling": sampling.to_dict(),
+        "choices": [space.skip_length, [stop.to_dict() for stop in stops]],
+        "screened_rows": settings.screened_rows,
+    }
+    kept = folder / f"scans-{_digest(asked)}"
+    choices = Choices((space.skip_length[0], space.skip_length[1]), tuple(stops))
+    return ScanOracle(scanner, scanner.sample(settings.screened_rows), profile, choices, kept)
+
+
+def cost_profile(
+    target: Target, passages: Sequence[Passage], longest: int, sampling: Sampling, repeats: int, outputs: Path
+) -> CostProfile:
+    """The profile of a target at the context that passages have, measured unless it is kept in the outputs folder."""
+    mean = statistics.fmean(len(passage.prompt) + len(passage.tokens) / 2 for passage in passages)
+    context = _CONTEXT_STEP * max(1, round(mean / _CONTEXT_STEP))
+    where = environment(target.device)
+    asked = {
+        "target": target.digest,
+        "context": context,
+        "longest": longest,
+        "greedy": sampling.greedy,
+        "where": {name: where[name] for name in ("device", "device_name", "threads", "versions")},
+    }
+    file = outputs / "profiles" / f"{_digest(asked)}.json"
+    if file.exists():
+        return CostProfile.from_dict(json.loads(file.read_text(encoding="utf-8"))["profile"])
+    with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
+        profile = profile_costs(target, context, longest, sampling, repeats, on_repeat=bar.update)
+    write_json(file, {"asked": asked, "profile": profile.to_dict()})
+    return profile
+
+
+def _digest(asked: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,138 @@
+"""How well are speedups foretold? Predictions against real decoding, over many masks and draft lengths.
+
+``python -m searches.foretell`` scans masks of every make, decodes with each at several draft lengths on the same prompts,
+and compares: Spearman's rank correlation, as a search needs the order, and the median absolute error. It works on any target
+that can be scanned; what is measured is kept, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra.utils import instantiate
+from matplotlib.figure import Figure
+from omegaconf import DictConfig
+from scipy.stats import spearmanr
+from tqdm import tqdm
+
+from layerskip import Export, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip.environment import environment
+from layerskip.files import write_json
+
+from .application import InputError, run  # first: it sets the environment that the imports below read
+from .bench import BASELINE, ModelBench
+from .foresight import ScanSettings, foresee
+from .kept import Kept
+from .objective import MeasureSettings, check_seed
+from .oracle import Oracle
+from .proposals import flip, published_masks
+from .proposals import run as contiguous
+from .space import SearchSpace
+
+
+def foretell(config: DictConfig) -> dict[str, Any]:
+    """Compare predictions with measurements; see ``conf/foretell.yaml``."""
+    check_seed(config.seed)
+    measuring: MeasureSettings = instantiate(config.measure)
+    scanning: ScanSettings = instantiate(config.scan)
+    sampling: Sampling = instantiate(config.sampling)
+    tune, _ = instantiate(config.prompts).split()
+    prompts: PromptSet = tune.take(measuring.prompts)
+    target: Target = instantiate(config.target)
+    lengths = tuple(sorted(config.lengths))
+    if not lengths or lengths[0] < 1:
+        raise InputError(f"lengths: {list(lengths)} are not draft lengths")
+    space: SearchSpace = instantiate(config.space, layers=target.layers, skip_length=(lengths[0], lengths[-1]))
+    outputs = Path(config.outputs)
+    folder = outputs / "foretold"
+    oracle = foresee(target, prompts, sampling, measuring.max_new_tokens, space, scanning, outputs, folder, config.seed)
+    if oracle is None:
+        raise InputError("target: it cannot be scanned, so there is nothing to compare")
+    bench = ModelBench(target, sampling, measuring.max_new_tokens)
+    measured = Kept(folder / f"measured-{target.digest[:8]}-{prompts.digest[:8]}-{measuring.max_new_tokens}.jsonl")
+    points = []
+    for mask in tqdm(_masks(oracle, space, config.masks, config.seed), unit="mask", desc="decoding", disable=None):
+        configs = {str(length): SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in lengths}
+        name = f"{mask.format()} {lengths}"
+        if name not in measured:
+            rows = list(bench.compare(configs, prompts, measuring.repeats, config.seed))
+            measured.add(name, {length: Measurement.of(rows, BASELINE, length).speedup for length in configs})
+        for length, found in configs.items():
+            pair = {"predicted": oracle.speedup(found), "measured": measured[name][length]}
+            points.append({"mask": mask.format(), "draft_length": int(length)} | pair)
+    record = {
+        "schema": "layerskip.foretold/1",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "target": Export.describe(target),
+        "environment": environment(target.device),
+        "prompts": {"count": len(prompts), "digest": prompts.digest},
+        "max_new_tokens": measuring.max_new_tokens,
+        "profile": oracle.profile.to_dict(),
+        "points": points,
+    } | agreement(points)
+    path = Path(config.record or outputs / "foretold.json")
+    write_json(path, record)
+    draw(record, path.with_suffix(".png"))
+    print(
+        f"{len(points)} configurations: Spearman's correlation {record['spearman']:.3f}, median absolute error "
+        f"{record['median_absolute_error']:.1%}, mean error {record['mean_error']:+.1%}"
+    )
+    print(f"wrote {path} and {path.with_suffix('.png')}")
+    return record
+
+
+def agreement(points: list[dict[str, Any]]) -> dict[str, float]:
+    """How far predictions and measurements agree; errors are relative to what was measured."""
+    predicted, measured = (np.array([point[name] for point in points]) for name in ("predicted", "measured"))
+    errors = predicted / measured - 1
+    return {
+        "spearman": float(spearmanr(predicted, measured).statistic) if len(points) > 2 else 0.0,
+        "median_absolute_error": float(np.median(np.abs(errors))),
+        "mean_error": float(np.mean(errors)),
+    }
+
+
+def _masks(oracle: Oracle, space: SearchSpace, count: int, seed: int) -> list[SkipMask]:
+    """Masks of every make, in turn: nothing, single skips, runs, published ones, and random ones of many sizes."""
+    source = random.Random(seed)
+    layers, skippable = oracle.layers, list(space.skippable)
+    nothing = SkipMask.none(layers)
+    parts = [(kind, layer) for layer in skippable for kind in ("attention", "mlp")]
+    singles = [flip(nothing, *part) for part in source.sample(parts, len(parts))]
+    starts = [(first, length) for first in skippable for length in range(2, skippable[-1] - first + 2)]
+    runs = [contiguous(layers, *pair) for pair in source.sample(starts, len(starts))]
+    published = source.sample(found := published_masks(layers, skippable), len(found))
+    scattered = []
+    for number in range(count):
+        mask = nothing
+        for part in source.sample(parts, 1 + number * len(parts) // (2 * count)):
+            mask = flip(mask, *part)
+        scattered.append(mask)
+    makes = [[nothing], singles, runs, scattered, scattered[::-1], published]
+    turns = [make[turn] for turn in range(count) for make in makes if turn < len(make)]
+    return list(dict.fromkeys(turns))[:count]
+
+
+def draw(record: Mapping[str, Any], path: Path) -> None:
+    """Save a picture: predicted against measured speedup."""
+    figure = Figure(figsize=(6, 6), layout="constrained")
+    axes = figure.subplots()
+    points = record["points"]
+    for length in sorted({point["draft_length"] for point in points}):
+        some = [point for point in points if point["draft_length"] == length]
+        axes.scatter([p["measured"] for p in some], [p["predicted"] for p in some], s=14, label=f"draft length {length}")
+    reach = [0.0, 1.05 * max(max(point["measured"], point["predicted"]) for point in points)]
+    axes.plot(reach, reach, color="0.6", lw=0.8)
+    title = f"Spearman {record['spearman']:.3f}, median absolute error {record['median_absolute_error']:.1%}"
+    axes.set(xlabel="measured speedup", ylabel="predicted speedup", title=title)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    run("foretell", foretell)

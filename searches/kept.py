@@ -1,0 +1,41 @@
+"""What was found out before an interruption? Values in a file that grows line by line; half a line is dropped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class Kept:
+    """Values by name, in a file of JSON lines.
+
+    Args:
+        path: the file; made with the first value.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values: dict[str, Any] = {}
+        if path.exists():
+            data = path.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]
+            if whole != data:
+                path.write_bytes(whole)
+            self._values = dict(json.loads(line) for line in whole.splitlines())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, name: str, value: Any) -> None:
+        """Keep a value under a new name."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([name, value]) + "\n")
+        self._values[name] = value

@@ -1,0 +1,86 @@
+"""Is a suggestion worth decoding with? Not if even its optimistic bound cannot reach the incumbent.
+
+Two bounds, the cheaper first: what the mask would reach if every drafted token were accepted, from measured costs alone; and
+what its scan foretells, widened by how far foretelling has been off on the trials that were really measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip import SkipMask, SpeculativeConfig
+
+from .oracle import Oracle
+from .standings import incumbent
+
+PREDICTED = "predicted_speedup"
+_FIRST_ERROR = 0.15
+"""Log error assumed until enough trials tell."""
+_LEAST_ERROR = 0.03
+_LEAST_TRIALS = 4
+_DEVIATIONS = 2.0
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is known of a suggestion before it is run.
+
+    Args:
+        predicted: its foretold speedup; None where costs alone already rule it out.
+        bound: what it can reach at most.
+        to_beat: the incumbent's speedup.
+    """
+
+    predicted: float | None
+    bound: float
+    to_beat: float
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it cannot reach the incumbent."""
+        return self.bound < self.to_beat
+
+    def reason(self) -> str:
+        """Why it is not run, in words."""
+        return f"cannot reach the best: at most {self.bound:.3f} x, the best has {self.to_beat:.3f} x"
+
+
+class Prior:
+    """Judges layer-skip suggestions; says nothing of other drafters.
+
+    Args:
+        oracle: foretells.
+    """
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+
+    def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement | None:
+        """Bound a suggestion; None for a drafter that is not foretold."""
+        if config.kind != "layer_skip":
+            return None
+        to_beat = incumbent(study)
+        most = self._oracle.profile.bound(SkipMask.parse(config.mask, self._oracle.layers))
+        if most < to_beat:
+            return Judgement(None, most, to_beat)
+        predicted = self._oracle.speedup(config)
+        error = calibrated_error(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+        return Judgement(predicted, min(most, predicted * math.exp(error)), to_beat)
+
+
+def calibrated_error(trials: Iterable[FrozenTrial]) -> float:
+    """How far, in log speedup, a measured trial may lie above what was foretold of it."""
+    found = [
+        math.log(trial.value / trial.user_attrs[PREDICTED])
+        for trial in trials
+        if trial.value and trial.user_attrs.get(PREDICTED)
+    ]
+    if len(found) < _LEAST_TRIALS:
+        return _FIRST_ERROR
+    return max(_LEAST_ERROR, float(np.mean(found) + _DEVIATIONS * np.std(found, ddof=1)))
