@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .lossless import Losslessness
-from .stats import DecodeStats
+from .lossless import Divergence, Losslessness
+from .stats import DecodeStats, Round
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -50,6 +50,19 @@ class Sample:
     def judged(self, lossless: Losslessness) -> Sample:
         """The same sample with its verdict."""
         return dataclasses.replace(self, lossless=lossless)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; :meth:`from_dict` reads them back to an equal sample."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Sample:
+        """The sample that :meth:`to_dict` wrote, though JSON has lists for tuples."""
+        rounds = tuple(Round(**row) for row in fields["stats"]["rounds"])
+        checked = fields["lossless"]
+        divergences = tuple(Divergence(**row) for row in checked["divergences"])
+        lossless = Losslessness(checked["compared"], divergences, checked["basis"])
+        return cls(**dict(fields) | {"stats": DecodeStats(rounds), "lossless": lossless})
 
     @classmethod
     def join(cls, parts: Sequence[Sample]) -> Sample:

@@ -134,7 +134,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
     bench = ModelBench(plan.target, plan.sampling, measuring.max_new_tokens)
     prior = None if oracle is None else Prior(oracle)
     with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
-        objective = Objective(bench, plan.space, tune.take(measuring.prompts), measuring, plan.seed, bar.refresh, prior)
+        objective = Objective(bench, plan.space, tune, measuring, plan.seed, bar.refresh, prior)
 
         def on_trial(trial: optuna.trial.FrozenTrial) -> None:
             tracker.record(trial)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +24,14 @@ from .application import InputError
 from .bench import BASELINE, Bench
 from .prior import PREDICTED, Prior
 from .space import SearchSpace
+from .standings import FINISHED, Standing, incumbent, standings
+
+DRIFTED = "drifted"
+"""How many prompts of a trial were measured again because the machine's pace had moved."""
 
 _CANDIDATE = "candidate"
+_LEVEL = 0.02  # so close behind the best, a trial is level with it
+_LEAST_PACES = 3  # measurements of a prompt before its usual pace is known
 
 
 class OutputChanged(RuntimeError):
@@ -38,23 +45,30 @@ class MeasureSettings:
     Args:
         max_new_tokens: per prompt and turn.
         prompts: tune prompts per trial, taken from the categories in turn; None takes all.
+        survivor_prompts: tune prompts of a trial that is level with the best so far; None takes all.
         repeats: how often a trial decodes each of them.
+        drift: a prompt is measured again, and flagged, where plain decoding's pace on it is off its median by more than
+            this share.
         held_out_prompts: held-out prompts of the finals; None takes all.
-        held_out_repeats: how often the finals decode each of them.
+        held_out_repeats: how often the finals decode each of them at most.
         finalists: distinct configurations that are measured again on held-out prompts.
     """
 
     max_new_tokens: int = 48
     prompts: int | None = 6
+    survivor_prompts: int | None = 12
     repeats: int = 1
+    drift: float = 0.3
     held_out_prompts: int | None = None
     held_out_repeats: int = 1
     finalists: int = 5
 
     def __post_init__(self) -> None:
+        if isinstance(self.drift, bool) or not isinstance(self.drift, (int, float)) or self.drift <= 0:
+            raise InputError(f"measure.drift: {self.drift!r} is not a number above 0")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is None and field.name in ("prompts", "held_out_prompts"):
+            if field.name == "drift" or (value is None and field.name.endswith("prompts")):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"measure.{field.name}: {value!r} is not a whole number of at least 1")
@@ -66,7 +80,7 @@ class Objective:
     Args:
         bench: what configurations are measured on.
         space: turns trials into configurations.
-        prompts: the tune prompts of every trial.
+        prompts: the tune prompts, of which every trial takes as many as the settings say.
         settings: how much is decoded.
         seed: of orders and draws.
         on_prompt: called after every prompt, for a progress bar.
@@ -86,6 +100,7 @@ class Objective:
         self.prior = prior
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
+        self._pace: dict[str, list[float]] = {}
 
     def __call__(self, trial: optuna.Trial) -> float:
         """Measure, report prompt by prompt, and return the speedup.
@@ -117,18 +132,61 @@ class Objective:
         self._record(trial, measurement, reason, time.monotonic() - start)
         if reason is not None:
             raise optuna.TrialPruned(reason)
-        return measurement.speedup
+        pooled = standings(trial.study.get_trials(deepcopy=False, states=FINISHED)).get(config, Standing(config))
+        pooled.add(measurement.table())
+        return pooled.speedup
 
     def _measure(self, trial: optuna.Trial, config: SpeculativeConfig, rows: list[dict[str, Sample]]) -> str | None:
-        seed = self.seed + trial.number
-        for step, row in enumerate(self.bench.compare({_CANDIDATE: config}, self.prompts, self.settings.repeats, seed)):
-            rows.append(row)
+        """Race: a few prompts first, then more of them for who is level with the best."""
+        first = self.prompts.take(self.settings.prompts)
+        every = self.prompts.take(self.settings.survivor_prompts)
+        rest = PromptSet(tuple(item for item in every if item not in first.items))
+        reason = self._stage(trial, config, first, rows)
+        if reason is None and len(rest):
+            speedup = Measurement.of(rows, BASELINE, _CANDIDATE).speedup
+            if speedup >= (1 - _LEVEL) * incumbent(trial.study):
+                reason = self._stage(trial, config, rest, rows)
+        return reason
+
+    def _stage(
+        self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, rows: list[dict[str, Sample]]
+    ) -> str | None:
+        seed, repeats = self.seed + trial.number, self.settings.repeats
+        end = len(rows) + len(prompts) * repeats
+        for row in self.bench.compare({_CANDIDATE: config}, prompts, repeats, seed):
+            rows.append(self._steady(trial, config, prompts, row))
             self.on_prompt()
-            trial.report(pair_speedup(row[BASELINE], row[_CANDIDATE]), step)
+            trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), len(rows) - 1)
             # Behind the last prompt there is nothing left to save.
-            if step + 1 < len(self.prompts) * self.settings.repeats and trial.should_prune():
+            if len(rows) < end and trial.should_prune():
                 return "slower than the best so far"
         return None
+
+    def _steady(
+        self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, row: dict[str, Sample]
+    ) -> dict[str, Sample]:
+        """The row, or another measurement of its prompt where the machine's pace was not its usual one."""
+        prompt_id = row[BASELINE].prompt_id
+        known = self._known_pace(trial.study, prompt_id)
+        if len(known) >= _LEAST_PACES and not self._is_steady(row, known):
+            trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
+            again = PromptSet(tuple(item for item in prompts if item.id == prompt_id))
+            (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, self.seed + trial.number)
+        known.append(row[BASELINE].tokens_per_second)
+        return row
+
+    def _is_steady(self, row: dict[str, Sample], known: list[float]) -> bool:
+        pace, usual = row[BASELINE].tokens_per_second, statistics.median(known)
+        return not pace or not usual or max(pace / usual, usual / pace) <= 1 + self.settings.drift
+
+    def _known_pace(self, study: optuna.Study, prompt_id: str) -> list[float]:
+        """Plain decoding's tokens per second on a prompt, in this study so far."""
+        if not self._pace:
+            for trial in study.get_trials(deepcopy=False, states=FINISHED):
+                table = trial.user_attrs.get("table", {"prompt_id": [], "baseline_tokens_per_second": []})
+                for name, pace in zip(table["prompt_id"], table["baseline_tokens_per_second"], strict=True):
+                    self._pace.setdefault(name, []).append(pace)
+        return self._pace.setdefault(prompt_id, [])
 
     def _record(self, trial: optuna.Trial, measurement: Measurement, reason: str | None, seconds: float) -> None:
         trial.set_user_attr("seconds", seconds)

@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 
-MEASURED = (TrialState.COMPLETE, TrialState.PRUNED)
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass
@@ -69,7 +69,7 @@ def standings(trials: Iterable[FrozenTrial]) -> dict[SpeculativeConfig, Standing
     """Every configuration that was measured at all."""
     found: dict[SpeculativeConfig, Standing] = {}
     for trial in trials:
-        if trial.state not in MEASURED or "table" not in trial.user_attrs:
+        if trial.state not in FINISHED or "table" not in trial.user_attrs:
             continue
         config = configuration(trial)
         standing = found.setdefault(config, Standing(config))
@@ -82,7 +82,7 @@ def standings(trials: Iterable[FrozenTrial]) -> dict[SpeculativeConfig, Standing
 
 def ranking(study: optuna.Study) -> list[Standing]:
     """Configurations that drafted, kept the output and were measured to the end at least once, best first."""
-    found = standings(study.get_trials(deepcopy=False, states=MEASURED))
+    found = standings(study.get_trials(deepcopy=False, states=FINISHED))
     chosen = [s for s in found.values() if s.complete and s.lossless and s.config.kind != "none"]
     return sorted(chosen, key=lambda standing: -standing.speedup)
 

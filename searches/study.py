@@ -28,8 +28,8 @@ from layerskip import SpeculativeConfig
 from .application import InputError
 from .objective import Objective
 from .space import SearchSpace
+from .standings import FINISHED, ranking
 
-FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 _SETTINGS = "settings"
 _ID = "id"
 
@@ -43,16 +43,20 @@ class StudySettings:
         n_trials: finished trials in the end, those of earlier runs of the same command included.
         storage: a database URL, or a journal file's path; None puts a journal file into the study's folder.
         max_seconds: no trial starts later than so many seconds after this run's first; None sets no limit.
+        remeasure: the leader becomes a trial again when so many trials have passed since it last was one.
     """
 
     name: str | None = None
     n_trials: int = 20
     storage: str | None = None
     max_seconds: float | None = None
+    remeasure: int = 8
 
     def __post_init__(self) -> None:
         if isinstance(self.n_trials, bool) or not isinstance(self.n_trials, int) or self.n_trials < 1:
             raise InputError(f"study.n_trials: {self.n_trials} is not a whole number of at least 1")
+        if isinstance(self.remeasure, bool) or not isinstance(self.remeasure, int) or self.remeasure < 1:
+            raise InputError(f"study.remeasure: {self.remeasure!r} is not a whole number of at least 1")
         if self.max_seconds is not None and not isinstance(self.max_seconds, (int, float)):
             raise InputError(f"study.max_seconds: {self.max_seconds!r} is not a number")
         if self.name is not None:
@@ -191,6 +195,7 @@ def run_trials(
     while len(finished(study)) < settings.n_trials:
         if settings.max_seconds is not None and time.monotonic() - start > settings.max_seconds:
             break
+        _challenge_leader(study, objective.space, settings.remeasure)
         trial = study.ask()
         try:
             value = objective(trial)
@@ -202,6 +207,17 @@ def run_trials(
         else:
             done = study.tell(trial, value)
         on_trial(done)
+
+
+def _challenge_leader(study: optuna.Study, space: SearchSpace, every: int) -> None:
+    """Queue the leader once more, so that it does not lead by luck: its replicates are pooled."""
+    leaders = ranking(study)[:1]
+    if not leaders or len(finished(study)) - leaders[0].last <= every:
+        return
+    params = space.params(leaders[0].config)
+    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+    if all(trial.system_attrs.get("fixed_params") != params for trial in waiting):
+        study.enqueue_trial(params)
 
 
 def _first_line(error: BaseException) -> str:

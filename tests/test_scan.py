@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,22 +30,10 @@ Rounds = list[list[tuple[int, int, int]]]
 THRESHOLDS = (0.05, 0.1, 0.3)
 STOPS = (StopRule(), *(StopRule("threshold", value) for value in THRESHOLDS), StopRule("adaptive", 0.1))
 GREEDY = Sampling()
-FAMILIES = [
-    "cohere",
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "granite",
-    "llama",
-    "llama4_text",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "phi",
-    "qwen3",
-]
+FAMILIES = (
+    *("cohere", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite"),
+    *("llama", "llama4_text", "mistral", "mixtral", "olmo2", "phi", "qwen3"),
+)
 
 
 def _passage(target: Target, number: int, prompt: Sequence[int], sampling: Sampling, new: int) -> Passage:
@@ -120,19 +109,19 @@ def test_masks_scanned_at_once_are_those_scanned_alone(tiny_target: Target) -> N
         (single,) = alone.scan([mask])
         for one, other in zip(scan.traces, single.traces, strict=True):
             assert (one.agreed == other.agreed).all()
-            torch.testing.assert_close(torch.tensor(one.confidence), torch.tensor(other.confidence), equal_nan=True)
+            np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_expected_counts_are_the_mean_of_sampled_decoding(tiny_target: Target) -> None:
     """Over many sampled continuations, against as many real decodings with draws of their own."""
     sampling, prompt, new, length = Sampling(temperature=0.7, top_k=6), [5, 6, 7], 7, 3
     mask = SkipMask.parse("attention:0;mlp:1", tiny_target.layers)
-    passages = [_passage(tiny_target, seed, prompt, sampling, new) for seed in range(400)]
+    passages = [_passage(tiny_target, seed, prompt, sampling, new) for seed in range(250)]
     scanner = Scanner(tiny_target, passages, sampling, depth=length, max_rows=2048)
     (scan,) = scanner.scan([mask])
     expected = scanner.counts(scan, length, StopRule())
     drafter = build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format()), tiny_target)
-    real = [decode(tiny_target, drafter, prompt, sampling, new, seed=10_000 + seed).stats for seed in range(400)]
+    real = [decode(tiny_target, drafter, prompt, sampling, new, seed=10_000 + seed).stats for seed in range(250)]
     for name, found in (
         ("rounds", [float(len(stats.rounds)) for stats in real]),
         ("accepted", [float(stats.accepted) for stats in real]),
