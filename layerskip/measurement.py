@@ -130,8 +130,8 @@ class Measurement:
             found[category] = Measurement(*map(tuple, zip(*pairs, strict=True))).speedup
         return found
 
-    def interval(self, seed: int = 0) -> tuple[float, float]:
-        """A 95 % bootstrap interval of the speedup (Efron's percentile method).
+    def interval(self, seed: int = 0, confidence: float = CONFIDENCE) -> tuple[float, float]:
+        """A bootstrap interval of the speedup, 95 % unless said otherwise (Efron's percentile method).
 
         Prompts are resampled with replacement, each with both sides and all its repeats: repeats of a prompt say nothing
         about other prompts.
@@ -149,7 +149,7 @@ class Measurement:
         chosen = np.random.default_rng(seed).integers(len(pairs), size=(RESAMPLES, len(pairs)))
         sums = table[chosen].sum(axis=1)
         ratios = (sums[:, 2] / sums[:, 3]) / (sums[:, 0] / sums[:, 1])
-        low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
         return float(low), float(high)
 
     @property

@@ -1,48 +1,73 @@
-"""Which configuration wins? The best few of a search, measured again beside plain decoding on prompts it never saw.
+"""Which configuration wins? The best few of a search, beside plain decoding, on prompts that the search never saw.
 
-A configuration beats plain decoding when the whole 95 % interval of its held-out speedup lies above 1; if none does, plain
-decoding wins.
+All are measured interleaved, block by block of prompts. Between blocks a configuration leaves whose paired interval lies
+wholly below the leader's pace; it ends when one is left and every prompt was decoded, or the budget of repeats is spent.
+Those that cannot be told from the fastest by then tie with it, and the simplest of them wins: no model before a model, fewer
+skips, a shorter draft. A configuration beats plain decoding when the whole interval of its held-out speedup lies above 1, at
+a confidence that leaves 95 % for all finalists together (Bonferroni); if none does, plain decoding wins.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import optuna
 
-from layerskip import Measurement, PromptSet, SpeculativeConfig
+from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
+from layerskip.measurement import CONFIDENCE, Sample
 
 from .bench import BASELINE, Bench
+from .kept import Kept
 from .objective import MeasureSettings
 from .standings import is_lossless, ranking
 
-_FINALS = "finals"
 _LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
 _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
+_BLOCK = 6  # prompts between two looks
+_LEAVING = 0.99  # confidence at which a configuration leaves; higher than the verdict's, as it is looked at again and again
+_SIMPLEST = ("none", "prompt_lookup", "layer_skip", "draft_model")
+
+Row = Mapping[str, Sample]
 
 
 @dataclass(frozen=True)
 class Finalist:
-    """A configuration, what the search thought of it, and what held-out prompts say."""
+    """A configuration, what the search thought of it, and what held-out prompts say.
+
+    Args:
+        config: the configuration.
+        search_speedup: pooled over its trials.
+        held_out: as :meth:`layerskip.Measurement.to_dict` gives it.
+        low: the lower end of its interval, where all finalists' intervals together hold with 95 %.
+        ties: whether it cannot be told from the fastest.
+    """
 
     config: SpeculativeConfig
     search_speedup: float
     held_out: dict[str, Any]
+    low: float
+    ties: bool = True
 
     @property
     def eligible(self) -> bool:
-        """Whether it kept the output, and its whole interval, over enough prompts to be one, lies above 1."""
+        """Whether it kept the output, and its interval, over enough prompts to be one, lies above 1."""
         enough = self.held_out["prompts"] >= _LEAST_PROMPTS
-        return is_lossless(self.held_out) and enough and self.held_out["speedup_low"] > 1.0
+        return is_lossless(self.held_out) and enough and self.low > 1.0
+
+    @property
+    def complexity(self) -> tuple[int, int, int]:
+        """What ties are settled by: the kind of drafter, how much it skips, and how far it drafts."""
+        return _SIMPLEST.index(self.config.kind), sum(mask.count(self.config.mask)), self.config.draft_length
 
 
 @dataclass(frozen=True)
 class Finals:
-    """The finalists, best first, plain decoding's own figures, and the seconds that measuring took."""
+    """The finalists, fastest first, plain decoding's own figures, and the seconds that measuring took."""
 
     finalists: tuple[Finalist, ...]
     baseline: dict[str, Any]
@@ -50,9 +75,11 @@ class Finals:
 
     @property
     def winner(self) -> Finalist:
-        """The best eligible finalist, else plain decoding."""
-        plain = Finalist(SpeculativeConfig(), 1.0, self.baseline)
-        return next((finalist for finalist in self.finalists if finalist.eligible), plain)
+        """The simplest of those that are eligible and tie with the fastest that is; else plain decoding."""
+        eligible = [finalist for finalist in self.finalists if finalist.eligible]
+        tied = [finalist for finalist in eligible[1:] if finalist.ties]
+        plain = Finalist(SpeculativeConfig(), 1.0, self.baseline, 1.0)
+        return min([*eligible[:1], *tied], key=lambda finalist: finalist.complexity, default=plain)
 
 
 def measure_finals(
@@ -61,22 +88,79 @@ def measure_finals(
     prompts: PromptSet,
     settings: MeasureSettings,
     seed: int,
+    folder: Path,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> Finals:
-    """Measure the finalists on held-out prompts, all interleaved; what the study holds already is not measured again."""
-    chosen = [(standing.config, standing.speedup) for standing in ranking(study)[: settings.finalists]]
-    asked = {"configs": [config.to_dict() for config, _ in chosen], "prompts": prompts.digest}
-    stored = study.user_attrs.get(_FINALS)
-    if stored is None or stored["asked"] != json.loads(json.dumps(asked)):
-        start = time.monotonic()
-        configs = {str(i): config for i, (config, _) in enumerate(chosen)}
-        rows = []
-        for row in bench.compare(configs, prompts, settings.held_out_repeats, seed + _HELD_OUT_SEED):
-            rows.append(row)
-            on_prompt()
-        found = {name: Measurement.of(rows, BASELINE, name).to_dict() for name in (BASELINE, *configs)}
-        stored = {"asked": asked, "found": found, "seconds": time.monotonic() - start}
-        study.set_user_attr(_FINALS, stored)
-    finalists = [Finalist(config, value, stored["found"][str(i)]) for i, (config, value) in enumerate(chosen)]
+    """Measure a study's finalists on held-out prompts.
+
+    Args:
+        folder: keeps what was measured, prompt by prompt; it is not measured again.
+        on_prompt: called for every prompt, kept or measured.
+    """
+    chosen = {str(i): standing for i, standing in enumerate(ranking(study)[: settings.finalists])}
+    configs = {name: standing.config for name, standing in chosen.items()}
+    asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed]
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    kept = Kept(folder / f"finals-{digest}.jsonl")
+    rows: list[Row] = []
+    left = dict(configs)
+    for repeat in range(settings.held_out_repeats):
+        for first in range(0, len(prompts), _BLOCK):
+            block = PromptSet(prompts.items[first : first + _BLOCK])
+            rows += _block(bench, left, block, repeat, seed + _HELD_OUT_SEED + 7919 * repeat, kept, on_prompt)
+            if len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK:
+                left = {name: config for name, config in left.items() if not _is_behind(rows, left, name)}
+        if len(left) <= 1:
+            break
+    found = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in (BASELINE, *configs)}
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
+    finalists = [
+        Finalist(config, chosen[name].speedup, found[name].to_dict(), found[name].interval(confidence=confidence)[0])
+        for name, config in configs.items()
+    ]
+    fastest = max(zip(finalists, configs, strict=True), key=lambda pair: _order(pair[0]), default=(None, BASELINE))[1]
+    finalists = [
+        replace(finalist, ties=name == fastest or _ties(rows, fastest, name))
+        for name, finalist in zip(configs, finalists, strict=True)
+    ]
     finalists.sort(key=lambda finalist: -finalist.held_out["speedup"])
-    return Finals(tuple(finalists), stored["found"][BASELINE], stored["seconds"])
+    seconds = sum(sample.prefill_seconds + sample.decode_seconds for row in rows for sample in row.values())
+    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds)
+
+
+def _order(finalist: Finalist) -> tuple[bool, float]:
+    return finalist.eligible, finalist.held_out["speedup"]
+
+
+def _block(
+    bench: Bench,
+    configs: Mapping[str, SpeculativeConfig],
+    prompts: PromptSet,
+    repeat: int,
+    seed: int,
+    kept: Kept,
+    on_prompt: Callable[[], None],
+) -> list[Row]:
+    """Rows of some prompts; only those that are not kept are measured."""
+    names = {item.id: f"{repeat} {item.id}" for item in prompts}
+    missing = PromptSet(tuple(item for item in prompts if names[item.id] not in kept))
+    if len(missing):
+        for row in bench.compare(configs, missing, 1, seed):
+            prompt_id = row[BASELINE].prompt_id
+            kept.add(names[prompt_id], {name: sample.to_dict() for name, sample in row.items()})
+            on_prompt()
+    for _ in range(len(prompts) - len(missing)):
+        on_prompt()
+    return [{name: Sample.from_dict(fields) for name, fields in kept[key].items()} for key in names.values()]
+
+
+def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:
+    """Whether a configuration's paired interval lies wholly below the leader's pace."""
+    leader = max(configs, key=lambda other: Measurement.of(rows, BASELINE, other).speedup)
+    return name != leader and Measurement.of(rows, leader, name).interval(confidence=_LEAVING)[1] < 1.0
+
+
+def _ties(rows: Sequence[Row], fastest: str, name: str) -> bool:
+    """Whether a configuration cannot be told from the fastest on the prompts that both decoded."""
+    both = [row for row in rows if name in row and fastest in row]
+    return Measurement.of(both, fastest, name).interval()[1] >= 1.0

@@ -105,7 +105,7 @@ def foresee(
         "target": target.digest,
         "passages": [dataclasses.astuple(passage) for passage in passages],
         "sampling": sampling.to_dict(),
-        "choices": [space.skip_length, [stop.to_dict() for stop in stops]],
+        "choices": [list(space.skip_length), [stop.to_dict() for stop in stops]],
         "screened_rows": settings.screened_rows,
     }
     kept = folder / f"scans-{_digest(asked)}"

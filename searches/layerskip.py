@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from .proposals import propose
 from .space import SearchSpace
 from .study import (
     StudySettings,
+    add_foresight,
     finished,
     locked,
     open_database,
@@ -126,8 +128,11 @@ def _composed(config: DictConfig) -> str:
 def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> Finals:
     tune, held_out = plan.prompts.split()
     measuring, settings = plan.measuring, plan.settings
+    start = time.monotonic()
     oracle = _foresee(plan, tune, folder)
-    prepare(study, plan.space, _propose(oracle, plan))
+    proposed = _propose(oracle, plan)
+    add_foresight(study, time.monotonic() - start)
+    prepare(study, plan.space, proposed)
     for trial in finished(study):
         tracker.record(trial)
     print(f"study {study.study_name}: {len(finished(study))} of {settings.n_trials} trials are there", flush=True)
@@ -150,7 +155,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
     final_prompts = held_out.take(measuring.held_out_prompts)
     rounds = len(final_prompts) * measuring.held_out_repeats
     with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:
-        finals = measure_finals(study, bench, final_prompts, measuring, plan.seed, bar.update)
+        finals = measure_finals(study, bench, final_prompts, measuring, plan.seed, folder, bar.update)
     _publish(plan, study, tracker, finals, folder, final_prompts)
     return finals
 
@@ -176,7 +181,7 @@ def _propose(oracle: ScanOracle | None, plan: Plan) -> list[SpeculativeConfig]:
 def _publish(plan: Plan, study: optuna.Study, tracker: Tracker, finals: Finals, folder: Path, prompts: PromptSet) -> None:
     """Write the report and the export, and log both."""
     winner, target = finals.winner, plan.target
-    spent = sum(t.user_attrs.get("seconds", 0.0) for t in finished(study)) + finals.seconds
+    spent = report.search_seconds(study, finals)
     found = {"study": study.study_name, "trials": len(finished(study)), "seconds": spent, "mlflow_run_id": tracker.run_id}
     evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest}
     where = environment(target.device)

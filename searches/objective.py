@@ -24,12 +24,14 @@ from .application import InputError
 from .bench import BASELINE, Bench
 from .prior import PREDICTED, Prior
 from .space import SearchSpace
-from .standings import FINISHED, Standing, incumbent, standings
+from .standings import FINISHED, Standing, incumbent, ranking, standings
 
 DRIFTED = "drifted"
 """How many prompts of a trial were measured again because the machine's pace had moved."""
 
 _CANDIDATE = "candidate"
+_KNOWN = "measured often enough"
+_REPLICATES = 2  # whole measurements of a configuration that does not lead; samplers repeat themselves
 _LEVEL = 0.02  # so close behind the best, a trial is level with it
 _LEAST_PACES = 3  # measurements of a prompt before its usual pace is known
 
@@ -113,6 +115,9 @@ class Objective:
         trial.set_user_attr("config", config.to_dict())
         start = time.monotonic()
         rows: list[dict[str, Sample]] = []
+        if self._is_known(trial.study, config):
+            self._record(trial, Measurement.of(rows, BASELINE, _CANDIDATE), _KNOWN, time.monotonic() - start)
+            raise optuna.TrialPruned(_KNOWN)
         judgement = self.prior.judge(trial.study, config) if self.prior is not None else None
         if judgement is not None:
             trial.set_user_attr(PREDICTED, judgement.predicted)
@@ -135,6 +140,14 @@ class Objective:
         pooled = standings(trial.study.get_trials(deepcopy=False, states=FINISHED)).get(config, Standing(config))
         pooled.add(measurement.table())
         return pooled.speedup
+
+    @staticmethod
+    def _is_known(study: optuna.Study, config: SpeculativeConfig) -> bool:
+        """Whether a configuration has replicates enough, and does not lead: the leader is measured again and again."""
+        finished = study.get_trials(deepcopy=False, states=FINISHED)
+        standing = standings(finished).get(config)
+        leaders = [leader.config for leader in ranking(study)[:1]]
+        return standing is not None and standing.complete >= _REPLICATES and config not in leaders
 
     def _measure(self, trial: optuna.Trial, config: SpeculativeConfig, rows: list[dict[str, Sample]]) -> str | None:
         """Race: a few prompts first, then more of them for who is level with the best."""

@@ -18,8 +18,9 @@ from layerskip import SkipMask, SpeculativeConfig
 from layerskip.mask import count
 
 from .finals import Finals
+from .objective import DRIFTED
 from .standings import configuration
-from .study import finished
+from .study import FORESIGHT_SECONDS, finished
 
 matplotlib.use("Agg")
 
@@ -29,15 +30,45 @@ _COLORS = {"none": "0.4", "layer_skip": "tab:blue", "prompt_lookup": "tab:orange
 def summary(study: optuna.Study, finals: Finals | None) -> str:
     """The report as Markdown: the verdict, the finalists on held-out prompts, and the best trials."""
     trials = finished(study)
-    pruned = sum(trial.state == TrialState.PRUNED for trial in trials)
-    lines = [f"# Study {study.study_name}", "", f"{len(trials)} trials, {pruned} of them stopped early.", ""]
+    stopped = sum(trial.state == TrialState.PRUNED for trial in trials)
+    idle = sum("measurement" not in trial.user_attrs for trial in trials)
+    lines = [
+        f"# Study {study.study_name}",
+        "",
+        f"{len(trials)} trials: {stopped - idle} stopped early, {idle} not run, as they could not reach the best or were known.",
+        "",
+    ]
+    drifted = sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials)
+    if drifted:
+        lines += [f"The machine's pace moved: {drifted} prompts were measured again.", ""]
     if finals is not None:
-        lines += [verdict(finals), "", *_finals_table(finals), ""]
+        lines += [verdict(finals), "", *_finals_table(finals), "", *_winner(finals, search_seconds(study, finals)), ""]
     lines += ["## Best trials (tune prompts)", "", *_trials_table(trials)]
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
     if changed:
         lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
     return "\n".join(lines) + "\n"
+
+
+def search_seconds(study: optuna.Study, finals: Finals) -> float:
+    """What the search took, foretelling before it and measuring its finalists included."""
+    trials = sum(trial.user_attrs.get("seconds", 0.0) for trial in finished(study))
+    return float(study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + trials + finals.seconds)
+
+
+def _winner(finals: Finals, seconds: float) -> list[str]:
+    """What the winner is worth by kind of work, against what the search thought of it and what the search cost."""
+    winner = finals.winner
+    if winner.config.kind == "none":
+        return [f"The search took {seconds:.0f} seconds."]
+    found = winner.held_out
+    saved = 1 / found["baseline_tokens_per_second"] - 1 / found["tokens_per_second"]
+    kinds = ", ".join(f"{name} {value:.2f}" for name, value in found["speedup_by_category"].items())
+    return [
+        f"By kind of work: {kinds}.",
+        f"From the search to held-out prompts its speedup went from {winner.search_speedup:.2f} to {found['speedup']:.2f}.",
+        f"The search took {seconds:.0f} seconds, which {seconds / saved:,.0f} generated tokens pay back.",
+    ]
 
 
 def verdict(finals: Finals) -> str:

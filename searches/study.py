@@ -30,6 +30,7 @@ from .objective import Objective
 from .space import SearchSpace
 from .standings import FINISHED, ranking
 
+FORESIGHT_SECONDS = "foresight_seconds"
 _SETTINGS = "settings"
 _ID = "id"
 
@@ -170,6 +171,11 @@ def prepare(study: optuna.Study, space: SearchSpace, proposed: Sequence[Speculat
 def study_id(study: optuna.Study) -> str:
     """What tells a study from another of the same name that was deleted or lies elsewhere."""
     return str(study.user_attrs[_ID])
+
+
+def add_foresight(study: optuna.Study, seconds: float) -> None:
+    """Count time that was spent before the first trial; a resumed study adds to what it spent before."""
+    study.set_user_attr(FORESIGHT_SECONDS, study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + seconds)
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:

@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial
 from layerskip import SpeculativeConfig, mask
 
 from .application import InputError
+from .prior import PREDICTED
 from .study import without_password
 
 # A server that cannot be reached shall be noticed in seconds, not in MLflow's default of minutes.
@@ -130,6 +131,8 @@ class Tracker:
             self._experiment, _milliseconds(trial.datetime_start), tags, run_name=f"trial {trial.number}"
         )
         metrics = {name: measured[name] for name in _METRICS if name in measured}
+        if trial.user_attrs.get(PREDICTED) is not None:
+            metrics[PREDICTED] = trial.user_attrs[PREDICTED]
         metrics["seconds"] = trial.user_attrs["seconds"]
         for position, rate in enumerate(measured.get("acceptance_by_position", ())):
             metrics[f"acceptance_at_{position + 1:02d}"] = rate

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -13,7 +15,7 @@ from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.draft import Draft
 from layerskip.drafters.prompt_lookup import PromptLookup
 from searches.bench import ModelBench
-from searches.finals import measure_finals
+from searches.finals import Finalist, Finals, measure_finals
 from searches.objective import MeasureSettings, Objective, OutputChanged
 from searches.space import SearchSpace
 from searches.standings import ranking
@@ -21,6 +23,7 @@ from searches.study import StudySettings, finished, run_trials
 
 SETTINGS = MeasureSettings(max_new_tokens=8, prompts=2, finalists=2)
 PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
+SKIP = SpeculativeConfig("layer_skip", 2, mask="layers:1")
 LOOKUP = SpeculativeConfig("prompt_lookup", 4, ngram_min=1, ngram_max=2)
 
 
@@ -105,22 +108,52 @@ def test_replicates_of_a_configuration_are_pooled(tiny_target: Target) -> None:
     assert (ranked[LOOKUP].complete, ranked[LOOKUP].last) == (2, 2)
 
 
-def test_finals_are_measured_once_and_without_a_clear_win_no_drafting_wins(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+def test_finals_are_measured_once(tiny_target: Target, tmp_path: Path) -> None:
+    study, objective = _study(tiny_target, LOOKUP, SpeculativeConfig("prompt_lookup", 2), SpeculativeConfig())
+    _run(study, objective, 3)
+    finals = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, 0, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    lines = kept.read_bytes().splitlines(keepends=True)
+    kept.write_bytes(b"".join(lines[:1]) + lines[1][:20])  # as a kill may leave it
+    measured: list[str] = []
+    bench = _bench(tiny_target)
+
+    class Watched:
+        layers, exact = bench.layers, bench.exact
+
+        def compare(self, configs: Any, prompts: PromptSet, repeats: int, seed: int) -> Any:
+            measured.extend(item.id for item in prompts)
+            return bench.compare(configs, prompts, repeats, seed)
+
+    again = measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, tmp_path)
+    assert measured == [item.id for item in PROMPTS][1:]
+    assert {f.config for f in again.finalists} == {f.config for f in finals.finalists}
+    assert measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, tmp_path) == again
+    assert measured == [item.id for item in PROMPTS][1:]
+
+
+def _finalist(config: SpeculativeConfig, speedup: float, low: float, verdict: str = "exact", **more: Any) -> Finalist:
+    held_out = {"speedup": speedup, "prompts": 5, "losslessness": {"verdict": verdict}} | more
+    return Finalist(config, speedup, held_out, low)
+
+
+@pytest.mark.parametrize(
+    ("finalists", "winner"),
+    [
+        ([_finalist(LOOKUP, 1.2, 1.01)], LOOKUP),
+        ([_finalist(LOOKUP, 1.2, 0.99)], None),
+        ([_finalist(LOOKUP, 1.2, 1.01, "near_tie")], LOOKUP),
+        ([_finalist(LOOKUP, 1.2, 1.01, "different")], None),
+        ([_finalist(LOOKUP, 1.2, 1.01, prompts=4)], None),
+        ([_finalist(SKIP, 1.3, 1.1), _finalist(LOOKUP, 1.29, 1.1)], LOOKUP),
+        ([_finalist(SKIP, 1.3, 1.1), replace(_finalist(LOOKUP, 1.29, 1.1), ties=False)], SKIP),
+        ([_finalist(SKIP, 1.3, 1.1), _finalist(LOOKUP, 1.29, 0.9)], SKIP),
+        ([_finalist(replace(LOOKUP, draft_length=9), 1.3, 1.1), _finalist(LOOKUP, 1.29, 1.1)], LOOKUP),
+        ([], None),
+    ],
+)
+def test_the_simplest_of_those_that_tie_with_the_fastest_wins(
+    finalists: list[Finalist], winner: SpeculativeConfig | None
 ) -> None:
-    study, objective = _study(tiny_target, LOOKUP, SpeculativeConfig())
-    _run(study, objective, 2)
-    finals = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, seed=0)
-    heard: list[int] = []
-    again = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, seed=0, on_prompt=lambda: heard.append(1))
-    assert again.finalists == finals.finalists
-    assert not heard
-    stored = study.user_attrs["finals"]
-    for low, high, kind in ((0.99, 1.5, "none"), (1.01, 1.5, "prompt_lookup")):
-        stored["found"]["0"] |= {"prompts": 5, "speedup": 1.2, "speedup_low": low, "speedup_high": high}
-        study.set_user_attr("finals", stored)
-        decided = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, seed=0)
-        assert decided.winner.config.kind == kind
-    stored["found"]["0"]["losslessness"]["verdict"] = "different"
-    study.set_user_attr("finals", stored)
-    assert measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, seed=0).winner.config.kind == "none"
+    baseline = {"speedup": 1.0, "prompts": 5, "losslessness": {"verdict": "exact"}}
+    assert Finals(tuple(finalists), baseline, 1.0).winner.config == (winner or SpeculativeConfig())
