@@ -35,7 +35,7 @@ def summary(study: optuna.Study, finals: Finals | None) -> str:
     lines = [
         f"# Study {study.study_name}",
         "",
-        f"{len(trials)} trials: {stopped - idle} stopped early, {idle} not run, as they could not reach the best or were known.",
+        f"{len(trials)} trials: {stopped - idle} stopped early, {idle} not run (hopeless, or known already).",
         "",
     ]
     drifted = sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials)
