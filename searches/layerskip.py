@@ -183,7 +183,7 @@ def _publish(plan: Plan, study: optuna.Study, tracker: Tracker, finals: Finals, 
     winner, target = finals.winner, plan.target
     spent = report.search_seconds(study, finals)
     found = {"study": study.study_name, "trials": len(finished(study)), "seconds": spent, "mlflow_run_id": tracker.run_id}
-    evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest}
+    evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest, "max_new_tokens": plan.measuring.max_new_tokens}
     where = environment(target.device)
     export = Export(Export.describe(target), winner.config, plan.sampling, evidence, where, search=found)
     export.save(folder / "best.json")

@@ -51,6 +51,7 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
     assert export["search"]["trials"] == 5
     assert export["search"]["mlflow_run_id"] == runs(sqlite(done), "study")[0].info.run_id
     assert {"speedup", "speedup_low", "speedup_high", "tokens_per_second", "losslessness"} <= export["evidence"].keys()
+    assert export["evidence"]["max_new_tokens"] == 8
     assert (folder / "report.png").stat().st_size > 10_000
     target = layerskip.load_target(str(tiny_folder), dtype="float32", device="cpu")
     loaded = layerskip.Export.load(folder / "best.json", target)
