@@ -26,7 +26,7 @@ from .kept import Kept
 from .objective import MeasureSettings
 from .standings import is_lossless, ranking
 
-_LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
+LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
 _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
 _BLOCK = 6  # prompts between two looks
 _LEAVING = 0.99  # confidence at which a configuration leaves; higher than the verdict's, as it is looked at again and again
@@ -56,7 +56,7 @@ class Finalist:
     @property
     def eligible(self) -> bool:
         """Whether it kept the output, and its interval, over enough prompts to be one, lies above 1."""
-        enough = self.held_out["prompts"] >= _LEAST_PROMPTS
+        enough = self.held_out["prompts"] >= LEAST_PROMPTS
         return is_lossless(self.held_out) and enough and self.low > 1.0
 
     @property

@@ -1,0 +1,126 @@
+"""Does a claimed speedup hold? What an export says of itself against a new measurement: confirmed, weaker or refuted.
+
+A configuration that drafts claims to change no output, to be faster than plain decoding, and to be as fast as its evidence
+says, if it has any. All three have to hold for ``confirmed``. ``refuted`` is kept for what no noise explains: an output that
+changed, an interval wholly below plain decoding, a claim further out of the interval's reach than machines differ from day
+to day, evidence that contradicts itself. In between lies ``weaker``; an interval that still has 1 inside when the budget
+ends is there too, since it speaks neither for nor against the claim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from layerskip import Measurement
+
+from .application import InputError
+
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """A ratio of tokens/s over plain decoding's, and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def measured(cls, measurement: Measurement) -> Speedup:
+        """A measurement's."""
+        return cls(measurement.speedup, *measurement.interval())
+
+    @classmethod
+    def claimed(cls, evidence: Mapping[str, Any]) -> Speedup | None:
+        """What an export's evidence says; None where it says nothing. Without an interval the value is one.
+
+        Raises:
+            InputError: it is not a number above 0, or an interval is not whole.
+        """
+        names = ("speedup", "speedup_low", "speedup_high")
+        given = [name for name in names if evidence.get(name) is not None]
+        if not given:
+            return None
+        if given == ["speedup"]:
+            value = _number(evidence, "speedup")
+            return cls(value, value, value)
+        value, low, high = (_number(evidence, name) for name in names)
+        if low > high:
+            raise InputError(f"evidence.speedup_low: {low} is above speedup_high, {high}")
+        return cls(value, low, high)
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the value lies in its interval, as every measured one does."""
+        return self.low * (1 - _ROUNDING) <= self.value <= self.high * (1 + _ROUNDING)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a claim.
+
+    Args:
+        name: which of the three.
+        reason: why, in one sentence.
+        clear: whether more repeats are not needed, as the interval lies on one side of whatever it is compared with.
+    """
+
+    name: Literal["confirmed", "weaker", "refuted"]
+    reason: str
+    clear: bool = True
+
+
+def judge(claim: Speedup | None, found: Speedup, losslessness: str, tolerance: float) -> Verdict:
+    """Compare a claim with a new measurement.
+
+    Args:
+        claim: None claims no more than being faster than plain decoding.
+        found: what was measured now.
+        losslessness: its verdict, as in :class:`layerskip.lossless.Losslessness`.
+        tolerance: the share of a claim that machines may differ by from day to day, in [0, 1).
+    """
+    if losslessness == "different":
+        return Verdict("refuted", "the output is not that of plain decoding.")
+    if losslessness not in ("exact", "near_tie"):
+        return Verdict("weaker", "no output was compared with that of plain decoding.", clear=False)
+    if claim is not None and not claim.consistent:
+        return Verdict("refuted", f"the evidence contradicts itself: {claim} is a speedup outside its own interval.")
+    measured = f"measured {found}"
+    if found.high < 1:
+        return Verdict("refuted", f"slower than plain decoding: {measured}.")
+    if claim is not None and found.high < claim.low * (1 - tolerance):
+        return Verdict("refuted", f"the claim is out of reach: {measured}, claimed {claim}.")
+    if found.low <= 1:
+        return Verdict("weaker", f"it cannot be told from plain decoding: {measured}.", clear=False)
+    if claim is None:
+        return Verdict("confirmed", f"faster than plain decoding, as claimed: {measured}.")
+    if found.high < claim.low:
+        return Verdict("weaker", f"faster than plain decoding, but less than claimed: {measured}, claimed {claim}.")
+    if found.value < claim.value * (1 - tolerance):
+        # Few or mixed prompts make intervals so wide that they reach nearly any claim.
+        reason = f"faster than plain decoding, but short of the claim by more than {tolerance:.0%}"
+        return Verdict("weaker", f"{reason}: {measured}, claimed {claim}.", clear=False)
+    return Verdict("confirmed", f"{measured}, claimed {claim}.")
+
+
+def judge_plain(claim: Speedup | None) -> Verdict:
+    """The verdict on an export without drafting: there is nothing to measure, plain decoding is what it is compared with."""
+    if claim is not None and not (claim.consistent and claim.low <= 1 + _ROUNDING and claim.high >= 1 - _ROUNDING):
+        return Verdict("refuted", f"the evidence contradicts itself: plain decoding at {claim} times its own speed.")
+    return Verdict("confirmed", "no drafting is plain decoding itself: its output cannot differ, nothing is measured.")
+
+
+def _number(evidence: Mapping[str, Any], name: str) -> float:
+    value = evidence.get(name)
+    if value is None:
+        raise InputError(f"evidence.{name}: is missing; a speedup has a value and both ends of an interval, or no interval")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
+        raise InputError(f"evidence.{name}: {value!r} is not a number above 0")
+    return float(value)

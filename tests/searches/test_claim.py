@@ -1,0 +1,94 @@
+"""What is confirmed, weaker or refuted: every case of a claim against a measurement, without measuring."""
+
+from __future__ import annotations
+
+import pytest
+
+from searches.application import InputError
+from searches.claim import Speedup, judge, judge_plain
+
+CLAIM = Speedup(1.5, 1.4, 1.6)
+TOLERANCE = 0.2  # 1.2 is the least that the claim's value, 1.12 that its lower end may come down to
+
+
+@pytest.mark.parametrize(
+    ("claim", "found", "losslessness", "name", "clear"),
+    [
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "exact", "confirmed", True, id="the same again"),
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "near_tie", "confirmed", True, id="near-ties are lossless"),
+        pytest.param(CLAIM, Speedup(2.5, 2.4, 2.6), "exact", "confirmed", True, id="faster than claimed"),
+        pytest.param(CLAIM, Speedup(1.3, 1.2, 1.4), "exact", "confirmed", True, id="the intervals just meet"),
+        pytest.param(CLAIM, Speedup(1.5, 1.01, 2.2), "exact", "confirmed", True, id="wide, but above plain decoding"),
+        pytest.param(None, Speedup(1.05, 1.01, 1.09), "exact", "confirmed", True, id="no figures claimed, faster"),
+        pytest.param(CLAIM, Speedup(1.3, 1.2, 1.39), "exact", "weaker", True, id="significantly below the claim"),
+        pytest.param(CLAIM, Speedup(1.19, 1.01, 2.0), "exact", "weaker", False, id="wide, the value far below the claim"),
+        pytest.param(CLAIM, Speedup(1.3, 0.9, 1.7), "exact", "weaker", False, id="a tie with plain decoding"),
+        pytest.param(CLAIM, Speedup(1.1, 1.0, 1.2), "exact", "weaker", False, id="a tie that touches plain decoding"),
+        pytest.param(None, Speedup(1.0, 0.9, 1.1), "exact", "weaker", False, id="no figures claimed, a tie"),
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "unchecked", "weaker", False, id="nothing was compared"),
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "different", "refuted", True, id="the output changed"),
+        pytest.param(None, Speedup(1.5, 1.4, 1.6), "different", "refuted", True, id="no figures claimed, output changed"),
+        pytest.param(CLAIM, Speedup(0.9, 0.8, 0.99), "exact", "refuted", True, id="slower than plain decoding"),
+        pytest.param(None, Speedup(0.9, 0.8, 0.99), "exact", "refuted", True, id="no figures claimed, slower"),
+        pytest.param(CLAIM, Speedup(1.08, 1.05, 1.11), "exact", "refuted", True, id="faster, the claim out of reach"),
+        pytest.param(CLAIM, Speedup(1.0, 0.9, 1.11), "exact", "refuted", True, id="a tie, the claim out of reach"),
+        pytest.param(Speedup(3.0, 2.8, 3.2), Speedup(1.5, 1.3, 1.8), "exact", "refuted", True, id="all figures doctored"),
+        pytest.param(Speedup(3.0, 1.4, 1.6), Speedup(1.5, 1.4, 1.6), "exact", "refuted", True, id="the value doctored"),
+        pytest.param(
+            Speedup(1.2, 1.4, 1.6), Speedup(1.5, 1.4, 1.6), "exact", "refuted", True, id="a value below its interval"
+        ),
+        pytest.param(
+            Speedup(3.0, 1.4, 3.2), Speedup(1.5, 1.4, 1.6), "exact", "weaker", False, id="value and upper end doctored"
+        ),
+        pytest.param(Speedup(0.8, 0.7, 0.9), Speedup(0.8, 0.7, 0.9), "exact", "refuted", True, id="slower, as claimed"),
+    ],
+)
+def test_a_claim_is_judged(claim: Speedup | None, found: Speedup, losslessness: str, name: str, clear: bool) -> None:
+    verdict = judge(claim, found, losslessness, TOLERANCE)
+    assert (verdict.name, verdict.clear) == (name, clear), verdict.reason
+
+
+def test_the_tolerance_divides_weaker_from_refuted() -> None:
+    found = Speedup(1.3, 1.2, 1.35)
+    assert judge(CLAIM, found, "exact", 0.0).name == "refuted"
+    assert judge(CLAIM, found, "exact", 0.1).name == "weaker"
+
+
+@pytest.mark.parametrize(
+    ("claim", "name"),
+    [
+        (None, "confirmed"),
+        (Speedup(1.0, 1.0, 1.0), "confirmed"),
+        (Speedup(1.0, 0.9, 1.1), "confirmed"),
+        (Speedup(3.0, 2.8, 3.2), "refuted"),
+        (Speedup(0.5, 0.4, 0.6), "refuted"),
+        (Speedup(3.0, 1.0, 1.0), "refuted"),
+    ],
+)
+def test_plain_decoding_is_as_fast_as_itself(claim: Speedup | None, name: str) -> None:
+    assert judge_plain(claim).name == name
+
+
+def test_evidence_may_say_everything_a_value_or_nothing() -> None:
+    whole = {"speedup": 1.5, "speedup_low": 1.4, "speedup_high": 2, "tokens": 3}
+    assert Speedup.claimed(whole) == Speedup(1.5, 1.4, 2.0)
+    assert Speedup.claimed({"speedup": 1.5}) == Speedup(1.5, 1.5, 1.5)
+    assert Speedup.claimed({"tokens_per_second": 40.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("evidence", "named"),
+    [
+        ({"speedup": "fast"}, "evidence.speedup:"),
+        ({"speedup": True}, "evidence.speedup:"),
+        ({"speedup": 0.0}, "evidence.speedup:"),
+        ({"speedup": float("nan")}, "evidence.speedup:"),
+        ({"speedup": float("inf")}, "evidence.speedup:"),
+        ({"speedup_low": 1.0, "speedup_high": 2.0}, "evidence.speedup:"),
+        ({"speedup": 1.5, "speedup_low": 1.4}, "evidence.speedup_high:"),
+        ({"speedup": 1.5, "speedup_low": 2.0, "speedup_high": 1.0}, "evidence.speedup_low:"),
+    ],
+)
+def test_evidence_that_is_no_speedup_is_refused(evidence: dict[str, object], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        Speedup.claimed(evidence)
