@@ -51,3 +51,14 @@ def test_a_leaf_composes(leaf: str) -> None:
 def test_an_unknown_override_is_refused() -> None:
     with initialize_config_dir(CONF, version_base="1.3"), pytest.raises(Exception, match=r"study\.n_trails"):
         compose("layerskip", ["study.n_trails=3"])
+
+
+@pytest.mark.parametrize("target", ["smollm2", "hub", "local"])
+def test_verify_takes_every_target_in_the_exports_dtype(target: str) -> None:
+    with initialize_config_dir(CONF, version_base="1.3"):
+        own = compose("verify").target
+        chosen = compose("verify", [f"target={target}", *NEEDED.get(f"target/{target}", [])]).target
+        told = compose("verify", [f"target={target}", "target.dtype=float32", *NEEDED.get(f"target/{target}", [])]).target
+    assert "_target_" not in own and own.dtype is None
+    assert "_target_" in chosen and chosen.dtype is None
+    assert told.dtype == "float32"

@@ -1,0 +1,286 @@
+"""Does an export hold here and today? ``python -m searches.verify best.json`` measures it again and says so.
+
+The export's configuration and plain decoding take turns on held-out prompts, repeat by repeat, until the verdict is clear or
+the budget is spent; see :mod:`searches.claim` for what decides. The exit code is the verdict: 0 confirmed, 1 refuted,
+3 weaker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from layerskip import Export, Measurement, PromptSet, SpeculativeConfig, Target, load_target
+from layerskip.environment import environment
+from layerskip.files import write_json
+from layerskip.measurement import Sample
+
+from .application import INTERRUPTED, InputError, run  # first: it sets the environment that the imports below read
+from .bench import BASELINE, Bench, ModelBench
+from .claim import Speedup, Verdict, judge, judge_plain
+from .finals import LEAST_PROMPTS
+from .objective import check_seed
+
+EXIT_CODES = {"confirmed": 0, "refuted": 1, "weaker": 3}
+_CANDIDATE = "export"
+_MAX_NEW_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """How an export is measured again.
+
+    Args:
+        max_new_tokens: per prompt and turn; None takes the evidence's, or 48 where it does not say.
+        held_out_prompts: how many; None takes all.
+        most_repeats: how often each of them is decoded where the verdict does not become clear.
+        tolerance: the share of a claimed speedup that may be lost from day to day, in [0, 1).
+    """
+
+    max_new_tokens: int | None = None
+    held_out_prompts: int | None = None
+    most_repeats: int = 3
+    tolerance: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "held_out_prompts", "most_repeats"):
+            value = getattr(self, name)
+            if value is None and name != "most_repeats":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"measure.{name}: {value!r} is not a whole number of at least 1")
+        share = self.tolerance
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise InputError(f"measure.tolerance: {share!r} is not a number of at least 0 and below 1")
+
+    def asked_like(self, evidence: Mapping[str, Any]) -> int:
+        """The new tokens per prompt, so that outputs are as long as those the evidence is of."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        said = evidence.get("max_new_tokens", _MAX_NEW_TOKENS)
+        if isinstance(said, bool) or not isinstance(said, int) or said < 1:
+            raise InputError(f"evidence.max_new_tokens: {said!r} is not a whole number of at least 1")
+        return said
+
+
+def verify(config: DictConfig) -> None:
+    """Verify an export; see ``conf/verify.yaml``.
+
+    Raises:
+        SystemExit: the export was not confirmed, or measuring was interrupted; the code says which.
+    """
+    check_seed(config.seed)
+    settings = VerifySettings(**config.measure)
+    if OmegaConf.is_missing(config, "export"):
+        raise InputError("export: is missing; name the file, as in python -m searches.verify best.json")
+    path = str(config.export)
+    export = Export.load(path)
+    claim = Speedup.claimed(export.evidence)
+    max_new_tokens = settings.asked_like(export.evidence)
+    all_prompts: PromptSet = instantiate(config.prompts)
+    prompts = all_prompts.split()[1].take(settings.held_out_prompts)
+    if len(prompts) < LEAST_PROMPTS:
+        raise InputError(f"prompts: {len(prompts)} held-out prompts say next to nothing; {LEAST_PROMPTS} are the least")
+    target = _load(config.target, export)
+    export.check(target)
+    for item in prompts:
+        target.encode(item.messages())  # a chat template that refuses one shall do so now
+    rows: list[Mapping[str, Sample]] = []
+    if export.config.kind == "none":
+        verdict = judge_plain(claim)
+    else:
+        bench = ModelBench(target, export.sampling, max_new_tokens)
+        try:
+            print(
+                f"measuring {export.config.label()} on {len(prompts)} prompts, at most {settings.most_repeats} x", flush=True
+            )
+            with tqdm(total=len(prompts) * settings.most_repeats, unit="prompt", disable=None) as bar:
+                verdict = measure_claim(bench, export.config, claim, prompts, settings, config.seed, rows, bar.update)
+        except KeyboardInterrupt:
+            if rows:
+                print("\n".join(table(export, Measurement.of(rows, BASELINE, _CANDIDATE))))
+            print(f"interrupted after {len(rows)} prompts: no verdict", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+    measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
+    conditions = {
+        "target": Export.describe(target),
+        "environment": environment(target.device),
+        "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
+        "max_new_tokens": max_new_tokens,
+    }
+    record = {
+        "schema": "layerskip.verification/1",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "verdict": verdict.name,
+        "reason": verdict.reason,
+        "export": path,
+        "config": export.config.to_dict(),
+        "sampling": export.sampling.to_dict(),
+        "claimed": dataclasses.asdict(claim) if claim is not None else None,
+        "measured": measurement.to_dict() if measurement is not None else None,
+        "tolerance": settings.tolerance,
+        "repeats": len(rows) // len(prompts),
+        "seed": config.seed,
+        **conditions,
+        "differences": differences(export, conditions),
+    }
+    print(report(record, export, measurement))
+    file = Path(config.record or Path(config.outputs) / "verify.json")
+    try:
+        write_json(file, record)
+    except OSError as error:
+        raise InputError(f"{'record' if config.record else 'outputs'}: cannot write {file}: {error.strerror}") from error
+    print(f"wrote {file}")
+    if verdict.name != "confirmed":
+        sys.exit(EXIT_CODES[verdict.name])
+
+
+def _load(fields: DictConfig, export: Export) -> Target:
+    """The model that was asked for, else the one that the export names."""
+    if fields.dtype is None:
+        fields.dtype = export.target["dtype"]
+    if "_target_" in fields:
+        target: Target = instantiate(fields)
+        return target
+    return load_target(
+        export.target["name"],
+        revision=export.target.get("revision"),
+        dtype=fields.dtype,
+        device=fields.device,
+        trust_remote_code=fields.trust_remote_code,
+    )
+
+
+def measure_claim(
+    bench: Bench,
+    config: SpeculativeConfig,
+    claim: Speedup | None,
+    prompts: PromptSet,
+    settings: VerifySettings,
+    seed: int,
+    rows: list[Mapping[str, Sample]],
+    on_prompt: Callable[[], object] = lambda: None,
+) -> Verdict:
+    """Measure a configuration against plain decoding until what was claimed of it can be judged, or the budget is spent.
+
+    Args:
+        bench: what it is measured on.
+        config: it drafts.
+        claim: what its export says.
+        prompts: decoded all of them before anything is judged.
+        settings: how often.
+        seed: of orders and draws.
+        rows: takes the samples, prompt by prompt, so that an interruption leaves them there.
+        on_prompt: called after every prompt, for a progress bar.
+    """
+    for row in bench.compare({_CANDIDATE: config}, prompts, settings.most_repeats, seed):
+        rows.append(row)
+        on_prompt()
+        if len(rows) % len(prompts) == 0:
+            measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
+            verdict = judge(claim, Speedup.measured(measurement), measurement.lossless.verdict, settings.tolerance)
+            if verdict.clear:
+                break
+    return verdict
+
+
+def differences(export: Export, conditions: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What is not as it was when the export was made: ``field``, ``exported`` and ``now`` of each."""
+    now = {
+        "target": conditions["target"],
+        "environment": conditions["environment"],
+        "evidence": {"prompts_digest": conditions["prompts"]["digest"], "max_new_tokens": conditions["max_new_tokens"]},
+    }
+    evidence = {name: export.evidence[name] for name in now["evidence"] if name in export.evidence}
+    before = {"target": export.target, "environment": export.environment, "evidence": evidence}
+    return [{"field": name, "exported": str(old), "now": str(new)} for name, old, new in _differing(before, now)]
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name, old in before.items():
+        new = now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differing(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield prefix + name, old, new
+
+
+def report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:
+    """A record as Markdown: the verdict, what was claimed beside what was measured, and what else has changed."""
+    lines = [f"{record['verdict']}: {record['reason']}", ""]
+    if measurement is not None:
+        lines += [*table(export, measurement), ""]
+        where, prompts, versions = record["environment"], record["prompts"], record["environment"]["versions"]
+        lines += [
+            f"{export.config.label()} on {record['target']['name']} in {record['target']['dtype']} on {where['device']} "
+            f"({where['device_name']}, {where['threads']} threads), {prompts['count']} prompts ({prompts['name']}) "
+            f"x {record['repeats']}, {record['max_new_tokens']} new tokens, torch {versions['torch']}, "
+            f"transformers {versions['transformers']}, {record['date']}.",
+            "",
+        ]
+    changed = [f"- {found['field']}: {found['exported']}, now {found['now']}" for found in record["differences"]]
+    if changed:
+        lines += ["Not as it was for the export:", "", *changed]
+    elif export.environment:
+        lines.append("Same model, machine, versions and prompts as the export's.")
+    if not export.environment:
+        lines.append("The export does not say where it was measured.")
+    return "\n".join(lines) + "\n"
+
+
+def table(export: Export, measurement: Measurement) -> list[str]:
+    """What was claimed beside what was measured, as the lines of a Markdown table."""
+    found, said = measurement.to_dict(), export.evidence
+    rows: list[tuple[str, Any, Any]] = [
+        ("x plain", Speedup.claimed(said), Speedup.measured(measurement)),
+        *((name.replace("_", " "), said.get(key), found[key]) for name, key in _FIGURES.items()),
+        ("output", _table(said, "losslessness").get("verdict"), found["losslessness"]["verdict"]),
+    ]
+    for category, value in found["speedup_by_category"].items():
+        rows.append((f"x plain, {category}", _table(said, "speedup_by_category").get(category), value))
+    lines = ["| | claimed | measured |", "|---|---|---|"]
+    return lines + [f"| {name} | {_shown(claimed)} | {_shown(measured)} |" for name, claimed, measured in rows]
+
+
+_FIGURES = {
+    "tokens/s": "tokens_per_second",
+    "plain tokens/s": "baseline_tokens_per_second",
+    "acceptance": "acceptance_rate",
+    "tokens/round": "tokens_per_round",
+}
+
+
+def _table(evidence: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of the evidence, which anybody may have written."""
+    part = evidence.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value).replace("_", "-")
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """The arguments as Hydra takes them: a path in front becomes the override that it stands for."""
+    if not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "~")):
+        return list(arguments)
+    # Hydra reads a quoted value as it is, but for quotes and the backslashes before them.
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), arguments[0])
+    return [f"export='{quoted}'", *arguments[1:]]
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = command_line(sys.argv[1:])
+    run("verify", verify)
