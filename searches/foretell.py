@@ -8,6 +8,8 @@ that can be scanned; what is measured is kept, and the same command goes on.
 from __future__ import annotations
 
 import random
+import statistics
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,14 +58,22 @@ def foretell(config: DictConfig) -> dict[str, Any]:
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     measured = Kept(folder / f"measured-{target.digest[:8]}-{prompts.digest[:8]}-{measuring.max_new_tokens}.jsonl")
     points = []
-    for mask in tqdm(_masks(oracle, space, config.masks, config.seed), unit="mask", desc="decoding", disable=None):
+    masks = _masks(oracle, space, config.masks, config.seed)
+    known = oracle.scanned
+    start = time.monotonic()
+    oracle.predict(masks)
+    scanning_seconds, fresh = time.monotonic() - start, oracle.scanned - known
+    trial_seconds = []
+    for mask in tqdm(masks, unit="mask", desc="decoding", disable=None):
         configs = {str(length): SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in lengths}
         name = f"{mask.format()} {lengths}"
         if name not in measured:
             rows = list(bench.compare(configs, prompts, measuring.repeats, config.seed))
-            measured.add(name, {length: Measurement.of(rows, BASELINE, length).speedup for length in configs})
-        for length, found in configs.items():
-            pair = {"predicted": oracle.speedup(found), "measured": measured[name][length]}
+            found = {length: Measurement.of(rows, BASELINE, length) for length in configs}
+            measured.add(name, {length: part.speedup for length, part in found.items()})
+            trial_seconds += [_seconds(part) for part in found.values()]
+        for length, drafting in configs.items():
+            pair = {"predicted": oracle.speedup(drafting), "measured": measured[name][length]}
             points.append({"mask": mask.format(), "draft_length": int(length)} | pair)
     record = {
         "schema": "layerskip.foretold/1",
@@ -73,6 +83,8 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         "prompts": {"count": len(prompts), "digest": prompts.digest},
         "max_new_tokens": measuring.max_new_tokens,
         "profile": oracle.profile.to_dict(),
+        "scan": {"masks": fresh, "seconds": scanning_seconds, "max_rows": oracle.max_rows},
+        "trial_seconds": statistics.fmean(trial_seconds) if trial_seconds else None,
         "points": points,
     } | agreement(points)
     path = Path(config.record or outputs / "foretold.json")
@@ -82,6 +94,9 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         f"{len(points)} configurations: Spearman's correlation {record['spearman']:.3f}, median absolute error "
         f"{record['median_absolute_error']:.1%}, mean error {record['mean_error']:+.1%}"
     )
+    if fresh and trial_seconds:
+        cost = 64 * scanning_seconds / fresh / record["trial_seconds"]
+        print(f"scanning {fresh} masks took {scanning_seconds:.0f} s; 64 of them cost as much as {cost:.1f} real trials")
     print(f"wrote {path} and {path.with_suffix('.png')}")
     return record
 
@@ -95,6 +110,11 @@ def agreement(points: list[dict[str, Any]]) -> dict[str, float]:
         "median_absolute_error": float(np.median(np.abs(errors))),
         "mean_error": float(np.mean(errors)),
     }
+
+
+def _seconds(measurement: Measurement) -> float:
+    """What a trial of one configuration takes: its decodings and the baseline's."""
+    return sum(s.prefill_seconds + s.decode_seconds for s in (*measurement.baseline, *measurement.candidate))
 
 
 def _masks(oracle: Oracle, space: SearchSpace, count: int, seed: int) -> list[SkipMask]:

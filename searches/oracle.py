@@ -95,6 +95,16 @@ class ScanOracle:
         self._counts = Kept(folder / "counts.jsonl")
 
     @property
+    def scanned(self) -> int:
+        """How many masks were scanned whole so far."""
+        return len(self._counts)
+
+    @property
+    def max_rows(self) -> int:
+        """What bounds a scan's memory."""
+        return self._scanner.max_rows
+
+    @property
     def layers(self) -> int:
         """The target's."""
         return self._scanner.target.layers
@@ -112,8 +122,9 @@ class ScanOracle:
             self._on_mask()
         return [float(self._agreements[mask.format()]) for mask in masks]
 
-    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+    def predict(self, masks: Iterable[SkipMask]) -> list[Prediction]:
         """Scan each mask that was not scanned before, and choose the best draft length and stop rule for it."""
+        masks = list(masks)
         self._scan(masks)
         return [self._best(mask) for mask in masks]
 
