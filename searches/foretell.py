@@ -95,7 +95,7 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         f"{record['median_absolute_error']:.1%}, mean error {record['mean_error']:+.1%}"
     )
     if fresh and trial_seconds:
-        cost = 64 * scanning_seconds / fresh / record["trial_seconds"]
+        cost = 64 * scanning_seconds / fresh / statistics.fmean(trial_seconds)
         print(f"scanning {fresh} masks took {scanning_seconds:.0f} s; 64 of them cost as much as {cost:.1f} real trials")
     print(f"wrote {path} and {path.with_suffix('.png')}")
     return record
