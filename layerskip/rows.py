@@ -42,6 +42,7 @@ class RowModel:
         self._additive = self._twin.config.get_text_config(decoder=True)._attn_implementation == "eager"
         self._keeps: dict[tuple[str, int], Tensor | bool] = {}
         self._masks: list[Tensor] = []
+        self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]] | None = None
         self._gate(found)
 
     def _gate(self, found: Anatomy) -> None:
@@ -58,7 +59,10 @@ class RowModel:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._keeps["attention", index] is False and self._keeps["mlp", index] is False:
                 return returned(hidden_states(args, kwargs), form)
-            return original(*args, **kwargs)
+            output = original(*args, **kwargs)
+            if self._calls is not None:
+                self._calls[index] = args, kwargs, output if form is None else output[0]
+            return output
 
         return forward
 
@@ -129,6 +133,42 @@ class RowModel:
             raise self.refusal(f"its attention mask has the shape {tuple(mask.shape)}")
         rows = mask[0, 0, :, :count]
         return rows.clone() if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
+
+    def layers_alone(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, visible: Sequence[Tensor]
+    ) -> tuple[list[Callable[[Tensor], Tensor]], list[Tensor]]:
+        """Every layer as a function of the hidden states ``[1, R, H]`` of the same rows, and the whole model's own states.
+
+        Args:
+            tokens, positions, cache, visible: as for :meth:`run`; the functions work as long as the cache is as it is.
+
+        Returns:
+            one function per layer; the states before the first layer, then behind each.
+        """
+        self._calls = {}
+        try:
+            self.run(tokens, positions, cache, visible, [SkipMask.none(self.layers)], torch.zeros_like(tokens))
+            calls = [self._calls[index] for index in range(self.layers)]
+        finally:
+            self._calls = None
+        blocks = self._twin.get_submodule(self._found.path)
+
+        def alone(index: int) -> Callable[[Tensor], Tensor]:
+            args, kwargs, _ = calls[index]
+            own = hidden_states(args, kwargs)
+            layer, form = blocks.get_submodule(str(index)), self._found.blocks[index].form
+
+            def function(hidden: Tensor) -> Tensor:
+                places = [hidden if value is own else value for value in args]
+                names = {name: hidden if value is own else value for name, value in kwargs.items()}
+                output: Any = layer(*places, **names)
+                found: Tensor = output if form is None else output[0]
+                return found
+
+            return function
+
+        first = hidden_states(*calls[0][:2])
+        return [alone(index) for index in range(self.layers)], [first, *(output for _, _, output in calls)]
 
     def refusal(self, reason: str) -> UnsupportedModel:
         """The error that names the model."""

@@ -11,7 +11,7 @@ only confidence can end, is followed further when a replay asks for it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .cache import KVCache
+from .clasp import similar_masks
 from .config import StopRule
 from .drafters.stopping import Stopper, confidence
 from .mask import SkipMask
@@ -122,6 +123,17 @@ class Scanner:
         sampled = copy.copy(self)
         sampled._packs = [sampled._pack(chosen[i : i + self.max_rows]) for i in range(0, len(chosen), self.max_rows)]
         return sampled
+
+    @torch.inference_mode()
+    def similar_masks(self, skippable: Collection[int], most: int) -> list[SkipMask]:
+        """For every number of layers up to ``most``, those that :mod:`layerskip.clasp` leaves out, by the first pack's rows."""
+        pack = self._packs[0]
+        rows = [(0, p, s) for p, s in pack.rows]
+        tokens = torch.stack([self._texts[p].tokens[len(self.passages[p].prompt) + s] for _, p, s in rows])
+        number = torch.arange(len(rows), device=self.target.device)
+        visible, positions = self._visible(pack, rows, number, [], 0)
+        layers, states = self._model.layers_alone(tokens, positions, pack.cache, visible)
+        return similar_masks(layers, states, skippable, most)
 
     def check(self) -> None:
         """Make sure that rows see what decoding does: a draft that skips nothing must be as sure as the target is.

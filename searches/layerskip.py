@@ -175,7 +175,8 @@ def _propose(oracle: ScanOracle | None, plan: Plan) -> list[SpeculativeConfig]:
     if oracle is None:
         return []
     with tqdm(total=plan.scanning.proposals.screened, unit="mask", desc="scan", disable=None) as bar:
-        return [found.config for found in propose(oracle, plan.space, plan.scanning.proposals, bar.update)]
+        also = oracle.similar_masks(plan.space.skippable)
+        return [found.config for found in propose(oracle, plan.space, plan.scanning.proposals, bar.update, also)]
 
 
 def _publish(plan: Plan, study: optuna.Study, tracker: Tracker, finals: Finals, folder: Path, prompts: PromptSet) -> None:

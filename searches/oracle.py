@@ -6,7 +6,7 @@ nothing twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -141,6 +141,10 @@ class ScanOracle:
         )
         length = min(config.draft_length, self._scanner.depth)
         return self._profile.speedup(self._read(mask)[length, stop], mask, stop)
+
+    def similar_masks(self, skippable: Collection[int]) -> list[SkipMask]:
+        """Masks of whole layers whose hidden states end up closest to the whole model's, up to half of them."""
+        return self._screen.similar_masks(skippable, len(skippable) // 2)
 
     def _scan(self, masks: Sequence[SkipMask]) -> None:
         new = self._new(masks, self._counts)

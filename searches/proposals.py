@@ -2,8 +2,9 @@
 
 Structure first, as random masks skip half of all sub-layers and never recover: every sub-layer left out alone, contiguous
 runs, the cheapest losses added up one by one, a knapsack over them (as KnapSpec chooses sub-layers by what they cost and
-save), published masks stretched to the model's depth; then flips and swaps around the best. Every mask is first asked how
-often its first drafted token is the target's; the most promising are scanned whole.
+save), the layers that a dynamic programme over hidden states leaves out (CLaSp), published masks stretched to the model's
+depth; then flips and swaps around the best. Every mask is first asked how often its first drafted token is the target's; the
+most promising are scanned whole.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ class ProposalSettings:
 
 
 def propose(
-    oracle: Oracle, space: SearchSpace, settings: ProposalSettings, on_mask: Callable[[], None] = lambda: None
+    oracle: Oracle,
+    space: SearchSpace,
+    settings: ProposalSettings,
+    on_mask: Callable[[], None] = lambda: None,
+    also: Sequence[SkipMask] = (),
 ) -> list[Prediction]:
     """The masks that are foretold to be fastest, best first.
 
@@ -52,11 +57,13 @@ def propose(
         space: which layers may be skipped, and how far drafts may go.
         settings: how much to foretell.
         on_mask: called for every mask that is asked about.
+        also: further masks to ask about.
     """
     search = _Search(oracle, space, settings.screened, on_mask)
     search.ask(_nothing_and_singles(search))
     _grow_runs(search)
     search.ask(_knapsacks(search))
+    search.ask(also)
     search.ask(published_masks(oracle.layers, space.skippable))
     _add_greedily(search)
     _change_best(search)

@@ -1,0 +1,144 @@
+"""Proposals against every mask there is, on a model small enough to try them all; and what the prior rules out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import optuna
+import pytest
+from optuna.distributions import IntDistribution
+from optuna.trial import create_trial
+
+from layerskip import SkipMask, SpeculativeConfig
+from layerskip.costs import CostProfile
+from searches.oracle import Prediction
+from searches.prior import PREDICTED, Prior, calibrated_error
+from searches.proposals import ProposalSettings, expected_speedup, propose, published_masks
+from searches.space import SearchSpace
+
+LAYERS = 8
+PROFILE = CostProfile(
+    100, 0.002, 0.0001, (0.0004,) * LAYERS, (0.0012,) * LAYERS, 0.0, tuple(0.015 * (1 + 0.02 * g) for g in range(7))
+)
+
+
+@dataclass
+class Landscape:
+    """An oracle whose losses add up, but for neighbours, which lose less together."""
+
+    seed: int
+    asked: list[SkipMask] = field(default_factory=list)
+    layers: int = LAYERS
+    profile: CostProfile = PROFILE
+
+    def agreement(self, mask: SkipMask) -> float:
+        source = random.Random(self.seed)
+        losses = {(kind, i): source.uniform(0.005, 0.2) for kind in ("attention", "mlp") for i in range(LAYERS)}
+        loss = sum(losses[kind, i] for kind, i in losses if getattr(mask, kind)[i])
+        together = sum(mask.attention[i] and mask.mlp[i] and mask.attention[i + 1] for i in range(LAYERS - 1))
+        return math.exp(-loss + 0.02 * together)
+
+    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
+        self.asked += masks
+        return [self.agreement(mask) for mask in masks]
+
+    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+        return [
+            Prediction(
+                SpeculativeConfig("layer_skip", 2, mask=mask.format()),
+                expected_speedup(self, mask, self.agreement(mask), 6),
+                self.agreement(mask),
+            )
+            for mask in masks
+        ]
+
+    def speedup(self, config: SpeculativeConfig) -> float:
+        (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])
+        return found.speedup
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_proposals_are_close_to_the_best_of_all_masks(seed: int) -> None:
+    oracle, space = Landscape(seed), SearchSpace(LAYERS, protect_first=2, protect_last=1, skip_length=(1, 6))
+    found = propose(oracle, space, ProposalSettings(screened=150, scanned=8, enqueued=3))
+    bits = [(False, True) if i in space.skippable else (False,) for i in range(LAYERS)]
+    every = [SkipMask(a, m) for a in itertools.product(*bits) for m in itertools.product(*bits)]
+    best = max(expected_speedup(oracle, mask, oracle.agreement(mask), 6) for mask in every)
+    assert found[0].speedup == pytest.approx(best, rel=0.005)
+    assert len({prediction.config for prediction in found}) == 3
+    assert len(oracle.asked) == len(set(oracle.asked)) <= 150
+
+
+def test_a_small_budget_is_kept() -> None:
+    oracle, space = Landscape(0), SearchSpace(LAYERS)
+    heard: list[int] = []
+    assert len(propose(oracle, space, ProposalSettings(screened=3), lambda: heard.append(1))) == 3
+    assert len(heard) == len(oracle.asked) == 3
+
+
+def test_expected_speedup_is_the_papers() -> None:
+    """arXiv 2211.17192, theorem 3.8, with flat verification: (1 - a^(g+1)) / ((1 - a) (g c + 1)), at its best g."""
+    profile = CostProfile(1, 0.1, 0.0, (0.1, 0.1), (0.1, 0.1), 0.0, (0.5,) * 6)
+    oracle, mask = Landscape(0), SkipMask.parse("layers:1", 2)
+    oracle.layers, oracle.profile = 2, profile
+    alpha, cost = 0.8, 0.3 / 0.5
+    expected = max((1 - alpha ** (g + 1)) / ((1 - alpha) * (g * cost + 1)) for g in range(1, 5))
+    assert expected_speedup(oracle, mask, alpha, 4) == pytest.approx(expected)
+    assert profile.bound(mask) == pytest.approx(max((g + 1) / (g * cost + 1) for g in range(1, 6)))
+
+
+def test_published_masks_fit_any_depth() -> None:
+    for layers in (6, 30):
+        masks = published_masks(layers, range(1, layers - 1))
+        assert len(masks) == 25
+        for mask in masks:
+            assert mask.layers == layers
+            assert not (mask.attention[0] or mask.mlp[0] or mask.attention[-1] or mask.mlp[-1])
+        assert any(mask.skipped for mask in masks)
+
+
+def _trial(config: SpeculativeConfig, value: float, predicted: float | None) -> optuna.trial.FrozenTrial:
+    table = {"tokens_per_second": [10.0 * value], "decode_seconds": [1.0], "baseline_tokens_per_second": [10.0]}
+    attributes: dict[str, Any] = {
+        "config": config.to_dict(),
+        "table": table,
+        "measurement": {"losslessness": {"verdict": "exact"}},
+        PREDICTED: predicted,
+    }
+    return create_trial(
+        value=value,
+        params={"x": 0},
+        distributions={"x": IntDistribution(0, 1)},
+        user_attrs=attributes,
+    )
+
+
+def test_a_suggestion_that_cannot_reach_the_best_is_hopeless() -> None:
+    oracle, study = Landscape(0), optuna.create_study(direction="maximize")
+    prior = Prior(oracle)
+    best = oracle.predict([SkipMask.parse("mlp:3", LAYERS)])[0]
+    awful = SpeculativeConfig("layer_skip", 4, mask="layers:0-6")
+    assert prior.judge(study, SpeculativeConfig("prompt_lookup", 4)) is None
+    judgement = prior.judge(study, awful)
+    assert judgement is not None
+    assert judgement.hopeless == (judgement.bound < 1.0)  # plain decoding is what has to be beaten
+    study.add_trial(_trial(SpeculativeConfig("prompt_lookup", 4), 100.0, None))
+    judgement = prior.judge(study, best.config)
+    assert judgement is not None
+    assert judgement.hopeless
+    assert judgement.predicted is None  # costs alone rule it out: nothing is that fast
+    assert "100.000 x" in judgement.reason()
+
+
+def test_the_bound_widens_with_how_far_foretelling_was_off() -> None:
+    config = SpeculativeConfig("layer_skip", 2)
+    assert calibrated_error([]) == pytest.approx(0.15)
+    good = [_trial(config, 1.0 + 0.001 * i, 1.0) for i in range(8)]
+    assert calibrated_error(good) == pytest.approx(0.03)
+    bad = [_trial(config, 1.3 if i % 2 else 0.8, 1.0) for i in range(8)]
+    assert calibrated_error(bad) > 0.4

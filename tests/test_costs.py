@@ -1,0 +1,45 @@
+"""A cost profile: does it add up to what it was measured on, and to the formula that it stands for?"""
+
+from __future__ import annotations
+
+import pytest
+
+from layerskip import SkipMask, StopRule, Target
+from layerskip.costs import CostProfile, profile_costs
+from layerskip.replay import Counts
+from tests.families import build
+
+PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, (20.0, 21.0, 24.0))
+
+
+@pytest.mark.parametrize(
+    ("mask", "seconds"),
+    [("", 16.0), ("attention:0", 14.0), ("mlp:1", 11.0), ("layers:0", 9.5), ("layers:0-1", 1.0)],
+)
+def test_a_draft_pass_costs_what_it_keeps(mask: str, seconds: float) -> None:
+    assert PROFILE.draft_seconds(SkipMask.parse(mask, 2)) == seconds
+
+
+def test_counts_become_seconds() -> None:
+    counts = Counts(rounds=4, drafted=5, accepted=3, tokens=7, verified=(1, 1, 2))
+    mask = SkipMask.parse("layers:0", 2)
+    assert PROFILE.seconds(counts, mask, StopRule()) == pytest.approx(5 * 9.5 + 20 + 21 + 2 * 24)
+    assert PROFILE.seconds(counts, mask, StopRule("threshold", 0.5)) == pytest.approx(5 * 9.75 + 20 + 21 + 2 * 24)
+    assert PROFILE.speedup(counts, mask, StopRule()) == pytest.approx(7 * 20 / (5 * 9.5 + 89))
+    with pytest.raises(ValueError, match="verified"):
+        PROFILE.seconds(Counts(1, 3, 0, 1, (0, 0, 0, 1)), mask, StopRule())
+    assert CostProfile.from_dict(PROFILE.to_dict()) == PROFILE
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_profile_has_a_cost_for_everything(family: str) -> None:
+    """Equal sub-layers cost the same; a mixture of experts costs something else than a dense MLP."""
+    target = Target(build(family))
+    heard: list[int] = []
+    profile = profile_costs(target, context=12, longest=3, repeats=2, on_repeat=lambda: heard.append(1))
+    assert len(profile.attention_seconds) == len(profile.mlp_seconds) == target.layers
+    assert len(profile.verify_seconds) == 4
+    assert all(seconds > 0 for seconds in profile.verify_seconds)
+    assert len(set(profile.mlp_seconds)) <= (2 if family == "deepseek_v3" else 1)
+    assert profile.draft_seconds(SkipMask.none(target.layers)) > 0
+    assert len(heard) == 3
