@@ -45,6 +45,11 @@ class RowModel:
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]] | None = None
         self._gate(found)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self.model.device
+
     def _gate(self, found: Anatomy) -> None:
         blocks = self._twin.get_submodule(found.path)
         for index, block in enumerate(found.blocks):

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from .cache import KVCache
 from .clasp import similar_masks
 from .config import StopRule
 from .drafters.stopping import Stopper, confidence
@@ -27,8 +25,9 @@ from .mask import SkipMask
 from .passages import Passage
 from .replay import Counts, Trace, Unknown, count, expect, replay
 from .rows import RowModel
-from .sampling import Sampling, upload
+from .sampling import Sampling
 from .target import Target
+from .texts import Pack, Start, Texts
 
 _MARGIN = 0.1
 """An adaptive threshold moves: its drafts are followed somewhat further than where it stands."""
@@ -54,40 +53,6 @@ class Scan:
         return float(np.nanmean(firsts)) if len(firsts) else 0.0
 
 
-@dataclass(frozen=True)
-class _Pack:
-    """Some starts of some passages, and a cache that holds the passages' keys and values.
-
-    Args:
-        rows: ``[(passage, start), ...]``.
-        cache: filled with the target's states; its length is their end.
-        offsets: where each passage begins in it.
-    """
-
-    rows: list[tuple[int, int]]
-    cache: KVCache
-    offsets: dict[int, int]
-
-
-@dataclass(frozen=True)
-class _Text:
-    """A passage as the target read it.
-
-    Args:
-        tokens: ``[n]`` int64: prompt, continuation, and padding up to the longest continuation.
-        cache: the target's keys and values of them.
-        visible: per layer ``[n, n]`` bool or None, as :meth:`RowModel.read` gives it.
-        confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
-        chances: ``[N]`` float32: its probability of the token itself; empty for greedy decoding.
-    """
-
-    tokens: Tensor
-    cache: KVCache
-    visible: list[Tensor | None]
-    confidence: NDArray[np.float64]
-    chances: Tensor
-
-
 class Scanner:
     """Scans masks over passages.
 
@@ -110,29 +75,30 @@ class Scanner:
             raise ValueError(f"depth, max_rows: {depth}, {max_rows} are not at least 1")
         self.target, self.passages, self.sampling = target, tuple(passages), sampling
         self.depth, self.max_rows = depth, max_rows
-        self._model = RowModel(target.model)
-        with torch.inference_mode():
-            self._texts = [self._read(passage) for passage in self.passages]
+        self._texts = Texts(RowModel(target.model), target.vocabulary, self.passages, sampling)
         every = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts) if passage.limit(s) > 0]
-        self._packs = [self._pack(every[i : i + max_rows]) for i in range(0, len(every), max_rows)]
+        self._packs = self._packed(every)
 
     def sample(self, rows: int) -> Scanner:
         """A scanner of about so many starts, evenly spread over all passages: enough to know agreement by, not rounds."""
         every = [row for pack in self._packs for row in pack.rows]
         chosen = every[:: max(1, len(every) // rows)]
         sampled = copy.copy(self)
-        sampled._packs = [sampled._pack(chosen[i : i + self.max_rows]) for i in range(0, len(chosen), self.max_rows)]
+        sampled._packs = self._packed(chosen)
         return sampled
+
+    def _packed(self, starts: list[Start]) -> list[Pack]:
+        parts = [starts[i : i + self.max_rows] for i in range(0, len(starts), self.max_rows)]
+        return [self._texts.pack(part, max(1, self.max_rows // len(part)) * len(part) * self.depth) for part in parts]
 
     @torch.inference_mode()
     def similar_masks(self, skippable: Collection[int], most: int) -> list[SkipMask]:
-        """For every number of layers up to ``most``, those that :mod:`layerskip.clasp` leaves out, by the first pack's rows."""
+        """What :mod:`layerskip.clasp` leaves out, for every number of layers up to ``most``, by the first pack's rows."""
         pack = self._packs[0]
-        rows = [(0, p, s) for p, s in pack.rows]
-        tokens = torch.stack([self._texts[p].tokens[len(self.passages[p].prompt) + s] for _, p, s in rows])
-        number = torch.arange(len(rows), device=self.target.device)
-        visible, positions = self._visible(pack, rows, number, [], 0)
-        layers, states = self._model.layers_alone(tokens, positions, pack.cache, visible)
+        tokens = torch.stack([self._texts.token(start) for start in pack.rows])
+        number = torch.arange(len(pack.rows), device=self.target.device)
+        visible, positions = self._texts.visible(pack, pack.rows, number, [], 0)
+        layers, states = self._texts.model.layers_alone(tokens, positions, pack.cache, visible)
         return similar_masks(layers, states, skippable, most)
 
     def check(self) -> None:
@@ -143,36 +109,13 @@ class Scanner:
         """
         (scan,) = self.sample(_CHECKED).scan([SkipMask.none(self.target.layers)], depth=2)
         slack = 1e-3 if self.target.dtype == "float32" else 0.1
-        for text, trace in zip(self._texts, scan.traces, strict=True):
+        for text, trace in zip(self._texts.texts, scan.traces, strict=True):
             for place in range(trace.depth):
                 found = trace.confidence[: trace.confidence.shape[0] - place, place]
                 expected = text.confidence[1 + place :]
                 looked = ~np.isnan(found)
                 if not np.allclose(found[looked], expected[looked], rtol=slack, atol=slack):
-                    raise self._model.refusal("a draft that skips nothing is not what the model itself says")
-
-    def _read(self, passage: Passage) -> _Text:
-        missing = passage.max_new_tokens - len(passage.tokens)
-        tokens = upload([*passage.prompt, *passage.tokens, *passage.tokens[-1:] * missing], self.target.device)
-        logits, cache, visible = self._model.read(tokens)
-        begin, end = len(passage.prompt), len(passage.prompt) + len(passage.tokens)
-        logits = logits[begin - 1 : end - 1]
-        chances = logits.new_empty(0, dtype=torch.float32)
-        if not self.sampling.greedy:
-            seen = None
-            if self.sampling.needs_seen:
-                seen = torch.cat([self._seen(tokens[:place]) for place in range(begin, end)])
-            chances = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
-        return _Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances)
-
-    def _pack(self, rows: list[tuple[int, int]]) -> _Pack:
-        used = sorted({passage for passage, _ in rows})
-        parts = [(self._texts[p].cache, len(self.passages[p].prompt) + self.passages[p].starts) for p in used]
-        ends = np.cumsum([0] + [size for _, size in parts])
-        copies = max(1, self.max_rows // len(rows))
-        cache = KVCache(self.target.layers, int(ends[-1]) + copies * len(rows) * self.depth, device=self.target.device)
-        cache.take(parts)
-        return _Pack(rows, cache, dict(zip(used, map(int, ends), strict=False)))
+                    raise self._texts.model.refusal("a draft that skips nothing is not what the model itself says")
 
     @torch.inference_mode()
     def scan(self, masks: Sequence[SkipMask], depth: int | None = None) -> list[Scan]:
@@ -222,14 +165,17 @@ class Scanner:
         found = []
         for index, passage in enumerate(self.passages):
             stopper.start()
+            floor = None
             while True:
                 before = copy.copy(stopper)
                 try:
                     found.append(replay(passage, scan.traces[index], draft_length, stopper))
                     break
                 except Unknown as unknown:
-                    stopper = before
-                    self._follow(scan, unknown.threshold - _MARGIN * (stop.kind == "adaptive"))
+                    if unknown.threshold == floor:
+                        raise FloatingPointError("scan: a draft's confidence is not a number") from None
+                    stopper, floor = before, unknown.threshold
+                    self._follow(scan, floor - _MARGIN * (stop.kind == "adaptive"))
         return found
 
     @torch.inference_mode()
@@ -251,13 +197,9 @@ class Scanner:
         shape = (passage.starts, depth)
         return Trace(np.zeros(passage.starts, dtype=np.int64), np.full(shape, np.nan), np.full(shape, np.nan))
 
-    def _agrees(self, passage: int, start: int, place: int, token: int) -> bool:
-        tokens = self.passages[passage].tokens
-        return start + place + 1 < len(tokens) and tokens[start + place + 1] == token
-
     def _draft(
         self,
-        pack: _Pack,
+        pack: Pack,
         masks: Sequence[SkipMask],
         rows: list[tuple[int, int, int]],
         depth: int,
@@ -277,7 +219,7 @@ class Scanner:
         verified, device = pack.cache.length, self.target.device
         branches: list[tuple[Tensor, int]] = []  # of every pass: its rows' numbers, and how far behind the start they stand
         number = torch.arange(len(rows), device=device)
-        chain = torch.stack([self._texts[p].tokens[len(self.passages[p].prompt) + s] for _, p, s in rows])[:, None]
+        chain = torch.stack([self._texts.token((p, s)) for _, p, s in rows])[:, None]
         reach = np.ones(len(rows))
         try:
             for place in range(depth):
@@ -285,9 +227,9 @@ class Scanner:
                 if not here:
                     break
                 live = [rows[i] for i in here]
-                visible, positions = self._visible(pack, live, number, branches, place)
+                visible, positions = self._texts.visible(pack, [(p, s) for _, p, s in live], number, branches, place)
                 of = torch.tensor([m for m, _, _ in live], device=device)
-                logits = self._model.run(chain[:, -1], positions, pack.cache, visible, masks, of)
+                logits = self._texts.model.run(chain[:, -1], positions, pack.cache, visible, masks, of)
                 branches.append((number, place))
                 pack.cache.length += len(here)
                 sure = confidence(logits).tolist()
@@ -316,70 +258,14 @@ class Scanner:
         """The next token of every draft, and the chance that it is accepted; sampled drafts are led along the passage."""
         seen = None
         if self.sampling.needs_seen:
-            parts = [
-                self._seen(torch.cat((self._texts[p].tokens[: len(self.passages[p].prompt) + s], own)))
-                for (_, p, s), own in zip(live, chain, strict=True)
-            ]
-            seen = torch.cat(parts)
+            prefixes = [self._texts.texts[p].tokens[: self._texts.begin((p, s))] for _, p, s in live]
+            seen = torch.cat([self._texts.seen(torch.cat(parts)) for parts in zip(prefixes, chain, strict=True)])
         drafted = self.sampling.distribution(logits, seen)
-        if self.sampling.greedy:
-            agree = [self._agrees(p, s, place, token) for (_, p, s), token in zip(live, drafted.tolist(), strict=True)]
-            return drafted, [float(agrees) for agrees in agree]
         ahead = [(p, s + place + 1) for _, p, s in live]
-        own = torch.stack([self._texts[p].tokens[len(self.passages[p].prompt) + s] for p, s in ahead])
+        if self.sampling.greedy:
+            pairs = zip(ahead, drafted.tolist(), strict=True)
+            return drafted, [float(self._texts.agrees(start, token)) for start, token in pairs]
+        own = torch.stack([self._texts.token(start) for start in ahead])
         q = drafted.gather(1, own[:, None])[:, 0].tolist()
-        p_own = [float(self._texts[p].chances[s]) if s < len(self.passages[p].tokens) else 1.0 for p, s in ahead]
+        p_own = [self._texts.chance(start) for start in ahead]
         return own, [min(1.0, found / chance) if chance > 0 else 1.0 for found, chance in zip(q, p_own, strict=True)]
-
-    def _seen(self, tokens: Tensor) -> Tensor:
-        seen = torch.zeros(1, self.target.vocabulary, dtype=torch.bool, device=tokens.device)
-        seen[0, tokens] = True
-        return seen
-
-    def _visible(
-        self, pack: _Pack, live: list[tuple[int, int, int]], number: Tensor, branches: list[tuple[Tensor, int]], place: int
-    ) -> tuple[list[Tensor], Tensor]:
-        """What the rows of a pass may see, per layer, and where they stand in their own texts."""
-        device = self.target.device
-        starts = [len(self.passages[p].prompt) + s for _, p, s in live]
-        begin = torch.tensor(starts, device=device)
-        positions = begin + place
-        offsets = torch.tensor([pack.offsets[p] for _, p, _ in live], device=device)
-        key = torch.arange(pack.cache.length - sum(len(n) for n, _ in branches), device=device)
-        own = torch.cat([*(n for n, _ in branches), number])
-        behind = torch.cat([torch.full_like(n, at) for n, at in [*branches, (number, place)]])
-        inside = (key >= offsets[:, None]) & (key < (offsets + begin)[:, None])
-        plain = torch.cat((inside, own == number[:, None]), 1)
-        masks: dict[tuple[int, ...], Tensor] = {}
-        found = []
-        for layer in range(self.target.layers):
-            windows = {p: self._texts[p].visible[layer] for p in pack.offsets}
-            kind = tuple(id(window) for window in windows.values())
-            if kind not in masks:
-                masks[kind] = self._windowed(plain, windows, pack, live, behind, place)
-            found.append(masks[kind])
-        return found, positions
-
-    def _windowed(
-        self,
-        plain: Tensor,
-        windows: dict[int, Tensor | None],
-        pack: _Pack,
-        live: list[tuple[int, int, int]],
-        behind: Tensor,
-        place: int,
-    ) -> Tensor:
-        """``plain`` without what a layer's window hides from a row at its position."""
-        if all(window is None for window in windows.values()):
-            return plain
-        size = plain.shape[1] - behind.shape[0]
-        result = plain.clone()
-        for row, (_, p, start) in enumerate(live):
-            window = windows[p]
-            if window is None:
-                continue
-            begin, offset = len(self.passages[p].prompt) + start, pack.offsets[p]
-            width = min(window.shape[1], size - offset)
-            result[row, offset : offset + width] &= window[begin + place, :width]
-            result[row, size:] &= window[begin + place, (begin + behind).clamp_max(window.shape[1] - 1)]
-        return result

@@ -1,0 +1,173 @@
+"""What did the target read, and what of it may a row of a pass see?
+
+The target reads every passage once; its keys and values are then laid one behind the other for passes whose rows come from
+several passages (:mod:`layerskip.rows`). A row sees its own passage up to where its draft began, and its own draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .cache import KVCache
+from .drafters.stopping import confidence
+from .passages import Passage
+from .rows import RowModel
+from .sampling import Sampling, upload
+
+Start = tuple[int, int]
+"""A passage's number, and the position in its continuation whose token is the last committed one."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Some starts of some passages, and a cache that holds the passages' keys and values.
+
+    Args:
+        rows: ``[(passage, start), ...]``.
+        cache: filled with the target's states; its length is their end.
+        offsets: where each passage begins in it.
+    """
+
+    rows: list[tuple[int, int]]
+    cache: KVCache
+    offsets: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A passage as the target read it.
+
+    Args:
+        tokens: ``[n]`` int64: prompt, continuation, and padding up to the longest continuation.
+        cache: the target's keys and values of them.
+        visible: per layer ``[n, n]`` bool or None, as :meth:`RowModel.read` gives it.
+        confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
+        chances: ``[N]`` float32: its probability of the token itself; empty for greedy decoding.
+    """
+
+    tokens: Tensor
+    cache: KVCache
+    visible: list[Tensor | None]
+    confidence: NDArray[np.float64]
+    chances: Tensor
+
+
+class Texts:
+    """Passages as the target read them.
+
+    Args:
+        model: the target.
+        vocabulary: V, the width of its logits.
+        passages: its continuations.
+        sampling: how they were chosen.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: RowModel, vocabulary: int, passages: Sequence[Passage], sampling: Sampling) -> None:
+        self.model, self.vocabulary = model, vocabulary
+        self.passages, self.sampling = tuple(passages), sampling
+        self.texts = [self._read(passage) for passage in self.passages]
+
+    def begin(self, start: Start) -> int:
+        """How many tokens stand before a start's own."""
+        passage, place = start
+        return len(self.passages[passage].prompt) + place
+
+    def token(self, start: Start) -> Tensor:
+        """The token at a start: 0-d int64 on the device."""
+        return self.texts[start[0]].tokens[self.begin(start)]
+
+    def agrees(self, start: Start, token: int) -> bool:
+        """Whether the token at a start is this one; False behind the end of the continuation."""
+        passage, place = start
+        tokens = self.passages[passage].tokens
+        return place < len(tokens) and tokens[place] == token
+
+    def chance(self, start: Start) -> float:
+        """Where tokens are sampled: the target's probability of the token at a start; 1.0 behind the end."""
+        passage, place = start
+        chances = self.texts[passage].chances
+        return float(chances[place]) if place < len(chances) else 1.0
+
+    def _read(self, passage: Passage) -> Text:
+        missing = passage.max_new_tokens - len(passage.tokens)
+        tokens = upload([*passage.prompt, *passage.tokens, *passage.tokens[-1:] * missing], self.model.device)
+        logits, cache, visible = self.model.read(tokens)
+        begin, end = len(passage.prompt), len(passage.prompt) + len(passage.tokens)
+        logits = logits[begin - 1 : end - 1]
+        chances = logits.new_empty(0, dtype=torch.float32)
+        if not self.sampling.greedy:
+            seen = None
+            if self.sampling.needs_seen:
+                seen = torch.cat([self.seen(tokens[:place]) for place in range(begin, end)])
+            chances = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
+        return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances)
+
+    def pack(self, rows: list[Start], room: int) -> Pack:
+        """Lay the passages of some starts one behind the other, with room for so many positions of drafts."""
+        used = sorted({passage for passage, _ in rows})
+        parts = [(self.texts[p].cache, len(self.passages[p].prompt) + self.passages[p].starts) for p in used]
+        ends = np.cumsum([0] + [size for _, size in parts])
+        cache = KVCache(self.model.layers, int(ends[-1]) + room, device=self.model.device)
+        cache.take(parts)
+        return Pack(rows, cache, dict(zip(used, map(int, ends), strict=False)))
+
+    def seen(self, tokens: Tensor) -> Tensor:
+        """``[1, V]`` bool: which tokens are among these."""
+        seen = torch.zeros(1, self.vocabulary, dtype=torch.bool, device=tokens.device)
+        seen[0, tokens] = True
+        return seen
+
+    def visible(
+        self, pack: Pack, live: list[Start], number: Tensor, branches: list[tuple[Tensor, int]], place: int
+    ) -> tuple[list[Tensor], Tensor]:
+        """What the rows of a pass may see, per layer, and where they stand in their own texts."""
+        device = self.model.device
+        starts = [self.begin(start) for start in live]
+        begin = torch.tensor(starts, device=device)
+        positions = begin + place
+        offsets = torch.tensor([pack.offsets[p] for p, _ in live], device=device)
+        key = torch.arange(pack.cache.length - sum(len(n) for n, _ in branches), device=device)
+        own = torch.cat([*(n for n, _ in branches), number])
+        behind = torch.cat([torch.full_like(n, at) for n, at in [*branches, (number, place)]])
+        inside = (key >= offsets[:, None]) & (key < (offsets + begin)[:, None])
+        plain = torch.cat((inside, own == number[:, None]), 1)
+        masks: dict[tuple[int, ...], Tensor] = {}
+        found = []
+        for layer in range(self.model.layers):
+            windows = {p: self.texts[p].visible[layer] for p in pack.offsets}
+            kind = tuple(id(window) for window in windows.values())
+            if kind not in masks:
+                masks[kind] = self._windowed(plain, windows, pack, live, behind, place)
+            found.append(masks[kind])
+        return found, positions
+
+    def _windowed(
+        self,
+        plain: Tensor,
+        windows: dict[int, Tensor | None],
+        pack: Pack,
+        live: list[Start],
+        behind: Tensor,
+        place: int,
+    ) -> Tensor:
+        """``plain`` without what a layer's window hides from a row at its position."""
+        if all(window is None for window in windows.values()):
+            return plain
+        size = plain.shape[1] - behind.shape[0]
+        result = plain.clone()
+        for row, (p, start) in enumerate(live):
+            window = windows[p]
+            if window is None:
+                continue
+            begin, offset = len(self.passages[p].prompt) + start, pack.offsets[p]
+            width = min(window.shape[1], size - offset)
+            result[row, offset : offset + width] &= window[begin + place, :width]
+            result[row, size:] &= window[begin + place, (begin + behind).clamp_max(window.shape[1] - 1)]
+        return result
