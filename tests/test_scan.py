@@ -114,8 +114,8 @@ def test_masks_scanned_at_once_are_those_scanned_alone(tiny_target: Target) -> N
 
 def test_expected_counts_are_the_mean_of_sampled_decoding(tiny_target: Target) -> None:
     """Over many sampled continuations, against as many real decodings with draws of their own."""
-    sampling, prompt, new, length = Sampling(temperature=0.7, top_k=6), [5, 6, 7], 7, 3
-    mask = SkipMask.parse("attention:0;mlp:1", tiny_target.layers)
+    sampling, prompt, new, length = Sampling(temperature=2.0, top_p=0.9), [5, 6, 7], 7, 3
+    mask = SkipMask.parse("attention:1", tiny_target.layers)
     passages = [_passage(tiny_target, seed, prompt, sampling, new) for seed in range(250)]
     scanner = Scanner(tiny_target, passages, sampling, depth=length, max_rows=2048)
     (scan,) = scanner.scan([mask])
