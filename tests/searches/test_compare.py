@@ -1,0 +1,73 @@
+"""Strategies race on a tiny model; what is said of the race follows from its curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from searches.bench import ModelBench
+from searches.compare import verdict
+from searches.space import SearchSpace
+from searches.strategies import STRATEGIES, Race, TimeUp
+from tests.searches.programs import execute
+
+
+def _clock(step: float) -> Callable[[], float]:
+    now = [0.0]
+
+    def tick() -> float:
+        now[0] += step
+        return now[0]
+
+    return tick
+
+
+@pytest.mark.parametrize("name", ["random", "tpe", "draft_verify"])
+def test_a_strategy_claims_only_what_got_faster_and_stops_in_time(name: str, tiny_target: Target) -> None:
+    bench = ModelBench(tiny_target, Sampling(), 6)
+    space = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0)
+    race = Race(
+        bench, PromptSet.of(["one two"]), tiny_target.layers, 60.0, 0, space, lambda: pytest.fail("no oracle"), _clock(1.0)
+    )  # type: ignore[arg-type]
+    with pytest.raises(TimeUp):
+        STRATEGIES[name](race)
+    times = [when for when, _ in race.claims]
+    assert times == sorted(times)
+    assert 0 < times[-1] <= 61
+    assert 1 <= len(race.claims) <= race.measured
+    if name == "tpe":
+        assert {config.draft_length for _, config in race.claims} == {5}
+
+
+def test_the_verdict_is_when_ours_was_as_good() -> None:
+    def search(name: str, *points: tuple[float, float]) -> dict[str, object]:
+        return {"strategy": name, "seed": 0, "curve": [{"seconds": s, "held_out_speedup": v} for s, v in points]}
+
+    searches = [search("ours", (5, 0.9), (10, 1.1)), search("random", (1, 1.0), (90, 1.05)), search("swift", (1, 1.2))]
+    found = {row["strategy"]: row["share_of_its_seconds"] for row in verdict(searches, 100.0)}
+    assert found == {"random": 0.1, "swift": None}
+
+
+def test_the_program_races_and_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+    overrides = (
+        *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "seeds=[0]"),
+        *("space.protect_first=0", "space.protect_last=0", "seconds=6", "strategies=[random,swift,ours]"),
+        *("measure.max_new_tokens=8", "measure.prompts=2", "measure.held_out_prompts=2", "scan.profile_repeats=2"),
+        *("scan.proposals.screened=20", "scan.proposals.scanned=3", f"outputs={tmp_path}"),
+    )
+    done = execute("compare", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "compare.json").read_text())
+    assert [row["strategy"] for row in record["searches"]] == ["random", "swift", "ours"]
+    for row in record["searches"]:
+        assert row["curve"]
+        for point in row["curve"]:
+            assert SpeculativeConfig.from_dict(point["config"]).kind == "layer_skip"
+            assert point["held_out_speedup"] > 0
+    again = execute("compare", *overrides, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "compare.json").read_text())["searches"] == record["searches"]
