@@ -34,6 +34,7 @@ from .oracle import ScanOracle
 from .prior import Prior
 from .proposals import propose
 from .space import SearchSpace
+from .standings import incumbent
 from .study import (
     StudySettings,
     add_foresight,
@@ -144,7 +145,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
         def on_trial(trial: optuna.trial.FrozenTrial) -> None:
             tracker.record(trial)
             bar.update()
-            bar.set_postfix_str(_best(study))
+            bar.set_postfix_str(f"best {incumbent(study):.3f} x")
 
         try:
             run_trials(study, objective, settings, on_trial)
@@ -209,11 +210,6 @@ def _publish(plan: Plan, study: optuna.Study, tracker: Tracker, finals: Finals, 
     print(text)
     print(f"wrote {folder / 'best.json'} and {folder / 'report.png'}; compare runs with:")
     print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
-
-
-def _best(study: optuna.Study) -> str:
-    complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-    return f"best {max(t.value or 0.0 for t in complete):.3f} x" if complete else ""
 
 
 def describe(config: DictConfig, target: Target, prompts: PromptSet) -> dict[str, Any]:

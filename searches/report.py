@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from layerskip.mask import count
 
 from .finals import Finals
 from .objective import DRIFTED
-from .standings import configuration
+from .standings import configuration, is_lossless
 from .study import FORESIGHT_SECONDS, finished
 
 matplotlib.use("Agg")
@@ -38,6 +40,8 @@ def summary(study: optuna.Study, finals: Finals | None) -> str:
         f"{len(trials)} trials: {stopped - idle} stopped early, {idle} not run (hopeless, or known already).",
         "",
     ]
+    if len(trials) > 1:
+        lines += [f"Optuna, MLflow and Hydra took {overhead_seconds(trials):.2f} seconds a trial.", ""]
     drifted = sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials)
     if drifted:
         lines += [f"The machine's pace moved: {drifted} prompts were measured again.", ""]
@@ -54,6 +58,15 @@ def search_seconds(study: optuna.Study, finals: Finals) -> float:
     """What the search took, foretelling before it and measuring its finalists included."""
     trials = sum(trial.user_attrs.get("seconds", 0.0) for trial in finished(study))
     return float(study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + trials + finals.seconds)
+
+
+def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
+    """Median time from one trial's start to the next one's that was not spent on foretelling or decoding."""
+    ordered = sorted(trials, key=lambda trial: trial.number)
+    starts = [(trial.datetime_start, trial.user_attrs.get("seconds", 0.0)) for trial in ordered]
+    pairs = [(start, seconds, following) for (start, seconds), (following, _) in itertools.pairwise(starts)]
+    gaps = [(after - before).total_seconds() - seconds for before, seconds, after in pairs if before and after]
+    return max(0.0, statistics.median(gaps)) if gaps else 0.0
 
 
 def _winner(finals: Finals, seconds: float) -> list[str]:
@@ -115,8 +128,8 @@ def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
         "| trial | configuration | speedup | tokens/s | acceptance | tokens/round |",
         "|---|---|---|---|---|---|",
     ]
-    complete = sorted((t for t in trials if t.state == TrialState.COMPLETE), key=lambda t: -(t.value or 0.0))
-    for trial in complete[:most]:
+    kept = [t for t in trials if t.state == TrialState.COMPLETE and is_lossless(t.user_attrs["measurement"])]
+    for trial in sorted(kept, key=lambda t: -(t.value or 0.0))[:most]:
         found = trial.user_attrs["measurement"]
         lines.append(
             f"| {trial.number} | {configuration(trial).label()} | {trial.value:.3f} | {found['tokens_per_second']:.1f} "

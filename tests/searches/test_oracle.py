@@ -1,0 +1,115 @@
+"""What is foretold is what counts and costs say, and is not asked twice; what cannot be scanned is searched all the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
+from layerskip.costs import CostProfile
+from layerskip.measure import measure
+from layerskip.passages import continue_prompts
+from layerskip.scan import Scanner
+from searches.foresight import ScanSettings, foresee
+from searches.kept import Kept
+from searches.oracle import Choices, ScanOracle
+from searches.space import SearchSpace
+from tests.families import build
+
+PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
+THRESHOLD = StopRule("threshold", 0.1)
+CHOICES = Choices((1, 4), (StopRule(), THRESHOLD))
+
+
+def _profile(layers: int) -> CostProfile:
+    return CostProfile(20, 1.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, tuple(8.0 + g for g in range(6)))
+
+
+def _oracle(target: Target, folder: Path) -> tuple[ScanOracle, Scanner]:
+    passages = continue_prompts(target, PROMPTS, Sampling(), 8)
+    scanner = Scanner(target, passages, Sampling(), depth=4)
+    return ScanOracle(scanner, scanner.sample(6), _profile(target.layers), CHOICES, folder), scanner
+
+
+def test_a_prediction_is_the_real_decoders_counts_at_the_profiles_costs(tiny_target: Target, tmp_path: Path) -> None:
+    oracle, _ = _oracle(tiny_target, tmp_path)
+    profile = oracle.profile
+    for text in ("", "mlp:1", "attention:0"):
+        mask = SkipMask.parse(text, tiny_target.layers)
+        expected = {}
+        for length in range(1, 5):
+            for stop in CHOICES.stops:
+                config = SpeculativeConfig("layer_skip", length, mask=text, stop=stop)
+                stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
+                each = profile.draft_seconds(mask) + (0.01 if stop is THRESHOLD else 0.0)
+                seconds = sum(r.drafted * each + profile.verify_seconds[r.drafted] for r in stats.rounds)
+                expected[config] = sum(r.committed for r in stats.rounds) * profile.verify_seconds[0] / seconds
+                assert oracle.speedup(config) == pytest.approx(expected[config])
+        (best,) = oracle.predict([mask])
+        assert best.speedup == pytest.approx(max(expected.values()))
+        assert expected[best.config] == pytest.approx(best.speedup)
+        assert oracle.speedup(SpeculativeConfig("layer_skip", 2, mask=text, stop=StopRule("threshold", 0.15))) == (
+            pytest.approx(expected[SpeculativeConfig("layer_skip", 2, mask=text, stop=THRESHOLD)])
+        )
+
+
+def test_what_was_foretold_is_not_asked_again(tiny_target: Target, tmp_path: Path) -> None:
+    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("mlp:0", "mlp:1", "layers:1")]
+    oracle, scanner = _oracle(tiny_target, tmp_path)
+    predicted, agreements = oracle.predict(masks[:2]), oracle.agreements(masks[:2])
+    counts = tmp_path / "counts.jsonl"
+    counts.write_bytes(counts.read_bytes() + b'["layers:1", {"agr')  # as a kill may leave it
+
+    @dataclass
+    class Watched:
+        asked: list[SkipMask]
+        target: Target = tiny_target
+        depth: int = 4
+        max_rows: int = 256
+
+        def scan(self, some: list[SkipMask], **options: Any) -> Any:
+            self.asked += some
+            return scanner.scan(some, **options)
+
+        def counts(self, *args: Any) -> Any:
+            return scanner.counts(*args)
+
+    watched: Any = Watched([])
+    again = ScanOracle(watched, watched, oracle.profile, CHOICES, tmp_path)
+    assert again.predict(masks)[:2] == predicted
+    assert again.agreements(masks[:2]) == agreements
+    assert watched.asked == masks[2:]
+
+
+def test_kept_values_survive(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "folder" / "kept.jsonl")
+    kept.add("a", [1, 2])
+    kept.add("b", {"c": None})
+    again = Kept(tmp_path / "folder" / "kept.jsonl")
+    assert "a" in again and "x" not in again
+    assert (again["a"], again["b"], len(again)) == ([1, 2], {"c": None}, 2)
+
+
+def test_continuations_and_costs_are_shared_between_studies(tiny_target: Target, tmp_path: Path) -> None:
+    space, settings = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0), ScanSettings(profile_repeats=2)
+    first = foresee(tiny_target, PROMPTS, Sampling(), 6, space, settings, tmp_path, tmp_path / "one", 0)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
+    second = foresee(tiny_target, PROMPTS, Sampling(), 6, space, settings, tmp_path, tmp_path / "two", 1)
+    assert first is not None and second is not None
+    assert first.profile == second.profile
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")} == files
+    assert len(files) == len(PROMPTS) + 1
+
+
+def test_a_model_that_cannot_be_scanned_is_searched_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = Target(build("gpt_neo"))
+    prompts = PromptSet.of(["x"])
+    space = SearchSpace(target.layers, protect_first=0, protect_last=0)
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr(Target, "encode", lambda self, prompt: [5, 6, 7])  # it has no tokenizer
+        assert foresee(target, prompts, Sampling(), 6, space, ScanSettings(), tmp_path, tmp_path, 0) is None
+    assert "GPTNeoForCausalLM: cannot be scanned" in capsys.readouterr().out
