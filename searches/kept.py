@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ class Kept:
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
 
     def __len__(self) -> int:
         return len(self._values)

@@ -34,6 +34,7 @@ from .oracle import ScanOracle
 from .prior import Prior
 from .proposals import propose
 from .space import SearchSpace
+from .stability import Stability
 from .standings import incumbent
 from .study import (
     StudySettings,
@@ -157,7 +158,8 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
     rounds = len(final_prompts) * measuring.held_out_repeats
     with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:
         finals = measure_finals(study, bench, final_prompts, measuring, plan.seed, folder, bar.update)
-    _publish(plan, study, tracker, finals, folder, final_prompts)
+    stable = oracle.stability(2 * len(plan.space.skippable)) if oracle is not None else None
+    _publish(plan, study, tracker, finals, stable, folder, final_prompts)
     return finals
 
 
@@ -180,7 +182,15 @@ def _propose(oracle: ScanOracle | None, plan: Plan) -> list[SpeculativeConfig]:
         return [found.config for found in propose(oracle, plan.space, plan.scanning.proposals, bar.update, also)]
 
 
-def _publish(plan: Plan, study: optuna.Study, tracker: Tracker, finals: Finals, folder: Path, prompts: PromptSet) -> None:
+def _publish(
+    plan: Plan,
+    study: optuna.Study,
+    tracker: Tracker,
+    finals: Finals,
+    stable: Stability | None,
+    folder: Path,
+    prompts: PromptSet,
+) -> None:
     """Write the report and the export, and log both."""
     winner, target = finals.winner, plan.target
     spent = report.search_seconds(study, finals)
@@ -189,7 +199,7 @@ def _publish(plan: Plan, study: optuna.Study, tracker: Tracker, finals: Finals, 
     where = environment(target.device)
     export = Export(Export.describe(target), winner.config, plan.sampling, evidence, where, search=found)
     export.save(folder / "best.json")
-    text = report.summary(study, finals)
+    text = report.summary(study, finals, stable)
     (folder / "report.md").write_text(text, encoding="utf-8")
     report.draw(study, finals, target.layers, folder / "report.png")
     for name in ("report.md", "report.png", "best.json"):

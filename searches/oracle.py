@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs import CostProfile
 from layerskip.replay import Counts
 from layerskip.scan import Scanner
 
 from .kept import Kept
+from .stability import Stability, stability
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,25 @@ class ScanOracle:
         length = min(config.draft_length, self._scanner.depth)
         return self._profile.speedup(self._read(mask)[length, stop], mask, stop)
 
+    def stability(self, sublayers: int) -> Stability | None:
+        """How the choice among the masks scanned so far depends on the prompts; None before any was scanned."""
+        masks = [SkipMask.parse(text, self.layers) for text in self._counts]
+        if not masks:
+            return None
+        seconds, baseline = [], []
+        for mask in masks:
+            best = self._best(mask).config
+            rows = self._counts[mask.format()]["counts"]
+            (parts,) = (
+                found
+                for length, rule, found in rows
+                if (length, self._choices.stops[rule]) == (best.draft_length, best.stop)
+            )
+            counts = [_unpack(part) for part in parts]
+            seconds.append([self._profile.seconds(part, mask, best.stop) for part in counts])
+            baseline = [part.tokens * self._profile.verify_seconds[0] for part in counts]
+        return stability(masks, np.array(seconds), np.array(baseline), sublayers)
+
     def similar_masks(self, skippable: Collection[int]) -> list[SkipMask]:
         """Masks of whole layers whose hidden states end up closest to the whole model's, up to half of them."""
         return self._screen.similar_masks(skippable, len(skippable) // 2)
@@ -154,7 +176,7 @@ class ScanOracle:
             for scan in self._scanner.scan(new[first : first + at_once]):
                 first_length, last_length = self._choices.lengths
                 found = [
-                    [length, rule, _pack(_sum(self._scanner.counts(scan, length, stop)))]
+                    [length, rule, [_pack(counts) for counts in self._scanner.counts(scan, length, stop)]]
                     for length in range(first_length, min(last_length, self._scanner.depth) + 1)
                     for rule, stop in enumerate(self._choices.stops)
                 ]
@@ -166,7 +188,7 @@ class ScanOracle:
 
     def _read(self, mask: SkipMask) -> dict[tuple[int, StopRule], Counts]:
         rows = self._counts[mask.format()]["counts"]
-        return {(length, self._choices.stops[rule]): _unpack(found) for length, rule, found in rows}
+        return {(length, self._choices.stops[rule]): _sum(map(_unpack, found)) for length, rule, found in rows}
 
     def _best(self, mask: SkipMask) -> Prediction:
         found = {key: self._profile.speedup(counts, mask, key[1]) for key, counts in self._read(mask).items()}

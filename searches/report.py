@@ -21,6 +21,7 @@ from layerskip.mask import count
 
 from .finals import Finals
 from .objective import DRIFTED
+from .stability import Stability
 from .standings import configuration, is_lossless
 from .study import FORESIGHT_SECONDS, finished
 
@@ -29,7 +30,7 @@ matplotlib.use("Agg")
 _COLORS = {"none": "0.4", "layer_skip": "tab:blue", "prompt_lookup": "tab:orange", "draft_model": "tab:green"}
 
 
-def summary(study: optuna.Study, finals: Finals | None) -> str:
+def summary(study: optuna.Study, finals: Finals | None, stable: Stability | None = None) -> str:
     """The report as Markdown: the verdict, the finalists on held-out prompts, and the best trials."""
     trials = finished(study)
     stopped = sum(trial.state == TrialState.PRUNED for trial in trials)
@@ -40,6 +41,12 @@ def summary(study: optuna.Study, finals: Finals | None) -> str:
         f"{len(trials)} trials: {stopped - idle} stopped early, {idle} not run (hopeless, or known already).",
         "",
     ]
+    if stable is not None:
+        lines += [
+            f"Of the scanned masks, {stable.share:.0%} of resampled prompt sets choose the same; two choices share "
+            f"{stable.overlap:.2f} of what they skip, where chance gives {stable.chance:.2f}.",
+            "",
+        ]
     if len(trials) > 1:
         lines += [f"Optuna, MLflow and Hydra took {overhead_seconds(trials):.2f} seconds a trial.", ""]
     drifted = sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials)

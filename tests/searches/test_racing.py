@@ -1,0 +1,117 @@
+"""How trials race, on a bench whose every pace is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from layerskip import PromptSet, SpeculativeConfig
+from layerskip.lossless import Losslessness
+from layerskip.measurement import Sample
+from layerskip.stats import DecodeStats, Round
+from searches.bench import BASELINE
+from searches.objective import DRIFTED, MeasureSettings, Objective
+from searches.report import overhead_seconds
+from searches.space import SearchSpace
+from searches.standings import ranking
+from searches.study import StudySettings, finished, run_trials
+
+PROMPTS = PromptSet.of([f"prompt {i}" for i in range(8)])
+SETTINGS = MeasureSettings(prompts=3, survivor_prompts=5)
+
+
+def _lookup(length: int) -> SpeculativeConfig:
+    return SpeculativeConfig("prompt_lookup", length)
+
+
+@dataclass
+class Known:
+    """Plain decoding takes a second for ten tokens, times the machine's drift; others divide it by their speedup."""
+
+    speedups: Mapping[SpeculativeConfig, float]
+    drift: Callable[[int], float] = lambda call: 1.0
+    calls: int = 0
+    asked: list[tuple[SpeculativeConfig, str]] = field(default_factory=list)
+    layers: int = 6
+    exact: bool = True
+
+    def compare(
+        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+    ) -> Iterator[dict[str, Sample]]:
+        for _ in range(repeats):
+            for item in prompts:
+                pace = self.drift(self.calls)
+                self.calls += 1
+                row = {BASELINE: self._sample(item.id, pace)}
+                for name, config in configs.items():
+                    self.asked.append((config, item.id))
+                    row[name] = self._sample(item.id, pace / self.speedups.get(config, 1.0))
+                yield row
+
+    @staticmethod
+    def _sample(prompt_id: str, seconds: float) -> Sample:
+        return Sample(prompt_id, "x", 11, 10, 0.1, seconds, 1, DecodeStats((Round(0, 0, 1),) * 10), Losslessness(1))
+
+
+def _run(bench: Known, *configs: SpeculativeConfig, remeasure: int = 100, trials: int | None = None) -> optuna.Study:
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for config in configs:
+        study.enqueue_trial(space.params(config))
+    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=trials or len(configs), remeasure=remeasure), lambda trial: None)
+    return study
+
+
+def test_only_who_is_level_with_the_best_gets_more_prompts() -> None:
+    fast, slow, close = _lookup(4), _lookup(5), _lookup(6)
+    bench = Known({fast: 1.5, slow: 1.2, close: 1.49})
+    _run(bench, fast, slow, close)
+    counts = {config: len([c for c, _ in bench.asked if c == config]) for config in (fast, slow, close)}
+    assert counts == {fast: 5, slow: 3, close: 5}
+
+
+def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
+    config = _lookup(4)
+    # Three trials of five prompts teach the pace; in the fourth the machine stumbles once.
+    bench = Known({config: 1.5}, drift=lambda call: 2.0 if call == 16 else 1.0)
+    study = _run(bench, config, config, config, config)
+    trials = finished(study)
+    assert [trial.user_attrs.get(DRIFTED, 0) for trial in trials] == [0, 0, 0, 1]
+    assert bench.calls == 21
+    assert trials[-1].user_attrs["table"]["baseline_tokens_per_second"] == [10.0] * 5
+    assert trials[-1].value == pytest.approx(1.5)
+
+
+def test_the_leader_is_challenged_and_its_luck_pooled() -> None:
+    lucky, solid = _lookup(4), _lookup(5)
+
+    class Lucky(Known):
+        def compare(
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+        ) -> Iterator[dict[str, Sample]]:
+            first = not any(config == lucky for config, _ in self.asked)
+            self.speedups = {solid: 1.4, lucky: 1.6 if first or len(self.asked) < 5 else 1.0}
+            return super().compare(configs, prompts, repeats, seed)
+
+    bench = Lucky({})
+    others = [_lookup(length) for length in range(6, 12)]
+    study = _run(bench, lucky, solid, *others, remeasure=3, trials=14)
+    leader = ranking(study)[0]
+    assert leader.config == solid
+    assert next(standing.complete for standing in ranking(study) if standing.config == lucky) >= 2
+
+
+def test_what_does_not_lead_is_not_measured_a_third_time() -> None:
+    fast, slow = _lookup(4), _lookup(5)
+    bench = Known({fast: 1.5, slow: 1.2})
+    study = _run(bench, fast, slow, slow, slow)
+    last = finished(study)[-1]
+    assert last.state == TrialState.PRUNED
+    assert last.user_attrs["reason"] == "measured often enough"
+    assert len([config for config, _ in bench.asked if config == slow]) == 6
+    assert 0.0 <= overhead_seconds(finished(study)) < 60.0

@@ -1,0 +1,27 @@
+"""Choices that are clear, and choices that are a coin's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from layerskip import SkipMask
+from searches.stability import stability
+
+MASKS = [SkipMask.parse(text, 10) for text in ("layers:1-4", "layers:5-8", "attention:0-7")]
+
+
+def test_a_clear_choice_is_stable() -> None:
+    seconds = np.array([[1.0] * 6, [2.0] * 6, [3.0] * 6])
+    found = stability(MASKS, seconds, np.full(6, 2.0), 20)
+    assert (found.share, found.overlap) == (1.0, 1.0)
+    assert found.chance == pytest.approx(0.26, abs=0.04)  # two sets of 8 out of 20
+
+
+def test_a_choice_that_one_passage_decides_is_not() -> None:
+    """Without the last passage, which a resample leaves out with chance (5/6)^6, the other mask is faster."""
+    seconds = np.array([[1.0] * 5 + [9.0], [1.1] * 5 + [1.0], [99.0] * 6])
+    found = stability(MASKS, seconds, np.full(6, 2.0), 20, resamples=2000)
+    assert found.share == pytest.approx(1 - (5 / 6) ** 6, abs=0.04)
+    left = (5 / 6) ** 6
+    assert found.overlap == pytest.approx(1 - 2 * left * (1 - left), abs=0.04)
