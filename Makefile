@@ -20,8 +20,8 @@ test: setup             ## style, types, one-way imports, tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
 
-lossless: setup         ## every drafter against transformers' generate on all packaged prompts, float32
-	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest tests/test_lossless_packaged.py
+lossless: setup         ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts
+	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest tests/test_lossless_packaged.py tests/test_scan.py
 
 setup: .venv/.complete
 
