@@ -134,13 +134,14 @@ class ScanOracle:
     def speedup(self, config: SpeculativeConfig) -> float:
         """Scan the configuration's mask unless it was scanned, and count its rounds.
 
-        A stop rule that is not among the choices is foretold as the nearest of its kind.
+        A stop rule that is not among the choices is foretold as the nearest threshold; an adaptive one starts at its own.
         """
         mask = SkipMask.parse(config.mask, self.layers)
         self._scan([mask])
+        stops = config.stop.kind != "length"
         stop = min(
             self._choices.stops,
-            key=lambda rule: (rule.kind != config.stop.kind, abs(rule.threshold - config.stop.threshold)),
+            key=lambda rule: ((rule.kind != "length") != stops, abs(rule.threshold - config.stop.threshold)),
         )
         length = min(config.draft_length, self._scanner.depth)
         return self._profile.speedup(self._read(mask)[length, stop], mask, stop)
