@@ -6,7 +6,7 @@ nothing twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,8 @@ from layerskip.scan import Scanner
 
 from .kept import Kept
 from .stability import Stability, stability
+
+_ROWS = 256  # of a pass that is worth sharing
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,7 @@ class ScanOracle:
         screen: over few of their positions, for the cheap question.
         profile: of the same target.
         choices: what masks may be combined with.
-        folder: keeps what was foretold; belongs to one target, prompt set and profile.
-        on_mask: called after every mask.
+        folder: keeps what was foretold; belongs to one target, prompt set and choice of lengths and stop rules.
     """
 
     def __init__(
@@ -90,10 +91,8 @@ class ScanOracle:
         profile: CostProfile,
         choices: Choices,
         folder: Path,
-        on_mask: Callable[[], None] = lambda: None,
     ) -> None:
         self._scanner, self._screen, self._profile, self._choices = scanner, screen, profile, choices
-        self._on_mask = on_mask
         self._agreements = Kept(folder / "agreements.jsonl")
         self._counts = Kept(folder / "counts.jsonl")
 
@@ -119,10 +118,9 @@ class ScanOracle:
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """One pass over the screen's positions for each mask that was not asked about before."""
-        for mask in self._new(masks, self._agreements):
-            (scan,) = self._screen.scan([mask], depth=1)
-            self._agreements.add(mask.format(), scan.agreement)
-            self._on_mask()
+        for some in self._portions(self._new(masks, self._agreements)):
+            for scan in self._screen.scan(some, depth=1):
+                self._agreements.add(scan.mask.format(), scan.agreement)
         return [float(self._agreements[mask.format()]) for mask in masks]
 
     def predict(self, masks: Iterable[SkipMask]) -> list[Prediction]:
@@ -170,11 +168,8 @@ class ScanOracle:
         return self._screen.similar_masks(skippable, len(skippable) // 2)
 
     def _scan(self, masks: Sequence[SkipMask]) -> None:
-        new = self._new(masks, self._counts)
-        # As many at once as fit into one pass; kept one by one, so that an interruption loses little.
-        at_once = max(1, self._scanner.max_rows // 64)
-        for first in range(0, len(new), at_once):
-            for scan in self._scanner.scan(new[first : first + at_once]):
+        for some in self._portions(self._new(masks, self._counts)):
+            for scan in self._scanner.scan(some):
                 first_length, last_length = self._choices.lengths
                 found = [
                     [length, rule, [_pack(counts) for counts in self._scanner.counts(scan, length, stop)]]
@@ -182,7 +177,12 @@ class ScanOracle:
                     for rule, stop in enumerate(self._choices.stops)
                 ]
                 self._counts.add(scan.mask.format(), {"agreement": scan.agreement, "counts": found})
-                self._on_mask()
+
+    def _portions(self, masks: list[SkipMask]) -> Iterator[list[SkipMask]]:
+        """Masks that are scanned together: several where passes have room for many rows, which a CPU gains nothing by."""
+        at_once = max(1, self._scanner.max_rows // _ROWS)
+        for first in range(0, len(masks), at_once):
+            yield masks[first : first + at_once]
 
     def _new(self, masks: Sequence[SkipMask], memory: Kept) -> list[SkipMask]:
         return [mask for mask in dict.fromkeys(masks) if mask.format() not in memory]

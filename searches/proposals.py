@@ -22,6 +22,7 @@ from layerskip import SkipMask
 from .oracle import Oracle, Prediction
 from .space import SearchSpace
 
+_AT_ONCE = 8  # masks asked about together
 _SLACK = 0.03  # a run may look this much worse than the best so far and still grow
 _PATIENCE = 2  # steps without a gain before a greedy search or a run ends
 _SHORTLIST = 4  # candidates of each greedy step
@@ -114,11 +115,12 @@ class _Search:
         masks = list(masks)
         new = [mask for mask in dict.fromkeys(masks) if mask not in self.scores][: self._left]
         self._left -= len(new)
-        for mask in new:
-            (agreement,) = self.oracle.agreements([mask])
-            self.agreements[mask] = agreement
-            self.scores[mask] = expected_speedup(self.oracle, mask, agreement, self._longest)
-            self._on_mask()
+        for first in range(0, len(new), _AT_ONCE):
+            some = new[first : first + _AT_ONCE]
+            for mask, agreement in zip(some, self.oracle.agreements(some), strict=True):
+                self.agreements[mask] = agreement
+                self.scores[mask] = expected_speedup(self.oracle, mask, agreement, self._longest)
+                self._on_mask()
         return [self.scores.get(mask, 0.0) for mask in masks]
 
     @property
