@@ -1,0 +1,387 @@
+"""What if everything about a decoder were known? Planted losses, costs and prompts, and the long-run speedups they give.
+
+Only a truth that was planted can tell whether a search finds it. The draft of a mask is sure of each token to a degree that
+is random, and right as often as it is sure; how sure falls with what the skipped sub-layers lose and with how difficult the
+prompt is. Rounds of such a decoder form a Markov chain over the tokens left, so expected counts follow without drawing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip import ConfigError, SkipMask, SpeculativeConfig, StopRule
+from layerskip.costs import CostProfile
+from layerskip.prompts import PromptItem, PromptSet
+
+from .space import SearchSpace
+
+Floats = NDArray[np.float64]
+
+# Kind of work: how difficult for a draft, on a log scale, and how much of its output copies the prompt, on a logit scale.
+CATEGORIES = {
+    "chat": (0.2, -1.5),
+    "code": (-0.3, 0.2),
+    "extraction": (-0.2, 1.2),
+    "reasoning": (0.0, -0.8),
+    "summary": (0.1, 0.6),
+    "translation": (0.3, -2.0),
+}
+_DIFFICULTY_SPREAD, _COPYING_SPREAD = 0.35, 0.8  # standard deviations between prompts of one kind
+_TOKENS = (24, 36, 48)  # decoded tokens of a prompt; each as likely
+_NODES = 9  # of the quadrature over prompts
+_GRID = np.linspace(0.0, 1.0, 160) ** 2 * 8.0  # losses of tabulated counts, close where acceptance is high
+_NO_STOP = 0.0  # a draft is never less sure
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a prompt asks of a decoder.
+
+    Args:
+        difficulty: multiplies what a mask loses.
+        copying: from 0 to 1; how well the prompt foretells the output.
+        tokens: decoded ones.
+    """
+
+    difficulty: float
+    copying: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Chances:
+    """How a round goes, for one prompt or many at once.
+
+    Args:
+        drafts: the chance that anything is drafted.
+        right: that a drafted token is accepted.
+        sure: that drafting goes on behind a token.
+        both: that it is accepted and drafting goes on.
+    """
+
+    drafts: Floats
+    right: Floats
+    sure: Floats
+    both: Floats
+
+    @classmethod
+    def of_skipping(cls, loss: Floats, threshold: Floats) -> Chances:
+        """A draft that is sure of a token to the degree ``u ** odds``, u uniform, and right as often.
+
+        Args:
+            loss: on the log scale of acceptance; positive.
+            threshold: that drafting stops below.
+        """
+        right = np.exp(-loss)
+        odds = np.maximum(np.expm1(loss), 1e-12)
+        below = threshold ** (1 / odds)  # the u that are less sure
+        return cls(np.ones_like(right * below), right + 0 * below, 1 - below, right * (1 - threshold * below))
+
+    @classmethod
+    def of_lookup(cls, config: SpeculativeConfig, copying: Floats) -> Chances:
+        """Longer n-grams are found less often and continue better, though ever less so."""
+        found = (0.2 + 0.75 * copying) * 0.85 ** (config.ngram_min - 1) * (0.95 if config.match == "first" else 1.0)
+        reliable = 1.5 - 0.5**config.ngram_max + 0.15 * (config.ngram_min - 1)
+        right = 0.95 * copying ** (1 / reliable)
+        return cls(found, right, np.ones_like(right), right)
+
+
+def threshold_of(stop: StopRule) -> float:
+    """What a draft stops below. An adaptive threshold is held where it starts, so that its long run is known, too."""
+    return _NO_STOP if stop.kind == "length" else stop.threshold
+
+
+def expected_rounds(chances: Chances, length: int) -> tuple[Floats, Floats]:
+    """Expected drafted tokens, and rounds by how many tokens they verify, of a prompt of each length in equal parts.
+
+    Returns:
+        ``[...]`` and ``[length + 1, ...]``, over the shape of the chances.
+    """
+    shape = np.broadcast_shapes(*(part.shape for part in (chances.drafts, chances.right, chances.sure, chances.both)))
+    reached = np.array(
+        [np.ones(shape), *(np.broadcast_to(chances.drafts * chances.right * chances.both**k, shape) for k in range(length))]
+    )
+    visits = np.zeros((max(_TOKENS) + 1, *shape))
+    for tokens in _TOKENS:
+        visits[tokens] = 1 / len(_TOKENS)
+    full = np.zeros(shape)
+    verified = np.zeros((length + 1, *shape))
+    for left in range(max(_TOKENS), 0, -1):
+        # A round adds one token of the target's own, so it may draft all but one of those left.
+        limit = min(length, left - 1)
+        for accepted in range(limit):
+            visits[left - accepted - 1] += visits[left] * (reached[accepted] - reached[accepted + 1])
+        visits[left - limit - 1] += visits[left] * reached[limit]
+        if limit == length:
+            full += visits[left]
+        else:
+            verified[: limit + 1] += visits[left] * _drafted(chances, limit, shape)
+    verified += full * _drafted(chances, length, shape)
+    return np.tensordot(np.arange(length + 1.0), verified, axes=1), verified
+
+
+def _drafted(chances: Chances, limit: int, shape: tuple[int, ...]) -> Floats:
+    """``[limit + 1, ...]``: the chance of each number of drafted tokens in a round that may draft so many."""
+    if not limit:
+        return np.ones((1, *shape))
+    least = np.array([np.broadcast_to(chances.drafts * chances.sure**k, shape) for k in range(limit)])
+    return np.concatenate([1 - least[:1], least[:-1] - least[1:], least[-1:]])
+
+
+@dataclass(frozen=True, eq=False)
+class Landscape:
+    """A decoder of which everything is known.
+
+    Args:
+        seed: names it, and draws its prompts.
+        profile: what everything costs.
+        attention_losses: what skipping each layer's attention takes off acceptance, on a log scale.
+        mlp_losses: the same of each MLP.
+        relief: entry i: the share that skipping two neighbours, the second of them in layer i, loses less than the two
+            by themselves; neighbours are the same sub-layer of the layer before, and the other one of the same layer.
+        copying: shifts how much outputs copy their prompts.
+    """
+
+    seed: int
+    profile: CostProfile
+    attention_losses: tuple[float, ...]
+    mlp_losses: tuple[float, ...]
+    relief: tuple[float, ...]
+    copying: float = 0.0
+
+    @classmethod
+    def draw(cls, seed: int, layers: int = 16, hopeless: bool = False) -> Landscape:
+        """A landscape like those of trained models: first and last layers matter most, early runs are cheap to skip.
+
+        Args:
+            seed: of the draw.
+            layers: of the target.
+            hopeless: drafts are mostly wrong and blocks of tokens dear to verify, so that nothing beats plain decoding.
+        """
+        random = np.random.default_rng([seed, int(hopeless)])
+        depth = np.linspace(0.0, 1.0, layers)
+        shape = 0.35 + 2.5 * (depth - random.uniform(0.35, 0.55)) ** 2
+        losses = shape * random.lognormal(0.0, 1.0, (2, layers)) * [[0.7], [1.3]]
+        losses *= random.uniform(0.6, 1.2) / losses.sum() * (8.0 if hopeless else 1.0)
+        step = random.uniform(0.01, 0.04)
+        head, blocks, attention = random.uniform(0.05, 0.12), 0.06, random.uniform(0.3, 0.45)
+        slope = random.uniform(0.3, 0.4) if hopeless else random.uniform(0.01, 0.04)
+        profile = CostProfile(
+            context=128,
+            head_seconds=step * head,
+            block_seconds=step * blocks / layers,
+            attention_seconds=(step * (1 - head - blocks) * attention / layers,) * layers,
+            mlp_seconds=(step * (1 - head - blocks) * (1 - attention) / layers,) * layers,
+            confidence_seconds=step * 0.01,
+            verify_seconds=tuple(step * (1 + slope * drafted) for drafted in range(17)),
+        )
+        relief = tuple(float(value) for value in 0.3 - 0.2 * depth)
+        copying = -4.0 if hopeless else random.normal(-1.3, 0.6)
+        return cls(seed, profile, tuple(losses[0].tolist()), tuple(losses[1].tolist()), relief, float(copying))
+
+    @property
+    def layers(self) -> int:
+        """Of the target."""
+        return len(self.attention_losses)
+
+    def work(self, item: PromptItem) -> Work:
+        """What a prompt asks; the same prompt always asks the same."""
+        difficulty, copying = CATEGORIES[item.category]
+        random = np.random.default_rng([self.seed, *hashlib.sha256(item.id.encode()).digest()[:8]])
+        one, other = random.normal(size=2)
+        return Work(
+            float(np.exp(difficulty + _DIFFICULTY_SPREAD * one)),
+            float(_logistic(self.copying + copying + _COPYING_SPREAD * other)),
+            int(random.choice(_TOKENS)),
+        )
+
+    def losses(self, masks: Sequence[SkipMask]) -> Floats:
+        """What each mask takes off acceptance, on a log scale, on a prompt of difficulty 1."""
+        attention, mlp = _flags(masks)
+        one, other = np.array(self.attention_losses), np.array(self.mlp_losses)
+        relief = np.array(self.relief)
+        found = attention @ one + mlp @ other - (attention * mlp) @ (relief * np.sqrt(one * other))
+        for flags, each in ((attention, one), (mlp, other)):
+            found -= (flags[:, :-1] * flags[:, 1:]) @ (relief[1:] * np.sqrt(each[:-1] * each[1:]))
+        return np.asarray(found)
+
+    def chances(self, config: SpeculativeConfig, difficulty: Floats, copying: Floats) -> Chances:
+        """How rounds of a drafting configuration go on prompts.
+
+        Raises:
+            ConfigError: there are no draft models here.
+        """
+        if config.kind == "layer_skip":
+            loss = self.losses([SkipMask.parse(config.mask, self.layers)])[0]
+            return Chances.of_skipping(loss * difficulty, np.array(threshold_of(config.stop)))
+        if config.kind == "prompt_lookup":
+            return Chances.of_lookup(config, copying)
+        raise ConfigError(f"kind: a planted decoder has no {config.kind}")
+
+    def draft_seconds(self, config: SpeculativeConfig) -> float:
+        """What a drafted token takes; looking one up takes nothing."""
+        if config.kind != "layer_skip":
+            return 0.0
+        sure = self.profile.confidence_seconds if config.stop.kind != "length" else 0.0
+        return self.profile.draft_seconds(SkipMask.parse(config.mask, self.layers)) + sure
+
+    def speedup(self, config: SpeculativeConfig) -> float:
+        """The true one: over all prompts that there could be."""
+        if config.kind == "none":
+            return 1.0
+        difficulty, copying, weights = _population(self.copying)
+        drafted, verified = expected_rounds(self.chances(config, difficulty, copying), config.draft_length)
+        verifying = np.array(self.profile.verify_seconds[: config.draft_length + 1]) @ verified
+        return float(self._plain_seconds / (weights @ (drafted * self.draft_seconds(config) + verifying)))
+
+    def agreement(self, mask: SkipMask) -> float:
+        """How often the mask's first drafted token is right."""
+        difficulty, _, weights = _population(self.copying)
+        return float(weights @ np.exp(-self.losses([mask])[0] * difficulty))
+
+    def best_drafts(self, masks: Sequence[SkipMask], space: SearchSpace) -> list[tuple[SpeculativeConfig, float]]:
+        """Each mask with the draft length and stop rule that suit it best, and its true speedup by interpolation."""
+        lengths = range(space.skip_length[0], space.skip_length[1] + 1)
+        stops = _stops(tuple(space.stops))
+        losses = np.clip(self.losses(masks), _GRID[0], _GRID[-1])
+        low = np.clip(np.searchsorted(_GRID, losses, side="right") - 1, 0, len(_GRID) - 2)
+        share = ((losses - _GRID[low]) / (_GRID[low + 1] - _GRID[low]))[:, None]
+        looked = np.array([0.0 if stop.kind == "length" else self.profile.confidence_seconds for stop in stops])
+        each = self._draft_seconds(masks)[:, None] + looked
+        seconds = []
+        for length in lengths:
+            drafted, verified = _tables(length, stops)
+            verifying = np.tensordot(np.array(self.profile.verify_seconds[: length + 1]), verified, axes=1)
+            counts, times = (table[low] * (1 - share) + table[low + 1] * share for table in (drafted, verifying))
+            seconds.append(counts * each + times)
+        table = np.array(seconds)  # [lengths, masks, stops]
+        found = []
+        for index, mask in enumerate(masks):
+            length, stop = divmod(int(np.argmin(table[:, index])), len(stops))
+            config = SpeculativeConfig("layer_skip", lengths[length], mask=mask.format(), stop=stops[stop])
+            found.append((config, float(self._plain_seconds / table[length, index, stop])))
+        return found
+
+    def best(self, space: SearchSpace) -> tuple[SpeculativeConfig, float]:
+        """The truly best configuration of a space.
+
+        Every lookup is tried. Masks are improved one or two sub-layers at a time from nothing skipped and from the best
+        contiguous runs, with the best draft length and stop rule for each, until none of those steps helps.
+        """
+        found = [(SpeculativeConfig(), 1.0)]
+        if "prompt_lookup" in space.arms:
+            found += [(config, self.speedup(config)) for config in _lookups(space)]
+        if "layer_skip" in space.arms:
+            runs = _contiguous_masks(space)
+            ranked = sorted(zip(runs, self.best_drafts(runs, space), strict=True), key=lambda pair: -pair[1][1])
+            for start in (SkipMask.none(self.layers), *(mask for mask, _ in ranked[:3])):
+                config = self._climb(start, space)
+                found.append((config, self.speedup(config)))
+        return max(found, key=lambda pair: pair[1])
+
+    def _climb(self, mask: SkipMask, space: SearchSpace) -> SpeculativeConfig:
+        ((config, speedup),) = self.best_drafts([mask], space)
+        while True:
+            near = _neighbours(mask, space)
+            drafts = self.best_drafts(near, space)
+            step = max(range(len(near)), key=lambda index: drafts[index][1])
+            if drafts[step][1] <= speedup * (1 + 1e-9):
+                return config
+            mask, (config, speedup) = near[step], drafts[step]
+
+    def _draft_seconds(self, masks: Sequence[SkipMask]) -> Floats:
+        """As the profile's own, for many masks at once."""
+        attention, mlp = _flags(masks)
+        blocks = (1 - attention * mlp).sum(axis=1)
+        kept = (1 - attention) @ np.array(self.profile.attention_seconds) + (1 - mlp) @ np.array(self.profile.mlp_seconds)
+        return np.asarray(self.profile.head_seconds + self.profile.block_seconds * blocks + kept)
+
+    @property
+    def _plain_seconds(self) -> float:
+        return float(np.mean(_TOKENS)) * self.profile.verify_seconds[0]
+
+
+def draw_prompts(count: int, seed: int) -> PromptSet:
+    """Prompts of all kinds of work, as they come."""
+    random = np.random.default_rng([seed, 7])
+    kinds = random.choice(list(CATEGORIES), size=count)
+    return PromptSet(tuple(PromptItem(f"{seed}-{i}", str(kind), f"prompt {i}") for i, kind in enumerate(kinds)), "planted")
+
+
+def _contiguous_masks(space: SearchSpace) -> list[SkipMask]:
+    """Every run of layers, of attention alone and of MLPs alone; single skips are the shortest."""
+    first, last = space.skippable[0], space.skippable[-1]
+    runs = [set(range(start, end + 1)) for start in range(first, last + 1) for end in range(start, last + 1)]
+    return [
+        SkipMask.of(space.layers, run if attention else set(), run if mlp else set())
+        for attention, mlp in ((True, True), (True, False), (False, True))
+        for run in runs
+    ]
+
+
+def _neighbours(mask: SkipMask, space: SearchSpace) -> list[SkipMask]:
+    """The masks that differ in one or two sub-layers."""
+    bits = [(part, layer) for part in (0, 1) for layer in space.skippable]
+    steps = [(bit,) for bit in bits] + [(bits[i], bits[j]) for i in range(len(bits)) for j in range(i)]
+    found = []
+    for step in steps:
+        flags = [list(mask.attention), list(mask.mlp)]
+        for part, layer in step:
+            flags[part][layer] = not flags[part][layer]
+        found.append(SkipMask(tuple(flags[0]), tuple(flags[1])))
+    return found
+
+
+def _lookups(space: SearchSpace) -> list[SpeculativeConfig]:
+    low, high = space.ngram
+    return [
+        SpeculativeConfig("prompt_lookup", length, ngram_min=shortest, ngram_max=longest, match=match)
+        for length in range(space.lookup_length[0], space.lookup_length[1] + 1)
+        for longest in range(low, high + 1)
+        for shortest in range(low, longest + 1)
+        for match in ("last", "first")
+    ]
+
+
+def _stops(kinds: tuple[str, ...]) -> tuple[StopRule, ...]:
+    """The stop rules that a space can propose; the adaptive ones are held, so they are the thresholds once more."""
+    found = [StopRule()] if "length" in kinds else []
+    held = next((kind for kind in ("threshold", "adaptive") if kind in kinds), None)
+    return (*found, *(StopRule(held, round(0.1 + 0.05 * step, 2)) for step in range(17) if held is not None))
+
+
+@functools.cache
+def _tables(length: int, stops: tuple[StopRule, ...]) -> tuple[Floats, Floats]:
+    """Expected counts by loss, ``[losses, stops]`` and ``[length + 1, losses, stops]``; no landscape changes them."""
+    difficulty, _, weights = _population(0.0)
+    loss = np.maximum(_GRID, 1e-9)[:, None, None] * difficulty[None, None, :]
+    thresholds = np.array([threshold_of(stop) for stop in stops])[None, :, None]
+    drafted, verified = expected_rounds(Chances.of_skipping(loss, thresholds), length)
+    return drafted @ weights, verified @ weights
+
+
+@functools.cache
+def _population(shift: float) -> tuple[Floats, Floats, Floats]:
+    """Nodes of difficulty and copying, and their weights: every kind of work as often, normal within.
+
+    No drafter feels both difficulty and copying, so that both may run over the same nodes.
+    """
+    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+    kinds = np.array(list(CATEGORIES.values()))
+    difficulty = np.exp(kinds[:, :1] + _DIFFICULTY_SPREAD * nodes).ravel()
+    copying = _logistic(shift + kinds[:, 1:] + _COPYING_SPREAD * nodes).ravel()
+    return difficulty, copying, np.tile(weights / weights.sum(), len(kinds)) / len(kinds)
+
+
+def _logistic(value: Floats | float) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-value)))
+
+
+def _flags(masks: Sequence[SkipMask]) -> tuple[Floats, Floats]:
+    return np.array([mask.attention for mask in masks], float), np.array([mask.mlp for mask in masks], float)
