@@ -1,0 +1,151 @@
+"""Are winners and intervals to be believed? A configuration compared with itself, and intervals of a speedup that is known.
+
+``python -m searches.calibration`` counts how often the rule that names winners calls one where nothing is to be won, and how
+often the interval of a measurement holds the long-run speedup; ``planted.seeds=100`` adds whole searches for a planted
+truth. It prints a table, writes JSON, and ends with exit code 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import optuna
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from layerskip import Measurement, PromptSet, SpeculativeConfig
+from layerskip.files import write_json
+
+from .application import InputError, run  # first: it sets the environment that the imports below read
+from .bars import Count, table
+from .bench import BASELINE, Bench, ModelBench
+from .finals import Finalist
+from .landscape import Landscape, draw_prompts
+from .objective import check_seed
+from .planted import Outcome, PlantedSettings, Search, find_planted, summarise
+from .simulation import Machine, SimulatedBench
+
+_ONE, _OTHER = "one", "other"
+
+
+def calibrate(config: DictConfig) -> list[Count]:
+    """Run a composed calibration; see ``conf/calibration.yaml``. Ends the process with 1 where a bar is missed."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    _check(config)
+    planting = PlantedSettings(**{str(name): value for name, value in config.planted.items() if name != "search"})
+    found = [compare_with_itself(config)]
+    if config.bench == "simulated" and config.coverage.resamplings:
+        found += cover(config)
+    outcomes: list[Outcome] = []
+    if planting.seeds or planting.hopeless:
+        outcomes = _plant(config, planting)
+        found += summarise(outcomes, planting)
+    print(table(found))
+    path = Path(config.record or Path(config.outputs) / "calibration.json")
+    record = {
+        "schema": "layerskip.calibration/1",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "config": OmegaConf.to_container(config, resolve=True),
+        "counts": [asdict(count) | {"share": count.share, "passed": count.passed} for count in found],
+        "searches": [asdict(outcome) | {"hit": outcome.hit, "slower": outcome.slower} for outcome in outcomes],
+    }
+    write_json(path, record)
+    print(f"wrote {path}")
+    if not all(count.passed for count in found):
+        sys.exit(1)
+    return found
+
+
+def _check(config: DictConfig) -> None:
+    check_seed(config.seed)
+    if config.bench not in ("simulated", "model"):
+        raise InputError(f"bench: {config.bench!r} is neither simulated nor model")
+    sizes = {"itself.comparisons": (config.itself.comparisons, 1), "itself.prompts": (config.itself.prompts, 1)}
+    sizes |= {"coverage.resamplings": (config.coverage.resamplings, 0)}
+    sizes |= {f"coverage.prompts.{i}": (count, 1) for i, count in enumerate(config.coverage.prompts)}
+    for name, (value, least) in sizes.items():
+        if not isinstance(value, int) or value < least:
+            raise InputError(f"{name}: {value!r} is not a whole number of at least {least}")
+
+
+def compare_with_itself(config: DictConfig) -> Count:
+    """Compare a configuration with itself, again and again, as finals would, and count the winners."""
+    same = SpeculativeConfig.from_dict(OmegaConf.to_container(config.itself.config, resolve=True))  # type: ignore[arg-type]
+    # Plain decoding is measured anyway, as the baseline.
+    one, other = (BASELINE, _OTHER) if same.kind == "none" else (_ONE, _OTHER)
+    entries = {name: same for name in (one, other) if name != BASELINE}
+    winners = 0
+    with tqdm(total=config.itself.comparisons, unit="comparison", desc="with itself", disable=None) as bar:
+        for seed, (bench, prompts) in enumerate(_comparisons(config)):
+            rows = list(bench.compare(entries, prompts, 1, config.seed + seed))
+            measured = Measurement.of(rows, one, other)
+            winners += Finalist(same, measured.speedup, measured.to_dict()).eligible
+            bar.update()
+    return Count("winners over itself", winners, config.itself.comparisons, most=config.itself.most_winners)
+
+
+def _comparisons(config: DictConfig) -> Iterator[tuple[Bench, PromptSet]]:
+    """A bench and prompts for every comparison; a real one has the same for all."""
+    count = config.itself.comparisons
+    if config.bench == "model":
+        bench = ModelBench(instantiate(config.target), instantiate(config.sampling), config.max_new_tokens)
+        prompts = instantiate(config.prompts).take(config.itself.prompts)
+        for _ in range(count):
+            yield bench, prompts
+    else:
+        landscape = Landscape.draw(config.seed, config.planted.layers)
+        simulated = SimulatedBench(landscape, Machine(config.seed))
+        for index in range(count):
+            yield simulated, draw_prompts(config.itself.prompts, config.seed + index)
+
+
+def cover(config: DictConfig) -> list[Count]:
+    """Draw prompts again and again, and count the intervals that hold the long-run speedup."""
+    landscape = Landscape.draw(config.seed, config.planted.layers)
+    bench = SimulatedBench(landscape, Machine(config.seed + 1))
+    fields: dict[str, Any] = OmegaConf.to_container(config.coverage.configs, resolve=True)  # type: ignore[assignment]
+    configs = {name: SpeculativeConfig.from_dict(values) for name, values in fields.items()}
+    truths = {name: landscape.speedup(found) for name, found in configs.items()}
+    sizes, times = list(config.coverage.prompts), config.coverage.resamplings
+    counts = []
+    with tqdm(total=len(sizes) * times, unit="resampling", desc="coverage", disable=None) as bar:
+        for size in sizes:
+            held = dict.fromkeys(configs, 0)
+            for index in range(times):
+                seed = config.seed + 1_000_000 + index
+                rows = list(bench.compare(configs, draw_prompts(size, seed), 1, seed))
+                for name in configs:
+                    low, high = Measurement.of(rows, BASELINE, name).interval()
+                    held[name] += low <= truths[name] <= high
+                bar.update()
+            counts += [
+                Count(f"coverage, {name}, {size} prompts", found, times, least=config.coverage.least)
+                for name, found in held.items()
+            ]
+    return counts
+
+
+def _plant(config: DictConfig, settings: PlantedSettings) -> list[Outcome]:
+    """Search planted truths."""
+    parts = config.planted.search
+    search = Search(
+        space=lambda layers: instantiate(parts.space, layers=layers),
+        sampler=lambda seed: instantiate(parts.sampler, seed=seed),
+        pruner=instantiate(parts.pruner),
+        **{name: instantiate(parts[name]) for name in ("study", "measure", "proposals")},
+    )
+    jobs = [(False, seed) for seed in range(settings.seeds)] + [(True, seed) for seed in range(settings.hopeless)]
+    find = functools.partial(find_planted, settings=settings, search=search)
+    with tqdm(jobs, unit="search", desc="planted", disable=None) as bar:
+        return [find(config.seed + seed, hopeless) for hopeless, seed in bar]
+
+
+if __name__ == "__main__":
+    run("calibration", calibrate)

@@ -1,0 +1,149 @@
+"""Does a search find what was planted? Whole searches on simulated decoders whose truly best configuration is known.
+
+A search hits where the configuration that it would export is truly within a hundredth of the best one. It must never export
+one that is truly slower than plain decoding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import optuna
+from optuna.storages import InMemoryStorage
+
+from layerskip import SpeculativeConfig
+
+from .application import InputError
+from .bars import Count
+from .finals import measure_finals
+from .landscape import Landscape, draw_prompts
+from .objective import MeasureSettings, Objective
+from .prior import Prior
+from .proposals import ProposalSettings, propose
+from .simulation import Machine, SimulatedBench, SimulatedOracle
+from .space import SearchSpace
+from .standings import configuration
+from .study import StudySettings, finished, open_study, prepare, run_trials
+
+CLOSE = 0.99  # of the best speedup that there is
+
+
+@dataclass(frozen=True)
+class PlantedSettings:
+    """How searches for a planted truth are run.
+
+    Args:
+        seeds: searches where something beats plain decoding.
+        hopeless: further searches where nothing does.
+        layers: of the simulated targets.
+        prompts: of each search, tune and held-out together.
+        least_hits: share of the searches that have to hit.
+    """
+
+    seeds: int = 0
+    hopeless: int = 0
+    layers: int = 16
+    prompts: int = 48
+    least_hits: float = 0.95
+
+    def __post_init__(self) -> None:
+        for name, least in (("seeds", 0), ("hopeless", 0), ("layers", 6), ("prompts", 10)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"planted.{name}: {value!r} is not a whole number of at least {least}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search exported, and what it might have.
+
+    Args:
+        seed: of the landscape and of everything else.
+        hopeless: whether nothing beats plain decoding there.
+        best: the truly best configuration's label.
+        best_speedup: its true speedup.
+        winner: the exported configuration's label.
+        winner_speedup: its true speedup.
+        measured_speedup: the truly best among the measured configurations' true speedups.
+        seconds: what the search took.
+    """
+
+    seed: int
+    hopeless: bool
+    best: str
+    best_speedup: float
+    winner: str
+    winner_speedup: float
+    measured_speedup: float
+    seconds: float
+
+    @property
+    def hit(self) -> bool:
+        """Whether the export is as good as the best."""
+        return self.winner_speedup >= CLOSE * self.best_speedup
+
+    @property
+    def slower(self) -> bool:
+        """Whether the export is slower than plain decoding."""
+        return self.winner_speedup < 1.0
+
+
+@dataclass(frozen=True)
+class Search:
+    """How a landscape is searched: the parts of a study, but for its target.
+
+    Args:
+        space: of a target of so many layers.
+        sampler: of a seed.
+        pruner: of all searches.
+        study: how long.
+        measure: how much is decoded.
+        proposals: how much is foretold before.
+    """
+
+    space: Callable[[int], SearchSpace]
+    sampler: Callable[[int], optuna.samplers.BaseSampler]
+    pruner: optuna.pruners.BasePruner
+    study: StudySettings
+    measure: MeasureSettings
+    proposals: ProposalSettings
+
+
+def find_planted(seed: int, hopeless: bool, settings: PlantedSettings, search: Search) -> Outcome:
+    """Search one landscape as a study would, up to the configuration that it would export."""
+    start = time.monotonic()
+    landscape = Landscape.draw(seed, settings.layers, hopeless)
+    space, measuring = search.space(settings.layers), search.measure
+    bench, oracle = SimulatedBench(landscape, Machine(seed)), SimulatedOracle(landscape, space)
+    tune, held_out = draw_prompts(settings.prompts, seed).split()
+    study = open_study(f"planted-{seed}", InMemoryStorage(), search.pruner, {})
+    study.sampler = search.sampler(seed)
+    prepare(study, space, [found.config for found in propose(oracle, space, search.proposals)])
+    objective = Objective(bench, space, tune, measuring, seed, prior=Prior(oracle))
+    run_trials(study, objective, search.study, lambda _: None)
+    winner = measure_finals(study, bench, held_out.take(measuring.held_out_prompts), measuring, seed).winner.config
+    seconds = time.monotonic() - start
+    best, speedup = landscape.best(space)
+    measured = {configuration(trial) for trial in finished(study) if "table" in trial.user_attrs} | {SpeculativeConfig()}
+    return Outcome(
+        seed,
+        hopeless,
+        best.label(),
+        speedup,
+        winner.label(),
+        landscape.speedup(winner),
+        max(map(landscape.speedup, measured)),
+        seconds,
+    )
+
+
+def summarise(outcomes: list[Outcome], settings: PlantedSettings) -> list[Count]:
+    """How many searches hit, and whether any would have exported what is slower than plain decoding."""
+    hopeful = [outcome for outcome in outcomes if not outcome.hopeless]
+    found = [Count("exports slower than plain decoding", sum(o.slower for o in outcomes), len(outcomes), most=0.0)]
+    if hopeful:
+        hits = sum(outcome.hit for outcome in hopeful)
+        found.append(Count("planted truths found", hits, len(hopeful), least=settings.least_hits))
+    return found

@@ -1,0 +1,121 @@
+"""The program that doubts winners and intervals: it passes what deserves it, and fails what does not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from layerskip import Measurement
+from searches.application import run
+from searches.bars import Count, table
+from searches.calibration import calibrate
+
+FEW = ("itself.comparisons=40", "itself.prompts=12", "coverage.resamplings=40", "coverage.prompts=[12]")
+
+
+def _end(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    """Run the program in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["calibration", *overrides])
+    with pytest.raises(SystemExit) as end:
+        run("calibration", calibrate)
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def test_intervals_and_winners_are_to_be_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = _end(monkeypatch, *FEW, "coverage.least=0.85", "itself.most_winners=0.15", f"outputs={tmp_path}")
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
+    assert [(count["of"], count["passed"]) for count in record["counts"]] == [(40, True)] * 3
+    assert all(count["name"] in printed for count in record["counts"])
+
+
+def test_an_interval_that_is_too_narrow_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = Measurement.interval
+
+    def narrow(self: Measurement, seed: int = 0) -> tuple[float, float]:
+        low, high = honest(self, seed)
+        return self.speedup - 0.3 * (self.speedup - low), self.speedup + 0.3 * (high - self.speedup)
+
+    monkeypatch.setattr(Measurement, "interval", narrow)
+    assert _end(monkeypatch, *FEW, f"outputs={tmp_path}") == 1
+    record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
+    assert not any(count["passed"] for count in record["counts"])
+    assert "MISSED" in capsys.readouterr().out
+
+
+def test_a_real_target_is_compared_with_itself(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = _end(
+        monkeypatch,
+        "bench=model",
+        "target=local",
+        f"target.path={tiny_folder}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "max_new_tokens=4",
+        "itself.comparisons=2",
+        "itself.prompts=2",
+        "itself.config={kind: prompt_lookup}",
+        f"record={tmp_path / 'mine.json'}",
+    )
+    assert code == 0
+    record = json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
+    # Two prompts are too few for a winner, and nobody knows what the intervals should hold.
+    assert [(count["times"], count["of"]) for count in record["counts"]] == [(0, 2)]
+
+
+def test_searches_are_judged_by_what_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = (
+        "itself.comparisons=1",
+        "coverage.resamplings=0",
+        "planted.seeds=2",
+        "planted.hopeless=1",
+        "planted.layers=8",
+        "planted.prompts=60",
+        "planted.least_hits=0",
+        "planted.search.study.n_trials=12",
+        f"outputs={tmp_path}",
+    )
+    assert _end(monkeypatch, *overrides) == 0
+    record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
+    assert [count["of"] for count in record["counts"]] == [1, 3, 2]
+    for search in record["searches"]:
+        assert search["winner_speedup"] <= search["best_speedup"] * 1.001
+        assert search["winner_speedup"] <= search["measured_speedup"] or search["winner"] == "no drafting"
+        assert not search["slower"]
+    assert (record["searches"][2]["best"], record["searches"][2]["winner"]) == ("no drafting", "no drafting")
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("bench=abacus", "bench"),
+        ("itself.comparisons=0", "itself.comparisons"),
+        ("coverage.prompts=[12,x]", "coverage.prompts"),
+        ("planted.layers=2", "planted.layers"),
+        ("seed=-1", "seed"),
+    ],
+)
+def test_refusals_name_the_field(
+    override: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _end(monkeypatch, override, f"outputs={tmp_path}") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {named}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bar_is_met_or_not() -> None:
+    assert Count("", 19, 20, least=0.95).passed
+    assert not Count("", 18, 20, least=0.95).passed
+    assert Count("", 1, 20, most=0.05).passed
+    assert not Count("", 2, 20, most=0.05).passed
+    assert "| 5.0% | at most 1% | MISSED |" in table([Count("x", 1, 20, most=0.01)])
