@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from .lossless import Divergence, Losslessness
 from .stats import DecodeStats, Round
@@ -131,26 +133,43 @@ class Measurement:
         return found
 
     def interval(self, seed: int = 0, confidence: float = CONFIDENCE) -> tuple[float, float]:
-        """A bootstrap interval of the speedup, 95 % unless said otherwise (Efron's percentile method).
+        """An interval of the speedup: the wider, on either side, of Student's t and the studentized bootstrap.
 
-        Prompts are resampled with replacement, each with both sides and all its repeats: repeats of a prompt say nothing
-        about other prompts.
+        Both are of the logarithm, with the standard error of a ratio of totals (the delta method). The t interval knows how
+        little few prompts tell, the bootstrap that their speedups are skewed. Prompts are resampled with replacement, each
+        with both sides and all its repeats: repeats of a prompt say nothing about other prompts.
+
+        Args:
+            seed: of the resampling.
+            confidence: the share of such intervals that hold the long-run speedup.
         """
+        table = self._totals()
+        prompts = len(table)
+        if not prompts:
+            return 1.0, 1.0
+        if prompts == 1:
+            return self.speedup, self.speedup  # nothing is known of other prompts
+        ratio, error = _log_ratio(table)
+        chosen = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
+        ratios, errors = _log_ratio(table[chosen])
+        varied = errors > 1e-6 * error  # a resample of one prompt alone has no error to divide by
+        # One degree of freedom is the least there is; its quantile bounds what nearly equal prompts would claim.
+        tails = [(1 - confidence) / 2, (1 + confidence) / 2]
+        student, most = (float(stdtrit(freedom, tails[1])) for freedom in (prompts - 1, 1))
+        deviations = np.clip((ratios[varied] - ratio) / errors[varied], -most, most)
+        below, above = np.quantile(deviations, tails) if len(deviations) else (-student, student)
+        low, high = ratio - max(above, student) * error, ratio - min(below, -student) * error
+        return float(np.exp(low)), float(np.exp(high))
+
+    def _totals(self) -> NDArray[np.float64]:
+        """``[prompts, 4]``: the baseline's and the candidate's tokens and seconds, where both decoded something."""
         prompts: dict[str, list[float]] = {}
         for b, c in zip(self.baseline, self.candidate, strict=True):
             if b.decoded_tokens and c.decoded_tokens:
                 row = prompts.setdefault(c.prompt_id, [0.0] * 4)
                 found = (b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds)
                 prompts[c.prompt_id] = [total + value for total, value in zip(row, found, strict=True)]
-        if not prompts:
-            return 1.0, 1.0
-        pairs = list(prompts.values())
-        table = np.array(pairs)
-        chosen = np.random.default_rng(seed).integers(len(pairs), size=(RESAMPLES, len(pairs)))
-        sums = table[chosen].sum(axis=1)
-        ratios = (sums[:, 2] / sums[:, 3]) / (sums[:, 0] / sums[:, 1])
-        low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
-        return float(low), float(high)
+        return np.array(list(prompts.values())).reshape(-1, 4)
 
     @property
     def stats(self) -> DecodeStats:
@@ -216,6 +235,15 @@ def pair_speedup(baseline: Sample, candidate: Sample) -> float:
     if not baseline.decoded_tokens or not candidate.decoded_tokens:
         return 1.0
     return candidate.tokens_per_second / baseline.tokens_per_second
+
+
+def _log_ratio(tables: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of ``[..., prompts, 4]`` tables, as a measurement totals them: each one's log speedup and its standard error."""
+    sums, prompts = tables.sum(axis=-2), tables.shape[-2]
+    signs = np.array([-1.0, 1.0, 1.0, -1.0])
+    influence = np.einsum("...pk,...k->...p", tables, signs / sums)
+    error = np.sqrt(np.square(influence).sum(axis=-1) * prompts / (prompts - 1))
+    return np.log(sums) @ signs, error
 
 
 def _rate(samples: Sequence[Sample]) -> float:

@@ -86,7 +86,7 @@ def compare_with_itself(config: DictConfig) -> Count:
         for seed, (bench, prompts) in enumerate(_comparisons(config)):
             rows = list(bench.compare(entries, prompts, 1, config.seed + seed))
             measured = Measurement.of(rows, one, other)
-            winners += Finalist(same, measured.speedup, measured.to_dict()).eligible
+            winners += Finalist(same, measured.speedup, measured.to_dict(), measured.interval()[0]).eligible
             bar.update()
     return Count("winners over itself", winners, config.itself.comparisons, most=config.itself.most_winners)
 

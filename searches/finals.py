@@ -88,20 +88,20 @@ def measure_finals(
     prompts: PromptSet,
     settings: MeasureSettings,
     seed: int,
-    folder: Path,
+    folder: Path | None = None,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> Finals:
     """Measure a study's finalists on held-out prompts.
 
     Args:
-        folder: keeps what was measured, prompt by prompt; it is not measured again.
+        folder: keeps what was measured, prompt by prompt, and is not measured again; None keeps nothing.
         on_prompt: called for every prompt, kept or measured.
     """
     chosen = {str(i): standing for i, standing in enumerate(ranking(study)[: settings.finalists])}
     configs = {name: standing.config for name, standing in chosen.items()}
     asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
-    kept = Kept(folder / f"finals-{digest}.jsonl")
+    kept = Kept(None if folder is None else folder / f"finals-{digest}.jsonl")
     rows: list[Row] = []
     left = dict(configs)
     for repeat in range(settings.held_out_repeats):

@@ -12,13 +12,13 @@ class Kept:
     """Values by name, in a file of JSON lines.
 
     Args:
-        path: the file; made with the first value.
+        path: the file; made with the first value. None keeps values for the time of this process.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._values: dict[str, Any] = {}
-        if path.exists():
+        if path is not None and path.exists():
             data = path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
             if whole != data:
@@ -39,7 +39,8 @@ class Kept:
 
     def add(self, name: str, value: Any) -> None:
         """Keep a value under a new name."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([name, value]) + "\n")
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([name, value]) + "\n")
         self._values[name] = value
