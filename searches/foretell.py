@@ -45,10 +45,10 @@ def foretell(config: DictConfig) -> dict[str, Any]:
     sampling: Sampling = instantiate(config.sampling)
     tune, _ = instantiate(config.prompts).split()
     prompts: PromptSet = tune.take(measuring.prompts)
-    target: Target = instantiate(config.target)
     lengths = tuple(sorted(config.lengths))
     if not lengths or lengths[0] < 1:
         raise InputError(f"lengths: {list(lengths)} are not draft lengths")
+    target: Target = instantiate(config.target)
     space: SearchSpace = instantiate(config.space, layers=target.layers, skip_length=(lengths[0], lengths[-1]))
     outputs = Path(config.outputs)
     folder = outputs / "foretold"

@@ -1,0 +1,47 @@
+"""The comparison of predictions with measurements: its figures, and the program on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from searches.foretell import agreement
+from tests.searches.programs import execute
+
+
+def test_figures_of_points_that_are_known() -> None:
+    points = [{"predicted": p, "measured": m} for p, m in ((1.1, 1.0), (0.9, 1.0), (2.2, 2.0), (0.5, 0.4))]
+    found = agreement(points)
+    assert found["median_absolute_error"] == pytest.approx(0.1)
+    assert found["mean_error"] == pytest.approx((0.1 - 0.1 + 0.1 + 0.25) / 4)
+    # Ranks 3, 2, 4, 1 against 2.5, 2.5, 4, 1: Pearson's correlation of them.
+    assert found["spearman"] == pytest.approx(4.5 / (5.0 * 4.5) ** 0.5)
+
+
+def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+    overrides = (
+        *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "masks=3"),
+        *("lengths=[1,3]", "space.protect_first=0", "space.protect_last=0", "measure.max_new_tokens=8"),
+        *("measure.prompts=2", "scan.profile_repeats=2", f"outputs={tmp_path}"),
+    )
+    done = execute("foretell", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "foretold.json").read_text())
+    assert [point["draft_length"] for point in record["points"]] == [1, 3] * 3
+    assert len({point["mask"] for point in record["points"]}) == 3
+    assert all(point["predicted"] > 0 and point["measured"] > 0 for point in record["points"])
+    assert record["scan"]["masks"] == 3
+    assert (tmp_path / "foretold.png").stat().st_size > 1000
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
+    again = execute("foretell", *overrides, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "foretold.json").read_text())["points"] == record["points"]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
+
+
+def test_draft_lengths_that_are_none_are_refused(tmp_path: Path) -> None:
+    done = execute("foretell", "lengths=[]", f"outputs={tmp_path}", "target.device=cpu", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "lengths" in done.stderr
