@@ -157,7 +157,7 @@ def test_smollm2_is_replayed(smollm2: Target) -> None:
     ``LAYERSKIP_ALL_PROMPTS=1`` takes 20 masks on all tune prompts instead of a few.
     """
     everything = os.environ.get("LAYERSKIP_ALL_PROMPTS") == "1"
-    count, new = (20, 32) if everything else (4, 16)
+    count, new = (20, 16) if everything else (3, 16)
     tune = PromptSet.packaged().split()[0].take(None if everything else 3)
     passages = list(continue_prompts(smollm2, tune, GREEDY, new))
     scanner = Scanner(smollm2, passages, GREEDY, depth=8)
