@@ -133,6 +133,7 @@ def profile_costs(
         on_repeat: called after every repeat.
     """
     sampling = sampling or Sampling()
+    context = max(context, longest)  # drafted tokens are taken from it
     parts = _parts(target)
     views = [skip_view(target.model, mask) for mask, _ in parts]
     cache = KVCache(target.layers, context + max(longest, _DRAFTED) + 1, device=target.device)

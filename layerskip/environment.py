@@ -15,13 +15,16 @@ _PACKAGES = ("torch", "transformers", "optuna", "mlflow", "hydra-core")
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Plain values: ``device``, ``device_name``, ``threads``, ``platform``, ``versions`` and ``git_commit``."""
+    return machine(device) | {"platform": platform.platform(), "git_commit": _git_commit()}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a measured time holds for: ``device``, ``device_name``, ``threads`` and ``versions``."""
     return {
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
         "versions": {"python": platform.python_version()} | _versions(),
-        "git_commit": _git_commit(),
     }
 
 

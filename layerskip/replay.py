@@ -164,16 +164,19 @@ def expect(passage: Passage, trace: Trace, draft_length: int, stop: StopRule) ->
     verified = np.zeros(draft_length + 1)
     accepted_in_all = 0.0
     for start in range(passage.starts):
-        length = min(draft_length, passage.limit(start), passage.starts - start)
+        left = passage.starts - start
+        length = max(min(draft_length, passage.limit(start)), 0)
         sure = trace.confidence[start, : max(length - 1, 0)]
         stops = np.flatnonzero([stopper.stops_at(float(value)) for value in sure])
-        drafted = int(stops[0]) + 1 if len(stops) else max(length, 0)
-        reached = np.concatenate(([1.0], np.cumprod(np.nan_to_num(trace.kept[start, :drafted]))))
-        # reached: chances of at least so many accepted; where the scan gave up, next to none
+        drafted = int(stops[0]) + 1 if len(stops) else length
+        within = min(drafted, left)  # what is drafted behind the end of the passage counts nowhere
+        # Chances of at least so many accepted; where the scan gave up, next to none.
+        reached = np.concatenate(([1.0], np.cumprod(np.nan_to_num(trace.kept[start, :within]))))
         chances = reached - np.append(reached[1:], 0.0)
         for accepted, chance in enumerate(chances):
+            ends = accepted == left  # inside the draft: trimmed to what was committed
             visited[min(start + accepted + 1, passage.starts)] += visited[start] * chance
             accepted_in_all += visited[start] * chance * accepted
-        verified[drafted] += visited[start]
+            verified[left if ends else drafted] += visited[start] * chance
     drafts = float(verified @ np.arange(draft_length + 1))
     return Counts(float(verified.sum()), drafts, accepted_in_all, float(passage.starts), tuple(verified.tolist()))

@@ -95,7 +95,7 @@ class Scanner:
     def similar_masks(self, skippable: Collection[int], most: int) -> list[SkipMask]:
         """What :mod:`layerskip.clasp` leaves out, for every number of layers up to ``most``, by the first pack's rows."""
         pack = self._packs[0]
-        tokens = torch.stack([self._texts.token(start) for start in pack.rows])
+        tokens = self._texts.tokens(pack.rows)
         number = torch.arange(len(pack.rows), device=self.target.device)
         visible, positions = self._texts.visible(pack, pack.rows, number, [], 0)
         layers, states = self._texts.model.layers_alone(tokens, positions, pack.cache, visible)
@@ -219,7 +219,7 @@ class Scanner:
         verified, device = pack.cache.length, self.target.device
         branches: list[tuple[Tensor, int]] = []  # of every pass: its rows' numbers, and how far behind the start they stand
         number = torch.arange(len(rows), device=device)
-        chain = torch.stack([self._texts.token((p, s)) for _, p, s in rows])[:, None]
+        chain = self._texts.tokens([(p, s) for _, p, s in rows])[:, None]
         reach = np.ones(len(rows))
         try:
             for place in range(depth):
@@ -232,7 +232,8 @@ class Scanner:
                 logits = self._texts.model.run(chain[:, -1], positions, pack.cache, visible, masks, of)
                 branches.append((number, place))
                 pack.cache.length += len(here)
-                sure = confidence(logits).tolist()
+                # Of what is not a number no draft is unsure: decoding would not stop either.
+                sure = confidence(logits).nan_to_num(nan=1.0).tolist()
                 tokens, kept = self._judge(logits, live, chain, place)
                 for i, row, s, k in zip(here, live, sure, kept, strict=True):
                     reach[i] *= k
@@ -265,7 +266,7 @@ class Scanner:
         if self.sampling.greedy:
             pairs = zip(ahead, drafted.tolist(), strict=True)
             return drafted, [float(self._texts.agrees(start, token)) for start, token in pairs]
-        own = torch.stack([self._texts.token(start) for start in ahead])
+        own = self._texts.tokens(ahead)
         q = drafted.gather(1, own[:, None])[:, 0].tolist()
         p_own = [self._texts.chance(start) for start in ahead]
         return own, [min(1.0, found / chance) if chance > 0 else 1.0 for found, chance in zip(q, p_own, strict=True)]

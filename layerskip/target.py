@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,8 @@ class Wheel:
 
 
 _SAMPLED_VALUES = 256
+_NOT_IDENTITY = ("_name_or_path", "transformers_version")
+"""Where a model lies and who wrote it down changes nothing about it."""
 
 WHEELS = {
     "smollm2": Wheel(
@@ -98,11 +101,13 @@ class Target:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 over the dtype and every weight's name, shape and some of its values.
+        """SHA-256 over the dtype, the configuration and every weight's name, shape and some of its values.
 
         What was found out about a model holds for this one, whatever lies under its name tomorrow.
         """
-        found = hashlib.sha256(f"{self.architecture} {self.dtype}".encode())
+        config = {k: v for k, v in self.model.config.to_dict().items() if k not in _NOT_IDENTITY}
+        said = [self.architecture, self.dtype, sorted(self.eos_ids), config]
+        found = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
         for name, weight in self.model.state_dict().items():
             flat = weight.detach().flatten()
             sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()

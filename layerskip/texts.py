@@ -48,14 +48,14 @@ class Text:
         cache: the target's keys and values of them.
         visible: per layer ``[n, n]`` bool or None, as :meth:`RowModel.read` gives it.
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
-        chances: ``[N]`` float32: its probability of the token itself; empty for greedy decoding.
+        chances: ``[N]``: its probability of the token itself; empty for greedy decoding.
     """
 
     tokens: Tensor
     cache: KVCache
     visible: list[Tensor | None]
     confidence: NDArray[np.float64]
-    chances: Tensor
+    chances: NDArray[np.float64]
 
 
 class Texts:
@@ -79,9 +79,10 @@ class Texts:
         passage, place = start
         return len(self.passages[passage].prompt) + place
 
-    def token(self, start: Start) -> Tensor:
-        """The token at a start: 0-d int64 on the device."""
-        return self.texts[start[0]].tokens[self.begin(start)]
+    def tokens(self, starts: Sequence[Start]) -> Tensor:
+        """``[R]`` int64 on the device: the tokens at starts; the last one of a continuation for what lies behind it."""
+        found = [self.passages[p].tokens[min(place, len(self.passages[p].tokens) - 1)] for p, place in starts]
+        return upload(found, self.model.device)
 
     def agrees(self, start: Start, token: int) -> bool:
         """Whether the token at a start is this one; False behind the end of the continuation."""
@@ -101,12 +102,13 @@ class Texts:
         logits, cache, visible = self.model.read(tokens)
         begin, end = len(passage.prompt), len(passage.prompt) + len(passage.tokens)
         logits = logits[begin - 1 : end - 1]
-        chances = logits.new_empty(0, dtype=torch.float32)
+        chances = np.empty(0)
         if not self.sampling.greedy:
             seen = None
             if self.sampling.needs_seen:
                 seen = torch.cat([self.seen(tokens[:place]) for place in range(begin, end)])
-            chances = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
+            probs = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
+            chances = probs.double().cpu().numpy()
         return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances)
 
     def pack(self, rows: list[Start], room: int) -> Pack:

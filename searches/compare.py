@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip import Export, Measurement, PromptSet, Sampling, SpeculativeConfig, Target
-from layerskip.environment import environment
+from layerskip.environment import environment, machine
 from layerskip.files import write_json
 from layerskip.measurement import Sample
 
@@ -59,6 +59,7 @@ def compare(config: DictConfig) -> dict[str, Any]:
         "prompts": [prompts.digest, held_out.digest],
         "parts": {part: OmegaConf.to_container(config[part], resolve=True) for part in _SHARED},
         "seconds": config.seconds,
+        "machine": machine(target.device),
     }
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
     folder = Path(config.outputs) / f"compare-{digest}"

@@ -45,6 +45,7 @@ class Finalist:
         held_out: as :meth:`layerskip.Measurement.to_dict` gives it.
         low: the lower end of its interval, where all finalists' intervals together hold with 95 %.
         ties: whether it cannot be told from the fastest.
+        stayed: whether it was measured to the end.
     """
 
     config: SpeculativeConfig
@@ -52,12 +53,13 @@ class Finalist:
     held_out: dict[str, Any]
     low: float
     ties: bool = True
+    stayed: bool = True
 
     @property
     def eligible(self) -> bool:
         """Whether it kept the output, and its interval, over enough prompts to be one, lies above 1."""
         enough = self.held_out["prompts"] >= LEAST_PROMPTS
-        return is_lossless(self.held_out) and enough and self.low > 1.0
+        return self.stayed and is_lossless(self.held_out) and enough and self.low > 1.0
 
     @property
     def complexity(self) -> tuple[int, int, int]:
@@ -107,7 +109,8 @@ def measure_finals(
     for repeat in range(settings.held_out_repeats):
         for first in range(0, len(prompts), _BLOCK):
             block = PromptSet(prompts.items[first : first + _BLOCK])
-            rows += _block(bench, left, block, repeat, seed + _HELD_OUT_SEED + 7919 * repeat, kept, on_prompt)
+            own = seed + _HELD_OUT_SEED + 7919 * repeat + first
+            rows += _block(bench, left, block, repeat, own, kept, on_prompt)
             if len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK:
                 left = {name: config for name, config in left.items() if not _is_behind(rows, left, name)}
         if len(left) <= 1:
@@ -118,12 +121,13 @@ def measure_finals(
         Finalist(config, chosen[name].speedup, found[name].to_dict(), found[name].interval(confidence=confidence)[0])
         for name, config in configs.items()
     ]
-    fastest = max(zip(finalists, configs, strict=True), key=lambda pair: _order(pair[0]), default=(None, BASELINE))[1]
+    stayed = [pair for pair in zip(finalists, configs, strict=True) if pair[1] in left]
+    fastest = max(stayed, key=lambda pair: _order(pair[0]), default=(None, BASELINE))[1]
     finalists = [
-        replace(finalist, ties=name == fastest or _ties(rows, fastest, name))
+        replace(finalist, stayed=name in left, ties=name in left and (name == fastest or _ties(rows, fastest, name)))
         for name, finalist in zip(configs, finalists, strict=True)
     ]
-    finalists.sort(key=lambda finalist: -finalist.held_out["speedup"])
+    finalists.sort(key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"]))
     seconds = sum(sample.prefill_seconds + sample.decode_seconds for row in rows for sample in row.values())
     return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds)
 
@@ -155,8 +159,9 @@ def _block(
 
 
 def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:
-    """Whether a configuration's paired interval lies wholly below the leader's pace."""
-    leader = max(configs, key=lambda other: Measurement.of(rows, BASELINE, other).speedup)
+    """Whether a configuration's paired interval lies wholly below the pace of the leader, which kept the output."""
+    measured = {other: Measurement.of(rows, BASELINE, other) for other in configs}
+    leader = max(configs, key=lambda other: (measured[other].lossless.verdict != "different", measured[other].speedup))
     return name != leader and Measurement.of(rows, leader, name).interval(confidence=_LEAVING)[1] < 1.0
 
 

@@ -18,12 +18,13 @@ from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, StopRule, Target, UnsupportedModel
 from layerskip.costs import CostProfile, profile_costs
-from layerskip.environment import environment
+from layerskip.environment import machine
 from layerskip.files import write_json
 from layerskip.passages import Passage, continue_prompts
 from layerskip.scan import Scanner
 
 from .application import InputError
+from .objective import out_of_memory
 from .oracle import Choices, ScanOracle
 from .proposals import ProposalSettings
 from .space import SearchSpace
@@ -41,7 +42,7 @@ class ScanSettings:
         prompts: tune prompts whose continuations are scanned; None takes all.
         screened_rows: positions of them that the first question about a mask is answered from.
         max_rows: rows per pass, which bounds the memory of a scan; None takes 256 on a CPU and 2048 elsewhere.
-        thresholds: of the stop rule ``threshold``, tried with every scanned mask.
+        thresholds: of the stop rules ``threshold`` and ``adaptive``, tried with every scanned mask.
         profile_repeats: how often every part of a round is timed.
         proposals: how many masks are asked about, scanned and enqueued.
     """
@@ -61,6 +62,8 @@ class ScanSettings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"scan.{name}: {value!r} is not a whole number of at least 1")
+        if not self.thresholds:
+            raise InputError("scan.thresholds: is empty")
         for value in self.thresholds:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise InputError(f"scan.thresholds: {value!r} is not a number from 0 to 1")
@@ -85,7 +88,7 @@ def foresee(
     """
     with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
         passages = continue_prompts(target, prompts, sampling, max_new_tokens, seed, outputs / "continuations", bar.update)
-    passages = tuple(passage for passage in passages if passage.starts > 0)
+    passages = tuple(passage for passage in passages if passage.starts > 0 and passage.limit(0) > 0)
     if not passages:
         print("scan: every continuation ends at once; there is nothing to scan")
         return None
@@ -97,10 +100,15 @@ def foresee(
     except UnsupportedModel as error:
         print(f"scan: {error}; every trial is run")
         return None
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        print(f"scan: out of memory with scan.max_rows={rows}; every trial is run")
+        return None
     profile = cost_profile(target, passages, depth, sampling, settings.profile_repeats, outputs)
     stops = [StopRule()] if "length" in space.stops else []
-    if {"threshold", "adaptive"} & set(space.stops):
-        stops += [StopRule("threshold", float(value)) for value in settings.thresholds]
+    kinds = [kind for kind in ("threshold", "adaptive") if kind in space.stops]
+    stops += [StopRule(kind, value) for kind in kinds for value in dict.fromkeys(map(float, settings.thresholds))]
     asked = {
         "target": target.digest,
         "passages": [dataclasses.astuple(passage) for passage in passages],
@@ -119,13 +127,13 @@ def cost_profile(
     """The profile of a target at the context that passages have, measured unless it is kept in the outputs folder."""
     mean = statistics.fmean(len(passage.prompt) + len(passage.tokens) / 2 for passage in passages)
     context = _CONTEXT_STEP * max(1, round(mean / _CONTEXT_STEP))
-    where = environment(target.device)
     asked = {
         "target": target.digest,
         "context": context,
         "longest": longest,
-        "greedy": sampling.greedy,
-        "where": {name: where[name] for name in ("device", "device_name", "threads", "versions")},
+        "repeats": repeats,
+        "sampling": sampling.to_dict(),
+        "machine": machine(target.device),
     }
     file = outputs / "profiles" / f"{_digest(asked)}.json"
     if file.exists():

@@ -7,6 +7,9 @@ that can be scanned; what is measured is kept, and the same command goes on.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import random
 import statistics
 import time
@@ -23,7 +26,7 @@ from scipy.stats import spearmanr
 from tqdm import tqdm
 
 from layerskip import Export, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
-from layerskip.environment import environment
+from layerskip.environment import environment, machine
 from layerskip.files import write_json
 
 from .application import InputError, run  # first: it sets the environment that the imports below read
@@ -49,14 +52,17 @@ def foretell(config: DictConfig) -> dict[str, Any]:
     if not lengths or lengths[0] < 1:
         raise InputError(f"lengths: {list(lengths)} are not draft lengths")
     target: Target = instantiate(config.target)
-    space: SearchSpace = instantiate(config.space, layers=target.layers, skip_length=(lengths[0], lengths[-1]))
+    lengths_range = (lengths[0], lengths[-1])
+    space: SearchSpace = instantiate(config.space, layers=target.layers, skip_length=lengths_range, stops=["length"])
     outputs = Path(config.outputs)
     folder = outputs / "foretold"
     oracle = foresee(target, prompts, sampling, measuring.max_new_tokens, space, scanning, outputs, folder, config.seed)
     if oracle is None:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
-    measured = Kept(folder / f"measured-{target.digest[:8]}-{prompts.digest[:8]}-{measuring.max_new_tokens}.jsonl")
+    asked = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target.device)]
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    measured = Kept(folder / f"measured-{digest}.jsonl")
     points = []
     masks = _masks(oracle, space, config.masks, config.seed)
     known = oracle.scanned

@@ -19,11 +19,8 @@ class Kept:
         self._path = path
         self._values: dict[str, Any] = {}
         if path is not None and path.exists():
-            data = path.read_bytes()
-            whole = data[: data.rfind(b"\n") + 1]
-            if whole != data:
-                path.write_bytes(whole)
-            self._values = dict(json.loads(line) for line in whole.splitlines())
+            drop_partial_line(path)
+            self._values = dict(json.loads(line) for line in path.read_bytes().splitlines())
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -44,3 +41,10 @@ class Kept:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([name, value]) + "\n")
         self._values[name] = value
+
+
+def drop_partial_line(path: Path) -> None:
+    """Cut off half a line, which a full disk or a killed machine can leave, before it spoils the next one."""
+    if path.exists() and not (data := path.read_bytes()).endswith(b"\n") and data:
+        with path.open("rb+") as file:
+            file.truncate(data.rfind(b"\n") + 1)

@@ -228,6 +228,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet) -> dict[str
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
     return flat | {
+        "target.digest": target.digest,
         "target.dtype": target.dtype,
         "target.device": target.device.type,
         "target.layers": target.layers,

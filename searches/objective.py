@@ -22,7 +22,7 @@ from layerskip.measurement import Sample, pair_speedup
 
 from .application import InputError
 from .bench import BASELINE, Bench
-from .prior import PREDICTED, Prior
+from .prior import PREDICTED, Judgement, Prior
 from .space import SearchSpace
 from .standings import FINISHED, Standing, incumbent, ranking, standings
 
@@ -103,6 +103,7 @@ class Objective:
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
         self._pace: dict[str, list[float]] = {}
+        self._first_ids = frozenset(item.id for item in prompts.take(settings.prompts))
 
     def __call__(self, trial: optuna.Trial) -> float:
         """Measure, report prompt by prompt, and return the speedup.
@@ -115,14 +116,16 @@ class Objective:
         trial.set_user_attr("config", config.to_dict())
         start = time.monotonic()
         rows: list[dict[str, Sample]] = []
-        if self._is_known(trial.study, config):
-            self._record(trial, Measurement.of(rows, BASELINE, _CANDIDATE), _KNOWN, time.monotonic() - start)
-            raise optuna.TrialPruned(_KNOWN)
-        judgement = self.prior.judge(trial.study, config) if self.prior is not None else None
+        nothing = Measurement((), ())
+        known = standings(trial.study.get_trials(deepcopy=False, states=FINISHED)).get(config)
+        if known is not None and known.complete >= _REPLICATES and not self._leads(trial.study, config):
+            self._record(trial, nothing, _KNOWN, time.monotonic() - start)
+            return known.speedup_on(self._first_ids)
+        judgement = self._judge(trial.study, config) if known is None else None
         if judgement is not None:
             trial.set_user_attr(PREDICTED, judgement.predicted)
             if judgement.hopeless:
-                self._record(trial, Measurement.of(rows, BASELINE, _CANDIDATE), judgement.reason(), time.monotonic() - start)
+                self._record(trial, nothing, judgement.reason(), time.monotonic() - start)
                 raise optuna.TrialPruned(judgement.reason())
         reason = None
         try:
@@ -137,17 +140,26 @@ class Objective:
         self._record(trial, measurement, reason, time.monotonic() - start)
         if reason is not None:
             raise optuna.TrialPruned(reason)
-        pooled = standings(trial.study.get_trials(deepcopy=False, states=FINISHED)).get(config, Standing(config))
+        pooled = known or Standing(config)
         pooled.add(measurement.table())
-        return pooled.speedup
+        return pooled.speedup_on(self._first_ids)
 
     @staticmethod
-    def _is_known(study: optuna.Study, config: SpeculativeConfig) -> bool:
-        """Whether a configuration has replicates enough, and does not lead: the leader is measured again and again."""
-        finished = study.get_trials(deepcopy=False, states=FINISHED)
-        standing = standings(finished).get(config)
-        leaders = [leader.config for leader in ranking(study)[:1]]
-        return standing is not None and standing.complete >= _REPLICATES and config not in leaders
+    def _leads(study: optuna.Study, config: SpeculativeConfig) -> bool:
+        """The leader is measured again and again; others are known after a few replicates."""
+        return any(leader.config == config for leader in ranking(study)[:1])
+
+    def _judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement | None:
+        """What is known of a suggestion beforehand; nothing where finding out takes more memory than there is."""
+        if self.prior is None:
+            return None
+        try:
+            return self.prior.judge(study, config, self._first_ids)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+        _free()
+        return None
 
     def _measure(self, trial: optuna.Trial, config: SpeculativeConfig, rows: list[dict[str, Sample]]) -> str | None:
         """Race: a few prompts first, then more of them for who is level with the best."""
@@ -157,17 +169,17 @@ class Objective:
         reason = self._stage(trial, config, first, rows)
         if reason is None and len(rest):
             speedup = Measurement.of(rows, BASELINE, _CANDIDATE).speedup
-            if speedup >= (1 - _LEVEL) * incumbent(trial.study):
+            if speedup >= (1 - _LEVEL) * incumbent(trial.study, self._first_ids):
                 reason = self._stage(trial, config, rest, rows)
         return reason
 
     def _stage(
         self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, rows: list[dict[str, Sample]]
     ) -> str | None:
-        seed, repeats = self.seed + trial.number, self.settings.repeats
+        seed, repeats = self.seed + trial.number + len(rows), self.settings.repeats
         end = len(rows) + len(prompts) * repeats
         for row in self.bench.compare({_CANDIDATE: config}, prompts, repeats, seed):
-            rows.append(self._steady(trial, config, prompts, row))
+            rows.append(self._steady(trial, config, prompts, row, seed + len(rows)))
             self.on_prompt()
             trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), len(rows) - 1)
             # Behind the last prompt there is nothing left to save.
@@ -176,7 +188,7 @@ class Objective:
         return None
 
     def _steady(
-        self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, row: dict[str, Sample]
+        self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, row: dict[str, Sample], seed: int
     ) -> dict[str, Sample]:
         """The row, or another measurement of its prompt where the machine's pace was not its usual one."""
         prompt_id = row[BASELINE].prompt_id
@@ -184,7 +196,7 @@ class Objective:
         if len(known) >= _LEAST_PACES and not self._is_steady(row, known):
             trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
             again = PromptSet(tuple(item for item in prompts if item.id == prompt_id))
-            (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, self.seed + trial.number)
+            (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, seed)
         known.append(row[BASELINE].tokens_per_second)
         return row
 

@@ -60,8 +60,12 @@ class Oracle(Protocol):
         """The best that each mask can do, from all positions."""
         ...
 
+    def foretells(self, config: SpeculativeConfig) -> bool:
+        """Whether a configuration's draft length and stop rule are among those that are foretold."""
+        ...
+
     def speedup(self, config: SpeculativeConfig) -> float:
-        """What is foretold of one layer-skip configuration."""
+        """What is foretold of a configuration that :meth:`foretells` affirms."""
         ...
 
 
@@ -129,20 +133,16 @@ class ScanOracle:
         self._scan(masks)
         return [self._best(mask) for mask in masks]
 
-    def speedup(self, config: SpeculativeConfig) -> float:
-        """Scan the configuration's mask unless it was scanned, and count its rounds.
+    def foretells(self, config: SpeculativeConfig) -> bool:
+        """By the choices."""
+        first, last = self._choices.lengths
+        return first <= config.draft_length <= min(last, self._scanner.depth) and config.stop in self._choices.stops
 
-        A stop rule that is not among the choices is foretold as the nearest threshold; an adaptive one starts at its own.
-        """
+    def speedup(self, config: SpeculativeConfig) -> float:
+        """Scan the configuration's mask unless it was scanned, and count its rounds."""
         mask = SkipMask.parse(config.mask, self.layers)
         self._scan([mask])
-        stops = config.stop.kind != "length"
-        stop = min(
-            self._choices.stops,
-            key=lambda rule: ((rule.kind != "length") != stops, abs(rule.threshold - config.stop.threshold)),
-        )
-        length = min(config.draft_length, self._scanner.depth)
-        return self._profile.speedup(self._read(mask)[length, stop], mask, stop)
+        return self._profile.speedup(self._read(mask)[config.draft_length, config.stop], mask, config.stop)
 
     def stability(self, sublayers: int) -> Stability | None:
         """How the choice among the masks scanned so far depends on the prompts; None before any was scanned."""

@@ -7,7 +7,7 @@ what its scan foretells, widened by how far foretelling has been off on the tria
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +21,9 @@ from .standings import incumbent
 
 PREDICTED = "predicted_speedup"
 _FIRST_ERROR = 0.15
-"""Log error assumed until enough trials tell."""
+"""Log error assumed until enough configurations tell."""
 _LEAST_ERROR = 0.03
-_LEAST_TRIALS = 4
+_LEAST_CONFIGURATIONS = 4
 _DEVIATIONS = 2.0
 
 
@@ -32,8 +32,8 @@ class Judgement:
     """What is known of a suggestion before it is run.
 
     Args:
-        predicted: its foretold speedup; None where costs alone already rule it out.
-        bound: what it can reach at most.
+        predicted: its foretold speedup; None where costs alone already rule it out, or where its stop rule is not foretold.
+        bound: what it may reach by all that is known, errors of foretelling allowed for.
         to_beat: the incumbent's speedup.
     """
 
@@ -61,26 +61,40 @@ class Prior:
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
 
-    def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement | None:
-        """Bound a suggestion; None for a drafter that is not foretold."""
+    def judge(
+        self, study: optuna.Study, config: SpeculativeConfig, prompts: Collection[str] | None = None
+    ) -> Judgement | None:
+        """Bound a suggestion; None for a drafter that is not foretold.
+
+        Args:
+            study: its finished trials tell how far foretelling was off, and what is to be beaten.
+            config: the suggestion.
+            prompts: the incumbent's speedup is that on these; on all its own where None.
+        """
         if config.kind != "layer_skip":
             return None
-        to_beat = incumbent(study)
-        most = self._oracle.profile.bound(SkipMask.parse(config.mask, self._oracle.layers))
-        if most < to_beat:
-            return Judgement(None, most, to_beat)
-        predicted = self._oracle.speedup(config)
+        to_beat = incumbent(study, prompts)
+        mask = SkipMask.parse(config.mask, self._oracle.layers)
         error = calibrated_error(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
-        return Judgement(predicted, min(most, predicted * math.exp(error)), to_beat)
+        most = self._oracle.profile.bound(mask)
+        if most * math.exp(error) < to_beat:
+            return Judgement(None, most * math.exp(error), to_beat)
+        if self._oracle.foretells(config):
+            predicted = self._oracle.speedup(config)
+            return Judgement(predicted, min(most, predicted) * math.exp(error), to_beat)
+        # Another draft length or stop rule than were scanned: at most a little better than the best that were.
+        (best,) = self._oracle.predict([mask])
+        return Judgement(None, min(most, best.speedup) * math.exp(max(error, _FIRST_ERROR)), to_beat)
 
 
 def calibrated_error(trials: Iterable[FrozenTrial]) -> float:
     """How far, in log speedup, a measured trial may lie above what was foretold of it."""
-    found = [
-        math.log(trial.value / trial.user_attrs[PREDICTED])
+    found = {
+        str(trial.user_attrs["config"]): math.log(trial.value / trial.user_attrs[PREDICTED])
         for trial in trials
         if trial.value and trial.user_attrs.get(PREDICTED)
-    ]
-    if len(found) < _LEAST_TRIALS:
+    }
+    if len(found) < _LEAST_CONFIGURATIONS:
         return _FIRST_ERROR
-    return max(_LEAST_ERROR, float(np.mean(found) + _DEVIATIONS * np.std(found, ddof=1)))
+    errors = list(found.values())
+    return max(_LEAST_ERROR, float(np.mean(errors) + _DEVIATIONS * np.std(errors, ddof=1)))

@@ -19,6 +19,7 @@ import numpy as np
 
 from layerskip import SkipMask
 
+from .application import InputError
 from .oracle import Oracle, Prediction
 from .space import SearchSpace
 
@@ -42,6 +43,12 @@ class ProposalSettings:
     screened: int = 300
     scanned: int = 16
     enqueued: int = 6
+
+    def __post_init__(self) -> None:
+        for name in ("screened", "scanned", "enqueued"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"scan.proposals.{name}: {value!r} is not a whole number of at least 1")
 
 
 def propose(

@@ -38,12 +38,12 @@ def summary(study: optuna.Study, finals: Finals | None, stable: Stability | None
     lines = [
         f"# Study {study.study_name}",
         "",
-        f"{len(trials)} trials: {stopped - idle} stopped early, {idle} not run (hopeless, or known already).",
+        f"{len(trials)} trials: {stopped - idle} stopped early, {idle} not run (hopeless, known already, or out of memory).",
         "",
     ]
     if stable is not None:
         lines += [
-            f"Of the scanned masks, {stable.share:.0%} of resampled prompt sets choose the same; two choices share "
+            f"Of the scanned masks, {stable.share:.0%} of resampled text sets choose the same; two choices share "
             f"{stable.overlap:.2f} of what they skip, where chance gives {stable.chance:.2f}.",
             "",
         ]

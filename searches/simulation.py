@@ -185,6 +185,10 @@ class SimulatedOracle:
         found = zip(masks, drafts, self.agreements(masks), strict=True)
         return [Prediction(config, speedup * self._factor(mask), agreement) for mask, (config, speedup), agreement in found]
 
+    def foretells(self, config: SpeculativeConfig) -> bool:
+        """Only what a scan would look at by default."""
+        return config.stop.kind == "length" or (config.stop.kind == "threshold" and config.stop.threshold in (0.3, 0.6))
+
     def speedup(self, config: SpeculativeConfig) -> float:
         """What is foretold of one layer-skip configuration."""
         return self._landscape.speedup(config) * self._factor(SkipMask.parse(config.mask, self.layers))

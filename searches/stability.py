@@ -1,4 +1,4 @@
-"""Would other prompts have chosen the same mask? Scanned masks ranked again and again on resampled prompts.
+"""Would other texts have chosen the same mask? Scanned masks ranked again and again on resampled passages.
 
 Each resample draws as many passages as there are, with replacement, and picks the mask that is foretold to be fastest on
 them. How alike two such picks are is set against what chance gives for masks of their sizes.

@@ -1,13 +1,15 @@
 """Who leads? Every configuration's replicates pooled, however many trials measured it.
 
 A sampler repeats itself and an incumbent is measured again, so one lucky trial must not decide: speedups are ratios of all
-tokens and seconds that were ever measured with a configuration, hopeless and flagged rounds included.
+tokens and seconds that were ever measured with a configuration, hopeless and flagged rounds included. Prompts differ more
+than configurations do, so two of them are compared on the prompts that both decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
@@ -25,34 +27,35 @@ class Standing:
     Args:
         config: the configuration.
         complete: trials that measured it to the end.
-        prompts: decodings of a prompt, in all its trials.
         lossless: whether every one of them kept the output.
-        last: the number of the trial that measured it last.
+        last: the number of the last trial that was about it, measured or not.
+        seconds: by prompt: what decoding took, and what plain decoding would have taken at the pace of the same pairs.
     """
 
     config: SpeculativeConfig
     complete: int = 0
-    prompts: int = 0
     lossless: bool = True
     last: int = -1
-    _tokens: float = 0.0
-    _seconds: float = 0.0
-    _baseline_seconds: float = 0.0
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def speedup(self) -> float:
-        """Pooled speedup over plain decoding; 1.0 where nothing was decoded."""
-        return self._baseline_seconds / self._seconds if self._seconds else 1.0
+        """Pooled speedup over plain decoding on all its prompts; 1.0 where nothing was decoded."""
+        return self.speedup_on(self.seconds)
+
+    def speedup_on(self, prompts: Collection[str]) -> float:
+        """Pooled speedup on some prompts; 1.0 where nothing of them was decoded."""
+        found = [pair for prompt, pair in self.seconds.items() if prompt in prompts]
+        own, plain = (sum(pair[i] for pair in found) for i in (0, 1))
+        return plain / own if own else 1.0
 
     def add(self, table: Mapping[str, list[Any]]) -> None:
         """Pool a measurement's rows, as :meth:`layerskip.Measurement.table` gives them."""
-        columns = ("tokens_per_second", "decode_seconds", "baseline_tokens_per_second")
-        for rate, seconds, baseline in zip(*(table[name] for name in columns), strict=True):
-            self.prompts += 1
+        columns = ("prompt_id", "tokens_per_second", "decode_seconds", "baseline_tokens_per_second")
+        for prompt, rate, seconds, baseline in zip(*(table[name] for name in columns), strict=True):
             if rate and baseline:
-                self._seconds += seconds
-                # what plain decoding would have taken for the same tokens, at the pace of the same pair
-                self._baseline_seconds += rate * seconds / baseline
+                own, plain = self.seconds.get(prompt, (0.0, 0.0))
+                self.seconds[prompt] = own + seconds, plain + rate * seconds / baseline
 
 
 def configuration(trial: FrozenTrial) -> SpeculativeConfig:
@@ -66,17 +69,18 @@ def is_lossless(measurement: Mapping[str, Any]) -> bool:
 
 
 def standings(trials: Iterable[FrozenTrial]) -> dict[SpeculativeConfig, Standing]:
-    """Every configuration that was measured at all."""
+    """Every configuration that a finished trial was about."""
     found: dict[SpeculativeConfig, Standing] = {}
     for trial in trials:
-        if trial.state not in FINISHED or "table" not in trial.user_attrs:
+        if trial.state not in FINISHED:
             continue
         config = configuration(trial)
         standing = found.setdefault(config, Standing(config))
-        standing.add(trial.user_attrs["table"])
-        standing.complete += trial.state == TrialState.COMPLETE
-        standing.lossless &= is_lossless(trial.user_attrs["measurement"])
         standing.last = max(standing.last, trial.number)
+        if "table" in trial.user_attrs:
+            standing.add(trial.user_attrs["table"])
+            standing.complete += trial.state == TrialState.COMPLETE
+            standing.lossless &= is_lossless(trial.user_attrs["measurement"])
     return found
 
 
@@ -84,9 +88,17 @@ def ranking(study: optuna.Study) -> list[Standing]:
     """Configurations that drafted, kept the output and were measured to the end at least once, best first."""
     found = standings(study.get_trials(deepcopy=False, states=FINISHED))
     chosen = [s for s in found.values() if s.complete and s.lossless and s.config.kind != "none"]
-    return sorted(chosen, key=lambda standing: -standing.speedup)
+    return sorted(chosen, key=functools.cmp_to_key(_compare), reverse=True)
 
 
-def incumbent(study: optuna.Study) -> float:
-    """The speedup to beat: the leader's, and plain decoding's own at least."""
-    return max([1.0, *(standing.speedup for standing in ranking(study)[:1])])
+def _compare(one: Standing, other: Standing) -> int:
+    """Above 0 where the one is faster on the prompts that both decoded."""
+    common = one.seconds.keys() & other.seconds.keys()
+    mine, theirs = one.speedup_on(common), other.speedup_on(common)
+    return (mine > theirs) - (mine < theirs)
+
+
+def incumbent(study: optuna.Study, prompts: Collection[str] | None = None) -> float:
+    """The speedup to beat: the leader's, on some prompts or on all of its own, and plain decoding's at least."""
+    leaders = ranking(study)[:1]
+    return max([1.0, *(s.speedup if prompts is None else s.speedup_on(prompts) for s in leaders)])

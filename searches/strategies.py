@@ -85,7 +85,12 @@ class Race:
         return speedup
 
     def claim(self, config: SpeculativeConfig) -> None:
-        """Say what would be exported from now on."""
+        """Say what would be exported from now on.
+
+        Raises:
+            TimeUp: the budget is spent; what was found later does not count.
+        """
+        self.check()
         self.claims.append((self.spent, config))
 
     def check(self) -> None:
@@ -167,7 +172,7 @@ def swift(race: Race, ratio: float = 0.45, every: int = 25) -> None:
 def ours(race: Race, settings: ProposalSettings | None = None) -> None:
     """What is foretold to be fastest is claimed at once, then really measured."""
     oracle = race.foresee()
-    found = propose(oracle, race.space, settings or ProposalSettings())
+    found = propose(oracle, race.space, settings or ProposalSettings(), race.check)
     race.claim(found[0].config)
     for prediction in found:
         race.measure(prediction.config)

@@ -26,6 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SpeculativeConfig
 
 from .application import InputError
+from .kept import drop_partial_line
 from .objective import Objective
 from .space import SearchSpace
 from .standings import FINISHED, ranking
@@ -93,7 +94,7 @@ def open_journal(path: Path) -> BaseStorage:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_partial_line(path)
+        drop_partial_line(path)
         return JournalStorage(JournalFileBackend(str(path)))
     except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"study.storage: cannot write {path}: {error.strerror}") from error
@@ -111,13 +112,6 @@ def open_database(url: str) -> BaseStorage:
         return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
     except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
         raise InputError(f"study.storage: cannot open {without_password(url)}: {_first_line(error)}") from error
-
-
-def _drop_partial_line(path: Path) -> None:
-    """A full disk or a killed machine can leave half a line, which would spoil the next one."""
-    if path.exists() and not (data := path.read_bytes()).endswith(b"\n") and data:
-        with path.open("rb+") as journal:
-            journal.truncate(data.rfind(b"\n") + 1)
 
 
 def open_study(

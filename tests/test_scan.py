@@ -125,6 +125,7 @@ def test_expected_counts_are_the_mean_of_sampled_decoding(tiny_target: Target) -
     for name, found in (
         ("rounds", [float(len(stats.rounds)) for stats in real]),
         ("accepted", [float(stats.accepted) for stats in real]),
+        ("drafted", [float(stats.drafted) for stats in real]),
     ):
         means = [torch.tensor(values, dtype=torch.float64) for values in ([getattr(c, name) for c in expected], found)]
         spread = math.sqrt(sum(float(values.var()) / len(values) for values in means))

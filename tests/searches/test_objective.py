@@ -149,6 +149,7 @@ def _finalist(config: SpeculativeConfig, speedup: float, low: float, verdict: st
         ([_finalist(SKIP, 1.3, 1.1), replace(_finalist(LOOKUP, 1.29, 1.1), ties=False)], SKIP),
         ([_finalist(SKIP, 1.3, 1.1), _finalist(LOOKUP, 1.29, 0.9)], SKIP),
         ([_finalist(replace(LOOKUP, draft_length=9), 1.3, 1.1), _finalist(LOOKUP, 1.29, 1.1)], LOOKUP),
+        ([replace(_finalist(LOOKUP, 1.6, 1.2), stayed=False), _finalist(SKIP, 1.3, 1.1)], SKIP),
         ([], None),
     ],
 )

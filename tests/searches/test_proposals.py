@@ -14,7 +14,7 @@ import pytest
 from optuna.distributions import IntDistribution
 from optuna.trial import create_trial
 
-from layerskip import SkipMask, SpeculativeConfig
+from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs import CostProfile
 from searches.oracle import Prediction
 from searches.prior import PREDICTED, Prior, calibrated_error
@@ -56,6 +56,9 @@ class Landscape:
             )
             for mask in masks
         ]
+
+    def foretells(self, config: SpeculativeConfig) -> bool:
+        return config.stop.kind == "length"
 
     def speedup(self, config: SpeculativeConfig) -> float:
         (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])
@@ -103,7 +106,12 @@ def test_published_masks_fit_any_depth() -> None:
 
 
 def _trial(config: SpeculativeConfig, value: float, predicted: float | None) -> optuna.trial.FrozenTrial:
-    table = {"tokens_per_second": [10.0 * value], "decode_seconds": [1.0], "baseline_tokens_per_second": [10.0]}
+    table = {
+        "prompt_id": ["x"],
+        "tokens_per_second": [10.0 * value],
+        "decode_seconds": [1.0],
+        "baseline_tokens_per_second": [10.0],
+    }
     attributes: dict[str, Any] = {
         "config": config.to_dict(),
         "table": table,
@@ -120,25 +128,44 @@ def _trial(config: SpeculativeConfig, value: float, predicted: float | None) -> 
 
 def test_a_suggestion_that_cannot_reach_the_best_is_hopeless() -> None:
     oracle, study = Landscape(0), optuna.create_study(direction="maximize")
-    prior = Prior(oracle)
+    prior, none = Prior(oracle), SkipMask.none(LAYERS)
     best = oracle.predict([SkipMask.parse("mlp:3", LAYERS)])[0]
-    awful = SpeculativeConfig("layer_skip", 4, mask="layers:0-6")
+    awful = SpeculativeConfig("layer_skip", 4, mask="attention:0-7")
     assert prior.judge(study, SpeculativeConfig("prompt_lookup", 4)) is None
     judgement = prior.judge(study, awful)
-    assert judgement is not None
-    assert judgement.hopeless == (judgement.bound < 1.0)  # plain decoding is what has to be beaten
+    assert judgement is not None and judgement.hopeless  # plain decoding is what has to be beaten
+    assert judgement.predicted == pytest.approx(oracle.speedup(awful))
+    assert judgement.bound == pytest.approx(oracle.speedup(awful) * math.exp(0.15))
+    judgement = prior.judge(study, best.config)
+    assert judgement is not None and not judgement.hopeless
     study.add_trial(_trial(SpeculativeConfig("prompt_lookup", 4), 100.0, None))
     judgement = prior.judge(study, best.config)
-    assert judgement is not None
-    assert judgement.hopeless
+    assert judgement is not None and judgement.hopeless
     assert judgement.predicted is None  # costs alone rule it out: nothing is that fast
+    assert judgement.bound == pytest.approx(oracle.profile.bound(SkipMask.parse("mlp:3", LAYERS)) * math.exp(0.15))
+    assert oracle.profile.bound(none) < 2.0
     assert "100.000 x" in judgement.reason()
+
+
+def test_a_stop_rule_that_was_not_scanned_is_bounded_by_the_best_that_was() -> None:
+    oracle, study = Landscape(0), optuna.create_study(direction="maximize")
+    for i in range(8):
+        config = SpeculativeConfig("layer_skip", 1 + i)
+        study.add_trial(_trial(config, 0.9, 0.9))  # foretelling was right so far, where it foretold
+    exact = Prior(oracle).judge(study, SpeculativeConfig("layer_skip", 2, mask="mlp:3"))
+    other = Prior(oracle).judge(study, SpeculativeConfig("layer_skip", 2, mask="mlp:3", stop=StopRule("threshold", 0.85)))
+    assert exact is not None and other is not None
+    assert other.predicted is None
+    assert math.log(other.bound / exact.bound) == pytest.approx(0.15 - 0.03)
 
 
 def test_the_bound_widens_with_how_far_foretelling_was_off() -> None:
     config = SpeculativeConfig("layer_skip", 2)
     assert calibrated_error([]) == pytest.approx(0.15)
-    good = [_trial(config, 1.0 + 0.001 * i, 1.0) for i in range(8)]
+    same = [_trial(config, 1.0 + 0.001 * i, 1.0) for i in range(8)]
+    assert calibrated_error(same) == pytest.approx(0.15)  # replicates of one configuration tell of that one
+    configs = [SpeculativeConfig("layer_skip", 1 + i) for i in range(8)]
+    good = [_trial(config, 1.0 + 0.001 * i, 1.0) for i, config in enumerate(configs)]
     assert calibrated_error(good) == pytest.approx(0.03)
-    bad = [_trial(config, 1.3 if i % 2 else 0.8, 1.0) for i in range(8)]
+    bad = [_trial(config, 1.3 if i % 2 else 0.8, 1.0) for i, config in enumerate(configs)]
     assert calibrated_error(bad) > 0.4
