@@ -98,6 +98,11 @@ class CostProfile:
         """Predicted speedup over plain decoding; 1.0 where nothing is decoded."""
         return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop) if counts.tokens else 1.0
 
+    def lookup_speedup(self, counts: Counts) -> float:
+        """The same for a drafter that runs no model, whose drafts cost next to nothing beside their verification."""
+        verifying = sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
+        return counts.tokens * self.verify_seconds[0] / verifying if counts.tokens else 1.0
+
     def bound(self, mask: SkipMask) -> float:
         """The speedup that no draft length can beat even if every drafted token were accepted."""
         each = self.draft_seconds(mask)

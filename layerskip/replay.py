@@ -6,17 +6,20 @@ every draft length and stop rule: greedy decoding is replayed exactly. Where tok
 accepted with probability min(1, q / p), given that the passage is what came out (arXiv 2211.17192, theorem 3.5 read
 backwards), so the rounds are a Markov chain over its positions and their expected counts follow without drawing anything.
 
-No torch in here.
+What a prompt lookup drafts depends on the text alone, so its rounds are known without any scan; where tokens are sampled
+too, since, given the passage, a token drafted for certain is accepted exactly if it is the passage's.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .config import StopRule
+from .drafters.prompt_lookup import PromptLookup
 from .drafters.stopping import Stopper
 from .passages import Passage
 
@@ -77,19 +80,9 @@ class Counts:
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
-class Unknown(LookupError):
-    """A round needs to know how sure the draft was of tokens that nobody looked at.
-
-    Args:
-        threshold: how sure the stop rule wants them.
-    """
-
-    def __init__(self, threshold: float) -> None:
-        super().__init__("a draft was not followed far enough")
-        self.threshold = threshold
-
-
-def replay(passage: Passage, trace: Trace, draft_length: int, stopper: Stopper) -> list[tuple[int, int, int]]:
+def replay(
+    passage: Passage, trace: Trace, draft_length: int, stopper: Stopper, open_starts: dict[int, float]
+) -> list[tuple[int, int, int]]:
     """The rounds of greedy decoding: drafted, accepted and committed tokens of each.
 
     As :class:`~layerskip.stats.Round` counts them: what lies behind an end of sequence counts nowhere.
@@ -99,15 +92,14 @@ def replay(passage: Passage, trace: Trace, draft_length: int, stopper: Stopper) 
         trace: a scan of the mask on it.
         draft_length: at most the trace's depth.
         stopper: of the stop rule; adapts as the rounds go.
-
-    Raises:
-        Unknown: a draft has to be followed beyond its first wrong token, as the stop rule looks at those too.
+        open_starts: takes the positions whose drafts would have to be followed beyond their first wrong token, as the stop
+            rule looks at those too, and how sure it wants them; while there are any, the rounds are a guess.
     """
     rounds = []
     start = 0
     while start < passage.starts:
         length = min(draft_length, passage.limit(start))
-        drafted = _stop(trace, start, length, passage.starts - start, stopper)
+        drafted = _stop(trace, start, length, passage.starts - start, stopper, open_starts)
         accepted = min(int(trace.agreed[start]), drafted)
         committed = min(accepted + 1, passage.starts - start)
         if committed <= accepted:
@@ -119,7 +111,7 @@ def replay(passage: Passage, trace: Trace, draft_length: int, stopper: Stopper) 
     return rounds
 
 
-def _stop(trace: Trace, start: int, length: int, left: int, stopper: Stopper) -> int:
+def _stop(trace: Trace, start: int, length: int, left: int, stopper: Stopper, open_starts: dict[int, float]) -> int:
     """How many tokens are drafted: up to the first that the draft is not sure enough of, or ``length``.
 
     What is drafted behind the end of the passage, if it is drafted rightly up to there, counts nowhere.
@@ -131,10 +123,32 @@ def _stop(trace: Trace, start: int, length: int, left: int, stopper: Stopper) ->
             break
         sure = trace.confidence[start, place]
         if np.isnan(sure):
-            raise Unknown(stopper.threshold)
+            open_starts[start] = stopper.threshold
+            break
         if stopper.stops_at(float(sure)):
             return place + 1
     return length
+
+
+def replay_lookup(passage: Passage, drafter: PromptLookup) -> list[tuple[int, int, int]]:
+    """The rounds of decoding with a prompt lookup, as :func:`replay` gives them."""
+    drafter.forget()
+    text = [*passage.prompt, *passage.tokens]
+    rounds = []
+    start = 0
+    while start < passage.starts:
+        limit, left = passage.limit(start), passage.starts - start
+        here = len(passage.prompt) + start + 1
+        found = drafter.propose(text[:here], limit) if limit > 0 else []
+        pairs = zip(found, text[here:], strict=False)
+        accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        committed = min(accepted + 1, left)
+        drafted = len(found)
+        if committed <= accepted:
+            drafted = accepted = committed
+        rounds.append((drafted, accepted, committed))
+        start += committed
+    return rounds
 
 
 def count(rounds: list[tuple[int, int, int]]) -> Counts:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .anatomy import Anatomy, Form, UnsupportedModel, anatomy, hidden_states, returned
+from .attention import attend_in_parts
 from .cache import KVCache
 from .forward import forward
 from .mask import SkipMask
@@ -187,6 +188,7 @@ class RowModel:
         visible: Sequence[Tensor],
         masks: Sequence[SkipMask],
         of: Tensor,
+        parts: Sequence[tuple[int, int]] = (),
     ) -> Tensor:
         """One pass; writes the rows' keys and values behind ``cache.length``, which it leaves where it is.
 
@@ -197,6 +199,7 @@ class RowModel:
             visible: per layer ``[R, cache.length + R]`` bool; equal layers share one tensor.
             masks: what is skipped, each for at least one row.
             of: ``[R]`` int64: the mask of each row.
+            parts: runs of rows that see few of the others' keys, as :func:`~layerskip.attention.attend_in_parts` takes them.
 
         Returns:
             ``[R, V]`` logits.
@@ -206,6 +209,9 @@ class RowModel:
         for mask in visible:
             if id(mask) not in forms:
                 forms[id(mask)] = (_bias(mask, dtype) if self._additive else mask)[None, None]
+        if parts and not self._additive and tokens.device.type == "cpu":  # elsewhere one large call is faster
+            for form in forms.values():
+                attend_in_parts(form, parts)
         self._masks = [forms[id(mask)] for mask in visible]
         for index in range(self.layers):
             for kind in ("attention", "mlp"):

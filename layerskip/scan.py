@@ -11,6 +11,7 @@ only confidence can end, is followed further when a replay asks for it.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from .config import StopRule
 from .drafters.stopping import Stopper, confidence
 from .mask import SkipMask
 from .passages import Passage
-from .replay import Counts, Trace, Unknown, count, expect, replay
+from .replay import Counts, Trace, count, expect, replay
 from .rows import RowModel
 from .sampling import Sampling
 from .target import Target
@@ -82,7 +83,7 @@ class Scanner:
     def sample(self, rows: int) -> Scanner:
         """A scanner of about so many starts, evenly spread over all passages: enough to know agreement by, not rounds."""
         every = [row for pack in self._packs for row in pack.rows]
-        chosen = every[:: max(1, len(every) // rows)]
+        chosen = every[:: max(1, -(-len(every) // rows))]
         sampled = copy.copy(self)
         sampled._packs = self._packed(chosen)
         return sampled
@@ -161,37 +162,33 @@ class Scanner:
             raise ValueError("sampling: single rounds are known for greedy decoding only")
         if any(trace.depth < draft_length for trace in scan.traces):
             raise ValueError(f"draft_length: {draft_length} is beyond the scan's depth")
-        stopper = Stopper(stop)
-        found = []
-        for index, passage in enumerate(self.passages):
-            stopper.start()
-            floor = None
-            while True:
-                before = copy.copy(stopper)
-                try:
-                    found.append(replay(passage, scan.traces[index], draft_length, stopper))
-                    break
-                except Unknown as unknown:
-                    if unknown.threshold == floor:
-                        raise FloatingPointError("scan: a draft's confidence is not a number") from None
-                    stopper, floor = before, unknown.threshold
-                    self._follow(scan, floor - _MARGIN * (stop.kind == "adaptive"))
-        return found
+        followed: set[tuple[int, int, float]] = set()
+        while True:
+            stopper = Stopper(stop)
+            found, missing, floor = [], set(), 1.0
+            for index, passage in enumerate(self.passages):
+                stopper.start()
+                open_starts: dict[int, float] = {}
+                found.append(replay(passage, scan.traces[index], draft_length, stopper, open_starts))
+                missing |= {(index, start) for start in open_starts}
+                floor = min([floor, *open_starts.values()])
+            if not missing:
+                return found
+            floor -= _MARGIN * (stop.kind == "adaptive")
+            asked = {(*start, floor) for start in missing}
+            if asked <= followed:
+                raise RuntimeError(f"scan: drafts from {sorted(missing)} cannot be followed")
+            followed |= asked
+            self._follow(scan, missing, floor)
 
     @torch.inference_mode()
-    def _follow(self, scan: Scan, floor: float) -> None:
-        """Follow drafts behind their first wrong token, as long as they are at least so sure of themselves."""
+    def _follow(self, scan: Scan, starts: Collection[Start], floor: float) -> None:
+        """Follow some drafts behind their first wrong token, as long as they are at least so sure of themselves."""
         for pack in self._packs:
-            rows = [(0, p, s) for p, s in pack.rows if self._is_open(scan.traces[p], self.passages[p].limit(s), s, floor)]
+            rows = [(0, p, s) for p, s in pack.rows if (p, s) in starts]
             if rows:
                 for (_, p, s), place, sure, _ in self._draft(pack, [scan.mask], rows, scan.traces[0].depth, floor):
                     scan.traces[p].confidence[s, place] = sure
-
-    @staticmethod
-    def _is_open(trace: Trace, limit: int, start: int, floor: float) -> bool:
-        """Whether a draft may still go on: every token that was looked at was sure, and some were not."""
-        sure = trace.confidence[start, :limit]
-        return bool(np.isnan(sure).any()) and not bool((sure < floor).any())
 
     def _empty(self, passage: Passage, depth: int) -> Trace:
         shape = (passage.starts, depth)
@@ -229,7 +226,8 @@ class Scanner:
                 live = [rows[i] for i in here]
                 visible, positions = self._texts.visible(pack, [(p, s) for _, p, s in live], number, branches, place)
                 of = torch.tensor([m for m, _, _ in live], device=device)
-                logits = self._texts.model.run(chain[:, -1], positions, pack.cache, visible, masks, of)
+                parts = _runs([p for _, p, _ in live])
+                logits = self._texts.model.run(chain[:, -1], positions, pack.cache, visible, masks, of, parts)
                 branches.append((number, place))
                 pack.cache.length += len(here)
                 # Of what is not a number no draft is unsure: decoding would not stop either.
@@ -270,3 +268,9 @@ class Scanner:
         q = drafted.gather(1, own[:, None])[:, 0].tolist()
         p_own = [self._texts.chance(start) for start in ahead]
         return own, [min(1.0, found / chance) if chance > 0 else 1.0 for found, chance in zip(q, p_own, strict=True)]
+
+
+def _runs(passages: Sequence[int]) -> list[tuple[int, int]]:
+    """Where runs of rows of the same passage begin and end."""
+    ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(passages)))
+    return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -51,7 +51,7 @@ class ScanSettings:
     prompts: int | None = 8
     screened_rows: int = 128
     max_rows: int | None = None
-    thresholds: Sequence[float] = (0.3, 0.6)
+    thresholds: Sequence[float] = (0.5,)
     profile_repeats: int = 12
     proposals: ProposalSettings = field(default_factory=ProposalSettings)
 
@@ -105,7 +105,8 @@ def foresee(
             raise
         print(f"scan: out of memory with scan.max_rows={rows}; every trial is run")
         return None
-    profile = cost_profile(target, passages, depth, sampling, settings.profile_repeats, outputs)
+    longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.arms else depth
+    profile = cost_profile(target, passages, longest, sampling, settings.profile_repeats, outputs)
     stops = [StopRule()] if "length" in space.stops else []
     kinds = [kind for kind in ("threshold", "adaptive") if kind in space.stops]
     stops += [StopRule(kind, value) for kind in kinds for value in dict.fromkeys(map(float, settings.thresholds))]

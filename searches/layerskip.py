@@ -32,7 +32,7 @@ from .foresight import ScanSettings, foresee
 from .objective import MeasureSettings, Objective, check_seed
 from .oracle import ScanOracle
 from .prior import Prior
-from .proposals import propose
+from .proposals import propose, propose_lookups
 from .space import SearchSpace
 from .stability import Stability
 from .standings import incumbent
@@ -179,7 +179,9 @@ def _propose(oracle: ScanOracle | None, plan: Plan) -> list[SpeculativeConfig]:
         return []
     with tqdm(total=plan.scanning.proposals.screened, unit="mask", desc="scan", disable=None) as bar:
         also = oracle.similar_masks(plan.space.skippable)
-        return [found.config for found in propose(oracle, plan.space, plan.scanning.proposals, bar.update, also)]
+        found = propose(oracle, plan.space, plan.scanning.proposals, bar.update, also)
+    lookups = propose_lookups(oracle, plan.space, plan.scanning.proposals.lookups)
+    return [prediction.config for prediction in (*lookups, *found)]
 
 
 def _publish(

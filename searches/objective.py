@@ -58,7 +58,7 @@ class MeasureSettings:
 
     max_new_tokens: int = 48
     prompts: int | None = 6
-    survivor_prompts: int | None = 12
+    survivor_prompts: int | None = 9
     repeats: int = 1
     drift: float = 0.3
     held_out_prompts: int | None = None

@@ -15,7 +15,8 @@ import numpy as np
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs import CostProfile
-from layerskip.replay import Counts
+from layerskip.drafters.prompt_lookup import PromptLookup
+from layerskip.replay import Counts, count, replay_lookup
 from layerskip.scan import Scanner
 
 from .kept import Kept
@@ -31,7 +32,7 @@ class Prediction:
     Args:
         config: the mask with the draft length and stop rule that suit it best.
         speedup: over plain decoding.
-        agreement: how often the first drafted token is the target's.
+        agreement: how often the first drafted token is the target's, where a mask was asked about.
     """
 
     config: SpeculativeConfig
@@ -40,7 +41,7 @@ class Prediction:
 
 
 class Oracle(Protocol):
-    """Foretells speedups of layer skipping."""
+    """Foretells speedups, of layer skipping above all."""
 
     @property
     def layers(self) -> int:
@@ -61,7 +62,7 @@ class Oracle(Protocol):
         ...
 
     def foretells(self, config: SpeculativeConfig) -> bool:
-        """Whether a configuration's draft length and stop rule are among those that are foretold."""
+        """Whether a configuration's drafter, draft length and stop rule are among those that are foretold."""
         ...
 
     def speedup(self, config: SpeculativeConfig) -> float:
@@ -134,12 +135,19 @@ class ScanOracle:
         return [self._best(mask) for mask in masks]
 
     def foretells(self, config: SpeculativeConfig) -> bool:
-        """By the choices."""
+        """Prompt lookups whose verification was timed, and layer skipping by the choices."""
+        if config.kind == "prompt_lookup":
+            return config.draft_length <= self._profile.longest
         first, last = self._choices.lengths
-        return first <= config.draft_length <= min(last, self._scanner.depth) and config.stop in self._choices.stops
+        known = first <= config.draft_length <= min(last, self._scanner.depth) and config.stop in self._choices.stops
+        return config.kind == "layer_skip" and known
 
     def speedup(self, config: SpeculativeConfig) -> float:
-        """Scan the configuration's mask unless it was scanned, and count its rounds."""
+        """Count a configuration's rounds; its mask is scanned unless it was."""
+        if config.kind == "prompt_lookup":
+            drafter = PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
+            counts = _sum(count(replay_lookup(passage, drafter)) for passage in self._scanner.passages)
+            return self._profile.lookup_speedup(counts)
         mask = SkipMask.parse(config.mask, self.layers)
         self._scan([mask])
         return self._profile.speedup(self._read(mask)[config.draft_length, config.stop], mask, config.stop)
@@ -171,10 +179,12 @@ class ScanOracle:
         for some in self._portions(self._new(masks, self._counts)):
             for scan in self._scanner.scan(some):
                 first_length, last_length = self._choices.lengths
+                # Long drafts and low thresholds first: what they have followed the others need not.
+                rules = sorted(enumerate(self._choices.stops), key=lambda pair: pair[1].threshold)
                 found = [
                     [length, rule, [_pack(counts) for counts in self._scanner.counts(scan, length, stop)]]
-                    for length in range(first_length, min(last_length, self._scanner.depth) + 1)
-                    for rule, stop in enumerate(self._choices.stops)
+                    for length in range(min(last_length, self._scanner.depth), first_length - 1, -1)
+                    for rule, stop in rules
                 ]
                 self._counts.add(scan.mask.format(), {"agreement": scan.agreement, "counts": found})
 

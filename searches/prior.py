@@ -52,7 +52,7 @@ class Judgement:
 
 
 class Prior:
-    """Judges layer-skip suggestions; says nothing of other drafters.
+    """Judges suggestions; says nothing of drafters that are not foretold.
 
     Args:
         oracle: foretells.
@@ -64,22 +64,26 @@ class Prior:
     def judge(
         self, study: optuna.Study, config: SpeculativeConfig, prompts: Collection[str] | None = None
     ) -> Judgement | None:
-        """Bound a suggestion; None for a drafter that is not foretold.
+        """Bound a suggestion; None where nothing is foretold of its drafter.
 
         Args:
             study: its finished trials tell how far foretelling was off, and what is to be beaten.
             config: the suggestion.
             prompts: the incumbent's speedup is that on these; on all its own where None.
         """
-        if config.kind != "layer_skip":
+        foretold = self._oracle.foretells(config)
+        if config.kind != "layer_skip" and not foretold:
             return None
         to_beat = incumbent(study, prompts)
-        mask = SkipMask.parse(config.mask, self._oracle.layers)
         error = calibrated_error(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+        if config.kind != "layer_skip":
+            predicted = self._oracle.speedup(config)
+            return Judgement(predicted, predicted * math.exp(error), to_beat)
+        mask = SkipMask.parse(config.mask, self._oracle.layers)
         most = self._oracle.profile.bound(mask)
         if most * math.exp(error) < to_beat:
             return Judgement(None, most * math.exp(error), to_beat)
-        if self._oracle.foretells(config):
+        if foretold:
             predicted = self._oracle.speedup(config)
             return Judgement(predicted, min(most, predicted) * math.exp(error), to_beat)
         # Another draft length or stop rule than were scanned: at most a little better than the best that were.

@@ -38,14 +38,16 @@ class ProposalSettings:
         screened: the most masks asked about their first drafted token.
         scanned: the most of them that are scanned whole.
         enqueued: the best of those become trials.
+        lookups: so many prompt lookups, foretold to be the fastest, do too.
     """
 
-    screened: int = 300
-    scanned: int = 16
+    screened: int = 200
+    scanned: int = 12
     enqueued: int = 6
+    lookups: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("screened", "scanned", "enqueued"):
+        for name in ("screened", "scanned", "enqueued", "lookups"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"scan.proposals.{name}: {value!r} is not a whole number of at least 1")
@@ -78,6 +80,13 @@ def propose(
     best = sorted(search.scores, key=lambda mask: -search.scores[mask])[: settings.scanned]
     predictions = sorted(oracle.predict(best), key=lambda found: -found.speedup)
     return predictions[: settings.enqueued]
+
+
+def propose_lookups(oracle: Oracle, space: SearchSpace, most: int) -> list[Prediction]:
+    """The prompt lookups that are foretold to be fastest, best first; the text alone decides what they draft."""
+    configs = [config for config in space.lookups() if oracle.foretells(config)]
+    found = [Prediction(config, oracle.speedup(config), 0.0) for config in configs]
+    return sorted(found, key=lambda prediction: -prediction.speedup)[:most]
 
 
 def expected_speedup(oracle: Oracle, mask: SkipMask, agreement: float, longest: int) -> float:

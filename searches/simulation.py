@@ -187,7 +187,9 @@ class SimulatedOracle:
 
     def foretells(self, config: SpeculativeConfig) -> bool:
         """Only what a scan would look at by default."""
-        return config.stop.kind == "length" or (config.stop.kind == "threshold" and config.stop.threshold in (0.3, 0.6))
+        if config.kind != "layer_skip":
+            return False
+        return config.stop.kind == "length" or (config.stop.kind == "threshold" and config.stop.threshold == 0.5)
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """What is foretold of one layer-skip configuration."""

@@ -170,6 +170,19 @@ class SearchSpace:
             points += [self._skip(mask) for mask in (*self.masks, *self._structured_masks())]
         return list(dict.fromkeys(points))
 
+    def lookups(self) -> list[SpeculativeConfig]:
+        """Every prompt lookup of the space; none where it has none."""
+        if "prompt_lookup" not in self.arms:
+            return []
+        sizes = [(low, high) for high in range(self.ngram[0], self.ngram[1] + 1) for low in range(self.ngram[0], high + 1)]
+        lengths = range(self.lookup_length[0], self.lookup_length[1] + 1)
+        return [
+            SpeculativeConfig("prompt_lookup", length, ngram_min=low, ngram_max=high, match=match)
+            for low, high in sizes
+            for match in ("last", "first")
+            for length in lengths
+        ]
+
     def _lookup(self, length: int, longest: int) -> SpeculativeConfig:
         longest = self._clip(longest, self.ngram)
         length = self._clip(length, self.lookup_length)

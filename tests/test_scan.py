@@ -18,9 +18,11 @@ from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decode import decode
 from layerskip.drafters.base import NoDraft
 from layerskip.drafters.build import build_drafter
+from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.mask import SkipMask
 from layerskip.passages import Passage, continue_prompts
 from layerskip.prompts import PromptSet
+from layerskip.replay import replay_lookup
 from layerskip.sampling import Sampling
 from layerskip.scan import Scanner
 from layerskip.target import Target
@@ -97,6 +99,19 @@ def test_a_repetition_penalty_counts_each_rows_own_tokens(tiny_target: Target) -
         for stop in STOPS[:2]:
             config = SpeculativeConfig("layer_skip", 4, mask=scan.mask.format(), stop=stop)
             assert scanner.rounds(scan, 4, stop) == _rounds(tiny_target, passages, config, sampling)
+
+
+@pytest.mark.parametrize("match", ["last", "first"])
+def test_a_prompt_lookup_is_replayed_without_any_pass(match: str, tiny_target: Target) -> None:
+    """Its drafts follow from the text, for greedy decoding and for a sampled text alike."""
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 8, 9, 9], [3, 4]]
+    passages = [_passage(tiny_target, i, prompt, GREEDY, 120) for i, prompt in enumerate(prompts)]
+    for low, high, length in ((1, 3, 4), (2, 2, 8), (1, 1, 20)):
+        config = SpeculativeConfig("prompt_lookup", length, ngram_min=low, ngram_max=high, match=match)
+        drafter = PromptLookup(low, high, match, length)
+        found = [replay_lookup(passage, drafter) for passage in passages]
+        assert found == _rounds(tiny_target, passages, config, GREEDY)
+        assert sum(accepted for rounds in found for _, accepted, _ in rounds) > 0
 
 
 def test_masks_scanned_at_once_are_those_scanned_alone(tiny_target: Target) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from ..cache import KVCache
 from ..draft import Draft
 from ..sampling import Chooser, upload
@@ -35,18 +33,26 @@ class PromptLookup:
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Forget the prompt before."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new text."""
         self._follows: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Propose what followed the longest n-gram that the context ends with; nothing where none occurred before."""
-        tokens, device = context.tokens, context.last.device
+        found = self.propose(context.tokens, limit)
+        return Draft(upload(found, context.last.device)) if found else Draft.empty(context.last.device)
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """The same on token ids; ``tokens`` goes on where it stood at the last call."""
         self._index(tokens)
         for size in self.sizes:
             start = self._follows.get(tuple(tokens[-size:])) if size < len(tokens) else None
             if start is not None:
-                return Draft(upload(_copy(tokens, start, min(limit, self.draft_length)), device))
-        return Draft.empty(torch.device(device))
+                return _copy(tokens, start, min(limit, self.draft_length))
+        return []
 
     def observe(self, verdict: Verdict) -> None:
         """Nothing to learn; the next context has it all."""

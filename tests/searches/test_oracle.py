@@ -16,6 +16,7 @@ from layerskip.scan import Scanner
 from searches.foresight import ScanSettings, foresee
 from searches.kept import Kept
 from searches.oracle import Choices, ScanOracle
+from searches.proposals import propose_lookups
 from searches.space import SearchSpace
 from tests.families import build
 
@@ -53,6 +54,19 @@ def test_a_prediction_is_the_real_decoders_counts_at_the_profiles_costs(tiny_tar
         assert expected[best.config] == pytest.approx(best.speedup)
         other = SpeculativeConfig("layer_skip", 2, mask=text, stop=StopRule("threshold", 0.15))
         assert [oracle.foretells(config) for config in (best.config, other)] == [True, False]
+
+
+def test_lookups_are_foretold_by_the_text(tiny_target: Target, tmp_path: Path) -> None:
+    oracle, _ = _oracle(tiny_target, tmp_path)
+    space = SearchSpace(tiny_target.layers, lookup_length=(2, 7), ngram=(1, 2), protect_first=0, protect_last=0)
+    found = propose_lookups(oracle, space, 4)
+    assert len(found) == 4
+    assert found == sorted(found, key=lambda prediction: -prediction.speedup)
+    assert not oracle.foretells(SpeculativeConfig("prompt_lookup", 7))  # its verification was not timed
+    stats = measure(tiny_target, PROMPTS, found[0].config, max_new_tokens=8).stats
+    seconds = sum(oracle.profile.verify_seconds[r.drafted] for r in stats.rounds)
+    tokens = sum(r.committed for r in stats.rounds)
+    assert found[0].speedup == pytest.approx(tokens * oracle.profile.verify_seconds[0] / seconds)
 
 
 def test_what_was_foretold_is_not_asked_again(tiny_target: Target, tmp_path: Path) -> None:
