@@ -33,8 +33,8 @@ THRESHOLDS = (0.05, 0.1, 0.3)
 STOPS = (StopRule(), *(StopRule("threshold", value) for value in THRESHOLDS), StopRule("adaptive", 0.1))
 GREEDY = Sampling()
 FAMILIES = (
-    *("cohere", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite"),
-    *("llama", "llama4_text", "mistral", "mixtral", "olmo2", "phi", "qwen3"),
+    *("cohere", "deepseek_v3", "gemma2", "gemma3_text", "gpt2"),
+    *("llama", "llama4_text", "mistral", "mixtral", "phi"),
 )
 
 
@@ -131,12 +131,12 @@ def test_expected_counts_are_the_mean_of_sampled_decoding(tiny_target: Target) -
     """Over many sampled continuations, against as many real decodings with draws of their own."""
     sampling, prompt, new, length = Sampling(temperature=2.0, top_p=0.9), [5, 6, 7], 7, 3
     mask = SkipMask.parse("attention:1", tiny_target.layers)
-    passages = [_passage(tiny_target, seed, prompt, sampling, new) for seed in range(250)]
+    passages = [_passage(tiny_target, seed, prompt, sampling, new) for seed in range(160)]
     scanner = Scanner(tiny_target, passages, sampling, depth=length, max_rows=2048)
     (scan,) = scanner.scan([mask])
     expected = scanner.counts(scan, length, StopRule())
     drafter = build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format()), tiny_target)
-    real = [decode(tiny_target, drafter, prompt, sampling, new, seed=10_000 + seed).stats for seed in range(250)]
+    real = [decode(tiny_target, drafter, prompt, sampling, new, seed=10_000 + seed).stats for seed in range(160)]
     for name, found in (
         ("rounds", [float(len(stats.rounds)) for stats in real]),
         ("accepted", [float(stats.accepted) for stats in real]),
