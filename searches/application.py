@@ -63,6 +63,7 @@ def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
     """Compose ``conf/<config_name>.yaml`` with the command line, run a task with it, and end the process."""
     # Optuna marks what this program is built on (grouped TPE, the Wilcoxon pruner) as experimental.
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    warnings.filterwarnings("ignore", message="WilcoxonPruner finds steps")  # who leads may have fewer: trials race
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
