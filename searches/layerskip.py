@@ -34,7 +34,6 @@ from .oracle import ScanOracle
 from .prior import Prior
 from .proposals import propose, propose_lookups
 from .space import SearchSpace
-from .stability import Stability
 from .standings import incumbent
 from .study import (
     StudySettings,
@@ -158,8 +157,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
     rounds = len(final_prompts) * measuring.held_out_repeats
     with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:
         finals = measure_finals(study, bench, final_prompts, measuring, plan.seed, folder, bar.update)
-    stable = oracle.stability(2 * len(plan.space.skippable)) if oracle is not None else None
-    _publish(plan, study, tracker, finals, stable, folder, final_prompts)
+    _publish(plan, study, tracker, finals, oracle, folder, final_prompts)
     return finals
 
 
@@ -189,7 +187,7 @@ def _publish(
     study: optuna.Study,
     tracker: Tracker,
     finals: Finals,
-    stable: Stability | None,
+    oracle: ScanOracle | None,
     folder: Path,
     prompts: PromptSet,
 ) -> None:
@@ -201,9 +199,11 @@ def _publish(
     where = environment(target.device)
     export = Export(Export.describe(target), winner.config, plan.sampling, evidence, where, search=found)
     export.save(folder / "best.json")
+    stable = oracle.stability(2 * len(plan.space.skippable)) if oracle is not None else None
     text = report.summary(study, finals, stable)
     (folder / "report.md").write_text(text, encoding="utf-8")
-    report.draw(study, finals, target.layers, folder / "report.png")
+    singles = oracle.single_agreements() if oracle is not None else None
+    report.draw(study, finals, target.layers, folder / "report.png", singles)
     for name in ("report.md", "report.png", "best.json"):
         tracker.log_file(folder / name)
     tracker.log(

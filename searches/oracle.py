@@ -152,6 +152,15 @@ class ScanOracle:
         self._scan([mask])
         return self._profile.speedup(self._read(mask)[config.draft_length, config.stop], mask, config.stop)
 
+    def single_agreements(self) -> np.ndarray:
+        """``[2, L]``: agreement with one attention or one MLP sub-layer skipped; NaN where nobody asked."""
+        found = np.full((2, self.layers), np.nan)
+        for row, kind in enumerate(("attention", "mlp")):
+            for layer in range(self.layers):
+                if f"{kind}:{layer}" in self._agreements:
+                    found[row, layer] = self._agreements[f"{kind}:{layer}"]
+        return found
+
     def stability(self, sublayers: int) -> Stability | None:
         """How the choice among the masks scanned so far depends on the prompts; None before any was scanned."""
         masks = [SkipMask.parse(text, self.layers) for text in self._counts]

@@ -145,14 +145,18 @@ def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
     return lines
 
 
-def draw(study: optuna.Study, finals: Finals | None, layers: int, path: Path) -> None:
-    """Save the report's picture: history, speedup against acceptance, skip heatmap, held-out intervals."""
+def draw(study: optuna.Study, finals: Finals | None, layers: int, path: Path, singles: np.ndarray | None = None) -> None:
+    """Save the report's picture: history, speedup against acceptance, skip heatmap, held-out intervals.
+
+    Args:
+        singles: ``[2, layers]``, what scans said of single skips; drawn where no trial skipped anything.
+    """
     trials = [t for t in finished(study) if "measurement" in t.user_attrs]
     figure = Figure(figsize=(14, 9), layout="constrained")
     axes = figure.subplots(2, 2)
     _history(axes[0][0], trials)
     _acceptance(axes[0][1], trials)
-    _heatmap(axes[1][0], trials, layers)
+    _heatmap(axes[1][0], trials, layers, singles)
     _intervals(axes[1][1], finals)
     figure.suptitle(f"Study {study.study_name}")
     figure.savefig(path, dpi=110)
@@ -188,8 +192,8 @@ def _acceptance(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
     axes.set_xlim(-0.02, 1.02)
 
 
-def _heatmap(axes: Axes, trials: Sequence[FrozenTrial], layers: int) -> None:
-    """Mean speedup of the trials that skipped a sub-layer; grey where none did."""
+def _heatmap(axes: Axes, trials: Sequence[FrozenTrial], layers: int, singles: np.ndarray | None) -> None:
+    """Mean speedup of the trials that skipped a sub-layer; without any, the scans' agreement; grey where neither is."""
     skips = [(SkipMask.parse(configuration(t).mask, layers), _speedup(t)) for t in trials if _skips(configuration(t))]
     cells = np.full((2, layers), np.nan)
     for row, part in enumerate(("attention", "mlp")):
@@ -197,11 +201,14 @@ def _heatmap(axes: Axes, trials: Sequence[FrozenTrial], layers: int) -> None:
             found = [value for mask, value in skips if getattr(mask, part)[layer]]
             if found:
                 cells[row, layer] = np.mean(found)
+    title = "Mean speedup of the trials that skipped a sub-layer"
+    if not skips and singles is not None:
+        cells, title = singles, "First drafted token right, one sub-layer skipped (scan)"
     colors = matplotlib.colormaps["viridis"].with_extremes(bad="0.9")
     image = axes.imshow(cells, aspect="auto", cmap=colors)
     axes.set_yticks([0, 1], ["attention", "MLP"])
-    axes.set(title="Mean speedup of the trials that skipped a sub-layer", xlabel="layer")
-    if skips:
+    axes.set(title=title, xlabel="layer")
+    if not np.isnan(cells).all():
         axes.figure.colorbar(image, ax=axes)
 
 
