@@ -18,7 +18,7 @@ test: setup             ## style, types, one-way imports, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lossless: setup         ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts
 	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest tests/test_lossless_packaged.py tests/test_scan.py

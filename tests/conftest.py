@@ -19,7 +19,7 @@ from tests.tiny import save_tiny
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny models gain nothing from more, and on a busy machine threads that wait for each other lose a lot.
-torch.set_num_threads(min(2, torch.get_num_threads()))
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 
 @pytest.fixture(scope="session")
