@@ -1,11 +1,17 @@
-"""How is a file written whole or not at all?"""
+"""How is a file written whole or not at all, and what is it called after?"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a plain value, in hexadecimal: what is kept under it depends on nothing else."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,7 +6,6 @@ under a digest of everything that they depend on.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from .decode import decode
 from .drafters.base import NoDraft
-from .files import write_json
+from .files import digest, write_json
 from .prompts import PromptItem, PromptSet
 from .sampling import Sampling
 from .target import Target
@@ -72,7 +71,7 @@ def continue_prompts(
     passages: list[Passage] = []
     for index, item in enumerate(prompts):
         asked = _asked(target, item, sampling, max_new_tokens, seed + index)
-        file = None if folder is None else folder / f"{_digest(asked)}.json"
+        file = None if folder is None else folder / f"{digest(asked)[:32]}.json"
         found = _read(file)
         if found is None:
             found = _decode(target, item, sampling, max_new_tokens, seed + index)
@@ -90,10 +89,6 @@ def _asked(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens:
         "max_new_tokens": max_new_tokens,
         "seed": None if sampling.greedy else seed,
     }
-
-
-def _digest(asked: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(asked, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:32]
 
 
 def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens: int, seed: int) -> list[Passage]:

@@ -7,7 +7,6 @@ seconds spent. Finished searches and measured prompts are kept; the same command
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 from layerskip import Export, Measurement, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.environment import environment, machine
-from layerskip.files import write_json
+from layerskip.files import digest, write_json
 from layerskip.measurement import Sample
 
 from .application import InputError, run  # first: it sets the environment that the imports below read
@@ -61,8 +60,7 @@ def compare(config: DictConfig) -> dict[str, Any]:
         "seconds": config.seconds,
         "machine": machine(target.device),
     }
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
-    folder = Path(config.outputs) / f"compare-{digest}"
+    folder = Path(config.outputs) / f"compare-{digest(asked)[:12]}"
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     searched = Kept(folder / "searches.jsonl")
     runs = [(name, seed) for seed in config.seeds for name in names]

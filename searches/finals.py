@@ -9,8 +9,6 @@ a confidence that leaves 95 % for all finalists together (Bonferroni); if none d
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
+from layerskip.files import digest
 from layerskip.measurement import CONFIDENCE, Sample
 
 from .bench import BASELINE, Bench
@@ -102,8 +101,7 @@ def measure_finals(
     chosen = {str(i): standing for i, standing in enumerate(ranking(study)[: settings.finalists])}
     configs = {name: standing.config for name, standing in chosen.items()}
     asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed]
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
-    kept = Kept(None if folder is None else folder / f"finals-{digest}.jsonl")
+    kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")
     rows: list[Row] = []
     left = dict(configs)
     for repeat in range(settings.held_out_repeats):

@@ -6,20 +6,18 @@ All of it is kept: continuations and cost profiles in the outputs folder for eve
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, StopRule, Target, UnsupportedModel
 from layerskip.costs import CostProfile, profile_costs
 from layerskip.environment import machine
-from layerskip.files import write_json
+from layerskip.files import digest, write_json
 from layerskip.passages import Passage, continue_prompts
 from layerskip.scan import Scanner
 
@@ -117,7 +115,7 @@ def foresee(
         "choices": [list(space.skip_length), [stop.to_dict() for stop in stops]],
         "screened_rows": settings.screened_rows,
     }
-    kept = folder / f"scans-{_digest(asked)}"
+    kept = folder / f"scans-{digest(asked)[:16]}"
     choices = Choices((space.skip_length[0], space.skip_length[1]), tuple(stops))
     return ScanOracle(scanner, scanner.sample(settings.screened_rows), profile, choices, kept)
 
@@ -136,14 +134,10 @@ def cost_profile(
         "sampling": sampling.to_dict(),
         "machine": machine(target.device),
     }
-    file = outputs / "profiles" / f"{_digest(asked)}.json"
+    file = outputs / "profiles" / f"{digest(asked)[:16]}.json"
     if file.exists():
         return CostProfile.from_dict(json.loads(file.read_text(encoding="utf-8"))["profile"])
     with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
         profile = profile_costs(target, context, longest, sampling, repeats, on_repeat=bar.update)
     write_json(file, {"asked": asked, "profile": profile.to_dict()})
     return profile
-
-
-def _digest(asked: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]

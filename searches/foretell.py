@@ -8,8 +8,6 @@ that can be scanned; what is measured is kept, and the same command goes on.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import random
 import statistics
 import time
@@ -27,7 +25,7 @@ from tqdm import tqdm
 
 from layerskip import Export, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
 from layerskip.environment import environment, machine
-from layerskip.files import write_json
+from layerskip.files import digest, write_json
 
 from .application import InputError, run  # first: it sets the environment that the imports below read
 from .bench import BASELINE, ModelBench
@@ -61,8 +59,7 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     asked = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target.device)]
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
-    measured = Kept(folder / f"measured-{digest}.jsonl")
+    measured = Kept(folder / f"measured-{digest(asked)[:12]}.jsonl")
     points = []
     masks = _masks(oracle, space, config.masks, config.seed)
     known = oracle.scanned

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
 import os
 import time
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from tqdm import tqdm
 
 from layerskip import Export, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.environment import environment
+from layerskip.files import digest
 
 from . import report
 from .application import InputError, run  # first: it sets the environment that the imports below read
@@ -246,9 +245,8 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def default_name(config: DictConfig, flat: dict[str, Any]) -> str:
     """A study's name: the same command gives the same, and a command that measures something else another."""
-    digest = hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:6]
     target = Path(config.target.get("name") or config.target.path).name.removesuffix(".gguf")
-    return f"{target}-{flat['sampler'].removesuffix('Sampler').lower()}-seed{config.seed}-{digest}"
+    return f"{target}-{flat['sampler'].removesuffix('Sampler').lower()}-seed{config.seed}-{digest(flat)[:6]}"
 
 
 def check_space(folder: Path) -> None:
