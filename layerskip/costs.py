@@ -3,7 +3,7 @@
 Speculative decoding pays for a round with its drafted tokens and one verification (arXiv 2211.17192, theorem 3.8). What a
 draft pass takes is the sum of what it keeps: the head with everything that every pass does, each attention and MLP
 sub-layer, and what a block does around them. What a verification takes is a curve over its drafted tokens, measured and not
-assumed to be flat.
+assumed to be flat. Drafts are timed in whole rounds, each followed by its verification, as decoding has them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .target import Target
 from .verify import verify
 from .view import decoding_view, skip_view
 
-_DRAFTED = 4  # tokens of a timed draft
+_DRAFTED = (1, 4)  # tokens of timed drafts
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class CostProfile:
         attention_seconds: every layer's attention.
         mlp_seconds: every layer's MLP.
         confidence_seconds: reading how sure a draft is of a token, which a stop rule does.
+        round_seconds: what a round takes for having drafted with a model at all, beside its draft passes and verification.
         verify_seconds: entry g: verifying g drafted tokens; entry 0 is a step of plain decoding.
     """
 
@@ -56,6 +57,7 @@ class CostProfile:
     attention_seconds: tuple[float, ...]
     mlp_seconds: tuple[float, ...]
     confidence_seconds: float
+    round_seconds: float
     verify_seconds: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,8 +93,7 @@ class CostProfile:
         if len(counts.verified) > len(self.verify_seconds):
             raise ValueError(f"verified: {len(counts.verified) - 1} tokens at once; the profile ends at {self.longest}")
         each = self.draft_seconds(mask) + (self.confidence_seconds if stop.kind != "length" else 0.0)
-        verifying = sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
-        return counts.drafted * each + verifying
+        return counts.drafted * each + sum(counts.verified[1:]) * self.round_seconds + self._verifying(counts)
 
     def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
         """Predicted speedup over plain decoding; 1.0 where nothing is decoded."""
@@ -100,15 +101,18 @@ class CostProfile:
 
     def lookup_speedup(self, counts: Counts) -> float:
         """The same for a drafter that runs no model, whose drafts cost next to nothing beside their verification."""
-        verifying = sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
-        return counts.tokens * self.verify_seconds[0] / verifying if counts.tokens else 1.0
+        return counts.tokens * self.verify_seconds[0] / self._verifying(counts) if counts.tokens else 1.0
+
+    def _verifying(self, counts: Counts) -> float:
+        return sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
+
+    def round(self, mask: SkipMask, draft_length: int) -> float:
+        """A round that drafts with a mask, and verifies what it drafted."""
+        return draft_length * self.draft_seconds(mask) + self.round_seconds + self.verify_seconds[draft_length]
 
     def bound(self, mask: SkipMask) -> float:
         """The speedup that no draft length can beat even if every drafted token were accepted."""
-        each = self.draft_seconds(mask)
-        return max(
-            (1 + g) * self.verify_seconds[0] / (g * each + cost) for g, cost in enumerate(self.verify_seconds) if g > 0
-        )
+        return max((1 + g) * self.verify_seconds[0] / self.round(mask, g) for g in range(1, self.longest + 1))
 
     @property
     def longest(self) -> int:
@@ -140,8 +144,7 @@ def profile_costs(
     sampling = sampling or Sampling()
     context = max(context, longest)  # drafted tokens are taken from it
     parts = _parts(target)
-    views = [skip_view(target.model, mask) for mask, _ in parts]
-    cache = KVCache(target.layers, context + max(longest, _DRAFTED) + 1, device=target.device)
+    cache = KVCache(target.layers, context + longest + 1, device=target.device)
     tokens = upload([token % target.vocabulary for token in range(context)], target.device)
     chooser = Chooser(sampling, target.vocabulary, target.device, seed)
     plain = decoding_view(target.model)
@@ -150,22 +153,27 @@ def profile_costs(
 
     even = torch.full((1, target.vocabulary), 1 / target.vocabulary, device=target.device)
 
-    def draft(view: nn.Module) -> None:
-        draft_chain(view, cache, tokens[-1:], _DRAFTED, chooser, Stopper(StopRule())).tokens.tolist()
+    def check(draft: Draft) -> None:
+        block = torch.cat((tokens[-1:], draft.tokens))
+        found = forward(plain, block, cache, last=block.shape[0])
+        verify(draft, chooser.distribution(found, block), chooser.generator)
+
+    def check_given(count: int) -> None:
+        check(Draft(tokens[:count], probs=None if sampling.greedy else even.expand(count, -1)))
+
+    def decode_round(view: nn.Module, count: int) -> None:
+        draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()))
         cache.length = context
+        check(draft)
 
-    def check(count: int) -> None:
-        drafted = tokens[:count]
-        probs = None if sampling.greedy else even.expand(count, -1)
-        block = torch.cat((tokens[-1:], drafted))
-        found = forward(plain, block, cache, last=count + 1)
-        verify(Draft(drafted, probs=probs), chooser.distribution(found, block), chooser.generator)
-
-    jobs: dict[tuple[str, int], Callable[[], object]] = {}
-    jobs |= {("draft", i): partial(draft, view) for i, view in enumerate(views)}
-    jobs |= {("verify", g): partial(check, g) for g in range(longest + 1)}
-    jobs["confidence", 0] = lambda: float(confidence(logits))
-    times: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
+    lengths = sorted({min(count, longest) for count in _DRAFTED})
+    jobs: dict[tuple[str, int, int], Callable[[], object]] = {}
+    for number, (mask, _) in enumerate(parts):
+        view = skip_view(target.model, mask)
+        jobs |= {("round", number, count): partial(decode_round, view, count) for count in lengths}
+    jobs |= {("verify", 0, count): partial(check_given, count) for count in range(longest + 1)}
+    jobs["confidence", 0, 0] = lambda: float(confidence(logits))
+    times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
     order = random.Random(seed)
     for repeat in range(repeats + 1):
         names = list(jobs)
@@ -177,19 +185,24 @@ def profile_costs(
                 times[name].append(now(target.device) - start)
         on_repeat()
     median = {name: float(np.median(found)) for name, found in times.items()}
-    rows = np.array([row for _, row in parts])
-    solved = np.linalg.lstsq(rows, np.array([median["draft", i] / _DRAFTED for i in range(len(parts))]), rcond=None)[0]
+    verifying = [median["verify", 0, count] for count in range(longest + 1)]
+    rounds = [name for name in jobs if name[0] == "round"]
+    rows = np.array([[1.0, *(count * part for part in parts[number][1])] for _, number, count in rounds])
+    drafting = np.array([median[name] - verifying[name[2]] for name in rounds])
+    near = 1 / np.array([median[name] for name in rounds])  # a per cent of a short round is worth one of a long round
+    solved = np.linalg.lstsq(rows * near[:, None], drafting * near, rcond=None)[0]
     kinds = _kinds(target)
-    costs = dict(zip(kinds, np.maximum(solved[2:], 0.0), strict=True))
+    costs = dict(zip(kinds, np.maximum(solved[3:], 0.0), strict=True))
     by_layer = {name: tuple(float(costs[kind]) for kind in _of_layers(target, name)) for name in ("attention", "mlp")}
     return CostProfile(
         context,
-        max(0.0, float(solved[0])),
         max(0.0, float(solved[1])),
+        max(0.0, float(solved[2])),
         by_layer["attention"],
         by_layer["mlp"],
-        median["confidence", 0],
-        tuple(median["verify", g] for g in range(longest + 1)),
+        median["confidence", 0, 0],
+        float(solved[0]) if len(lengths) > 1 else 0.0,
+        tuple(verifying),
     )
 
 

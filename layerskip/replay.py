@@ -13,7 +13,9 @@ too, since, given the passage, a token drafted for certain is accepted exactly i
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +75,16 @@ class Counts:
             self.tokens + other.tokens,
             tuple(one + another for one, another in zip(*padded, strict=True)),
         )
+
+    def to_list(self) -> list[Any]:
+        """Plain values."""
+        return [self.rounds, self.drafted, self.accepted, self.tokens, list(self.verified)]
+
+    @classmethod
+    def from_list(cls, values: Sequence[Any]) -> Counts:
+        """The counts that :meth:`to_list` wrote."""
+        rounds, drafted, accepted, tokens, verified = values
+        return cls(rounds, drafted, accepted, tokens, tuple(verified))
 
     @property
     def acceptance_rate(self) -> float:

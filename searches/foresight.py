@@ -131,6 +131,7 @@ def cost_profile(
         "context": context,
         "longest": longest,
         "repeats": repeats,
+        "parts": [field.name for field in dataclasses.fields(CostProfile)],  # earlier profiles knew other parts
         "sampling": sampling.to_dict(),
         "machine": machine(target.device),
     }

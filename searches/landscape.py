@@ -179,6 +179,7 @@ class Landscape:
             attention_seconds=(step * (1 - head - blocks) * attention / layers,) * layers,
             mlp_seconds=(step * (1 - head - blocks) * (1 - attention) / layers,) * layers,
             confidence_seconds=step * 0.01,
+            round_seconds=0.0,
             verify_seconds=tuple(step * (1 + slope * drafted) for drafted in range(17)),
         )
         relief = tuple(float(value) for value in 0.3 - 0.2 * depth)

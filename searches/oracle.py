@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -175,7 +175,7 @@ class ScanOracle:
                 for length, rule, found in rows
                 if (length, self._choices.stops[rule]) == (best.draft_length, best.stop)
             )
-            counts = [_unpack(part) for part in parts]
+            counts = [Counts.from_list(part) for part in parts]
             seconds.append([self._profile.seconds(part, mask, best.stop) for part in counts])
             baseline = [part.tokens * self._profile.verify_seconds[0] for part in counts]
         return stability(masks, np.array(seconds), np.array(baseline), sublayers)
@@ -191,7 +191,7 @@ class ScanOracle:
                 # Long drafts and low thresholds first: what they have followed the others need not.
                 rules = sorted(enumerate(self._choices.stops), key=lambda pair: pair[1].threshold)
                 found = [
-                    [length, rule, [_pack(counts) for counts in self._scanner.counts(scan, length, stop)]]
+                    [length, rule, [counts.to_list() for counts in self._scanner.counts(scan, length, stop)]]
                     for length in range(min(last_length, self._scanner.depth), first_length - 1, -1)
                     for rule, stop in rules
                 ]
@@ -208,7 +208,7 @@ class ScanOracle:
 
     def _read(self, mask: SkipMask) -> dict[tuple[int, StopRule], Counts]:
         rows = self._counts[mask.format()]["counts"]
-        return {(length, self._choices.stops[rule]): _sum(map(_unpack, found)) for length, rule, found in rows}
+        return {(length, self._choices.stops[rule]): _sum(map(Counts.from_list, found)) for length, rule, found in rows}
 
     def _best(self, mask: SkipMask) -> Prediction:
         found = {key: self._profile.speedup(counts, mask, key[1]) for key, counts in self._read(mask).items()}
@@ -219,12 +219,3 @@ class ScanOracle:
 
 def _sum(parts: Iterable[Counts]) -> Counts:
     return sum(parts, Counts())
-
-
-def _pack(counts: Counts) -> list[Any]:
-    return [counts.rounds, counts.drafted, counts.accepted, counts.tokens, list(counts.verified)]
-
-
-def _unpack(values: list[Any]) -> Counts:
-    rounds, drafted, accepted, tokens, verified = values
-    return Counts(rounds, drafted, accepted, tokens, tuple(verified))

@@ -17,7 +17,7 @@ from importlib import resources
 
 import numpy as np
 
-from layerskip import SkipMask
+from layerskip import SkipMask, SpeculativeConfig
 
 from .application import InputError
 from .oracle import Oracle, Prediction
@@ -59,6 +59,7 @@ def propose(
     settings: ProposalSettings,
     on_mask: Callable[[], None] = lambda: None,
     also: Sequence[SkipMask] = (),
+    on_best: Callable[[SpeculativeConfig], None] = lambda _: None,
 ) -> list[Prediction]:
     """The masks that are foretold to be fastest, best first.
 
@@ -68,8 +69,9 @@ def propose(
         settings: how much to foretell.
         on_mask: called for every mask that is asked about.
         also: further masks to ask about.
+        on_best: called with what the first drafted tokens make look fastest so far, whenever that changes.
     """
-    search = _Search(oracle, space, settings.screened, on_mask)
+    search = _Search(oracle, space, settings.screened, on_mask, on_best)
     search.ask(_nothing_and_singles(search))
     _grow_runs(search)
     search.ask(_knapsacks(search))
@@ -89,18 +91,17 @@ def propose_lookups(oracle: Oracle, space: SearchSpace, most: int) -> list[Predi
     return sorted(found, key=lambda prediction: -prediction.speedup)[:most]
 
 
-def expected_speedup(oracle: Oracle, mask: SkipMask, agreement: float, longest: int) -> float:
-    """The best speedup over draft lengths if every drafted token were accepted with the same chance.
+def expected_speedup(oracle: Oracle, mask: SkipMask, agreement: float, longest: int) -> tuple[float, int]:
+    """The best speedup over draft lengths, and its length, if every drafted token were accepted with the same chance.
 
     Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost of
     verification.
     """
     profile = oracle.profile
-    draft = profile.draft_seconds(mask)
-    best = 0.0
+    best = 0.0, 1
     for length in range(1, min(longest, profile.longest) + 1):
         tokens = sum(agreement**accepted for accepted in range(length + 1))
-        best = max(best, tokens * profile.verify_seconds[0] / (length * draft + profile.verify_seconds[length]))
+        best = max(best, (tokens * profile.verify_seconds[0] / profile.round(mask, length), length))
     return best
 
 
@@ -120,11 +121,19 @@ def published_masks(layers: int, skippable: Sequence[int]) -> list[SkipMask]:
 class _Search:
     """Asks about masks, each once, until so many are asked; keeps what each is worth."""
 
-    def __init__(self, oracle: Oracle, space: SearchSpace, most: int, on_mask: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        oracle: Oracle,
+        space: SearchSpace,
+        most: int,
+        on_mask: Callable[[], None],
+        on_best: Callable[[SpeculativeConfig], None],
+    ) -> None:
         self.oracle, self.layers, self.skippable = oracle, oracle.layers, space.skippable
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
-        self._longest, self._left, self._on_mask = space.skip_length[1], most, on_mask
+        self._longest, self._left = space.skip_length[1], most
+        self._on_mask, self._on_best = on_mask, on_best
 
     def ask(self, masks: Iterable[SkipMask]) -> list[float]:
         """What the masks are worth; those that there is no budget left for are worth nothing."""
@@ -135,8 +144,10 @@ class _Search:
             some = new[first : first + _AT_ONCE]
             for mask, agreement in zip(some, self.oracle.agreements(some), strict=True):
                 self.agreements[mask] = agreement
-                self.scores[mask] = expected_speedup(self.oracle, mask, agreement, self._longest)
+                self.scores[mask], length = expected_speedup(self.oracle, mask, agreement, self._longest)
                 self._on_mask()
+                if mask == self.best:
+                    self._on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
         return [self.scores.get(mask, 0.0) for mask in masks]
 
     @property

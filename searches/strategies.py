@@ -170,9 +170,9 @@ def swift(race: Race, ratio: float = 0.45, every: int = 25) -> None:
 
 
 def ours(race: Race, settings: ProposalSettings | None = None) -> None:
-    """What is foretold to be fastest is claimed at once, then really measured."""
+    """What looks fastest is claimed as soon as it does, then what is foretold to be fastest, then really measured."""
     oracle = race.foresee()
-    found = propose(oracle, race.space, settings or ProposalSettings(), race.check)
+    found = propose(oracle, race.space, settings or ProposalSettings(), race.check, on_best=race.claim)
     race.claim(found[0].config)
     for prediction in found:
         race.measure(prediction.config)

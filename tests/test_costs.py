@@ -9,7 +9,7 @@ from layerskip.costs import CostProfile, profile_costs
 from layerskip.replay import Counts
 from tests.families import build
 
-PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, (20.0, 21.0, 24.0))
+PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, 0.5, (20.0, 21.0, 24.0))
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,9 @@ def test_a_draft_pass_costs_what_it_keeps(mask: str, seconds: float) -> None:
 def test_counts_become_seconds() -> None:
     counts = Counts(rounds=4, drafted=5, accepted=3, tokens=7, verified=(1, 1, 2))
     mask = SkipMask.parse("layers:0", 2)
-    assert PROFILE.seconds(counts, mask, StopRule()) == pytest.approx(5 * 9.5 + 20 + 21 + 2 * 24)
-    assert PROFILE.seconds(counts, mask, StopRule("threshold", 0.5)) == pytest.approx(5 * 9.75 + 20 + 21 + 2 * 24)
-    assert PROFILE.speedup(counts, mask, StopRule()) == pytest.approx(7 * 20 / (5 * 9.5 + 89))
+    assert PROFILE.seconds(counts, mask, StopRule()) == pytest.approx(5 * 9.5 + 3 * 0.5 + 20 + 21 + 2 * 24)
+    assert PROFILE.seconds(counts, mask, StopRule("threshold", 0.5)) == pytest.approx(5 * 9.75 + 3 * 0.5 + 20 + 21 + 2 * 24)
+    assert PROFILE.speedup(counts, mask, StopRule()) == pytest.approx(7 * 20 / (5 * 9.5 + 1.5 + 89))
     with pytest.raises(ValueError, match="verified"):
         PROFILE.seconds(Counts(1, 3, 0, 1, (0, 0, 0, 1)), mask, StopRule())
     assert CostProfile.from_dict(PROFILE.to_dict()) == PROFILE

@@ -168,9 +168,10 @@ def test_continuations_are_made_once(tiny_target: Target, tmp_path: object) -> N
 
 
 def test_smollm2_is_replayed(smollm2: Target) -> None:
-    """Random masks on tune prompts; each pair of them takes another draft length and stop rule, until all were taken.
+    """Random masks with draft lengths and stop rules, each time on the next tune prompt.
 
-    ``LAYERSKIP_ALL_PROMPTS=1`` takes 20 masks on all tune prompts instead of a few.
+    ``LAYERSKIP_ALL_PROMPTS=1`` takes 20 masks, each with all 32 pairs of length and stop rule and thereby on all tune
+    prompts, instead of a few.
     """
     everything = os.environ.get("LAYERSKIP_ALL_PROMPTS") == "1"
     count, new = (20, 16) if everything else (3, 16)
@@ -180,11 +181,13 @@ def test_smollm2_is_replayed(smollm2: Target) -> None:
     source = random.Random(0)
     masks = [_random_mask(smollm2.layers, source, source.choice((0.03, 0.08, 0.2)), first=1) for _ in range(count)]
     stops = [StopRule(), *(StopRule("threshold", value) for value in (0.2, 0.5, 0.8))]
-    turns = itertools.cycle(itertools.product(range(1, 9), stops))
+    pairs = list(itertools.product(range(1, 9), stops))
+    source.shuffle(pairs)
+    turns = itertools.cycle(pairs)
+    prompts = itertools.cycle(range(len(passages)))
     for scan in scanner.scan(masks):
-        for index, passage in enumerate(passages):
-            length, stop = next(turns)
+        for length, stop in itertools.islice(turns, len(pairs) if everything else 3):
+            index = next(prompts)
             config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
-            assert scanner.rounds(scan, length, stop)[index] == _rounds(smollm2, [passage], config, GREEDY)[0], (
-                config.label()
-            )
+            real = _rounds(smollm2, [passages[index]], config, GREEDY)[0]
+            assert scanner.rounds(scan, length, stop)[index] == real, config.label()

@@ -52,6 +52,10 @@ def test_nothing_is_claimed_behind_the_budget() -> None:
     race = Race(Known({}), PromptSet.of(["one"]), LAYERS, 20.0, 0, SearchSpace(LAYERS), lambda: Landscape(0), _clock(1.0))
     with pytest.raises(TimeUp):
         STRATEGIES["ours"](race)
+    assert race.claims and all(when <= 20.0 for when, _ in race.claims)
+    race = Race(Known({}), PromptSet.of(["one"]), LAYERS, 1.0, 0, SearchSpace(LAYERS), lambda: Landscape(0), _clock(1.0))
+    with pytest.raises(TimeUp):
+        STRATEGIES["ours"](race)
     assert not race.claims
 
 

@@ -12,8 +12,9 @@ from tests.searches.programs import execute
 
 
 def test_figures_of_points_that_are_known() -> None:
-    points = [{"predicted": p, "measured": m} for p, m in ((1.1, 1.0), (0.9, 1.0), (2.2, 2.0), (0.5, 0.4))]
-    found = agreement(points)
+    pairs = ((1.1, 1.0), (0.9, 1.0), (2.2, 2.0), (0.5, 0.4))
+    found = agreement([{"predicted": p, "measured": m, "predicted_from_real_rounds": 1.2 * m} for p, m in pairs])
+    assert found["median_absolute_error_from_real_rounds"] == pytest.approx(0.2)
     assert found["median_absolute_error"] == pytest.approx(0.1)
     assert found["mean_error"] == pytest.approx((0.1 - 0.1 + 0.1 + 0.25) / 4)
     # Ranks 3, 2, 4, 1 against 2.5, 2.5, 4, 1: Pearson's correlation of them.

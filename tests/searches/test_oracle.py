@@ -26,7 +26,7 @@ CHOICES = Choices((1, 4), (StopRule(), THRESHOLD))
 
 
 def _profile(layers: int) -> CostProfile:
-    return CostProfile(20, 1.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, tuple(8.0 + g for g in range(6)))
+    return CostProfile(20, 1.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, tuple(8.0 + g for g in range(6)))
 
 
 def _oracle(target: Target, folder: Path) -> tuple[ScanOracle, Scanner]:
@@ -46,7 +46,9 @@ def test_a_prediction_is_the_real_decoders_counts_at_the_profiles_costs(tiny_tar
                 config = SpeculativeConfig("layer_skip", length, mask=text, stop=stop)
                 stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
                 each = profile.draft_seconds(mask) + (0.01 if stop is THRESHOLD else 0.0)
-                seconds = sum(r.drafted * each + profile.verify_seconds[r.drafted] for r in stats.rounds)
+                seconds = sum(
+                    r.drafted * each + (r.drafted > 0) * 0.3 + profile.verify_seconds[r.drafted] for r in stats.rounds
+                )
                 expected[config] = sum(r.committed for r in stats.rounds) * profile.verify_seconds[0] / seconds
                 assert oracle.speedup(config) == pytest.approx(expected[config])
         (best,) = oracle.predict([mask])
