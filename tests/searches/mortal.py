@@ -1,0 +1,73 @@
+"""A study that is killed, as by a power cut, as it begins a given piece of work: ``python -m tests.searches.mortal``.
+
+Arguments: a log file, a stage, which piece of its work (0 kills nothing), and the study's overrides. The log gets a line for
+every piece of work that is begun; the next line tells that the one before was ended, and kept.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from layerskip import SkipMask, passages
+from layerskip.measurement import Sample
+from layerskip.scan import Scan, Scanner
+from searches import foresight
+from searches.application import run
+from searches.bench import ModelBench
+from searches.layerskip import search
+from searches.objective import Objective
+
+log, dies_in, dies_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+begun: list[str] = []
+
+
+def begin(stage: str, what: object) -> None:
+    """Write down a piece of work, and die of it if it is the one."""
+    begun.append(stage)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"{stage} {what}\n")
+    if stage == dies_in and begun.count(stage) == dies_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def told(stage: str, work: Callable[..., Any], name: Callable[..., object]) -> Callable[..., Any]:
+    """Work that is written down when it begins."""
+
+    def worked(*args: Any, **more: Any) -> Any:
+        begin(stage, name(*args))
+        return work(*args, **more)
+
+    return worked
+
+
+scan, compare = Scanner.scan, ModelBench.compare
+
+
+def scan_one_by_one(self: Scanner, masks: list[SkipMask], depth: int | None = None) -> list[Scan]:
+    if depth != 2:  # the self-check, which belongs to every start
+        for mask in masks:
+            begin("scan", f"{depth} {mask.format()}")
+    return scan(self, masks, depth)
+
+
+def compare_finalists(self: ModelBench, *args: Any) -> Iterator[Mapping[str, Sample]]:
+    for row in compare(self, *args):
+        if "candidate" not in row:  # that is what a trial calls its own
+            begin("verdict", next(iter(row.values())).prompt_id)
+        yield row
+
+
+passages._decode = told("continuations", passages._decode, lambda target, item, *_: item.id)
+foresight.profile_costs = told("profile", foresight.profile_costs, lambda *_: "")  # type: ignore[attr-defined]
+Scanner.scan = scan_one_by_one  # type: ignore[method-assign, assignment]
+ModelBench.compare = compare_finalists  # type: ignore[method-assign, assignment]
+Objective.__call__ = told("trials", Objective.__call__, lambda _, trial: trial.number)  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    sys.argv = ["layerskip", *sys.argv[4:]]
+    run("layerskip", search)

@@ -1,0 +1,47 @@
+"""A study killed in each of its stages: does the same command go on, and repeat nothing that was finished?"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.searches.programs import environment, journal_study, quick
+
+STAGES = ("continuations", "profile", "scan", "trials", "verdict")
+
+
+def _study(log: Path, stage: str, piece: int, *overrides: str) -> tuple[int, list[str]]:
+    """Run a mortal study; its exit code and what it began."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.searches.mortal", str(log), stage, str(piece), *overrides],
+        env=environment(),
+        cwd=log.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode, log.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_in_a_stage_nothing_finished_is_done_again(stage: str, tiny_folder: Path, tmp_path: Path) -> None:
+    small = ("scan.prompts=3", "scan.profile_repeats=2", "scan.proposals.screened=8", "scan.proposals.scanned=2")
+    more = ("space.kinds=[none,layer_skip]", "study.n_trials=4", "study.name=mortal", "measure.held_out_prompts=4")
+    overrides = quick(tiny_folder, tmp_path, *small, *more)
+    died, before = _study(tmp_path / "first.log", stage, 1 if stage == "profile" else 3, *overrides)
+    assert died == -signal.SIGKILL
+    *finished, killed = before
+    assert killed.startswith(stage)
+    ended, after = _study(tmp_path / "second.log", stage, 0, *overrides)
+    assert ended == 0
+    assert not set(finished) & set(after)
+    assert stage == "trials" or killed in after
+    assert {line.split()[0] for line in before + after} == set(STAGES)
+    assert [line.split()[0] for line in finished + after if line.startswith("continuations")] == ["continuations"] * 3
+    assert sum(trial.state.is_finished() for trial in journal_study(tmp_path, "mortal").trials) >= 4
+    assert (tmp_path / "mortal" / "best.json").exists()
