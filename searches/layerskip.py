@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.storages import BaseStorage
 from tqdm import tqdm
 
-from layerskip import Export, PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip import Export, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
 from layerskip.environment import environment
 from layerskip.files import digest
 
@@ -33,8 +33,10 @@ from .oracle import ScanOracle
 from .prior import Prior
 from .proposals import propose, propose_lookups
 from .space import SearchSpace
-from .standings import incumbent
+from .stability import SeedStability, across_seeds
+from .standings import incumbent, ranking
 from .study import (
+    SETTINGS,
     StudySettings,
     add_foresight,
     finished,
@@ -199,7 +201,7 @@ def _publish(
     export = Export(Export.describe(target), winner.config, plan.sampling, evidence, where, search=found)
     export.save(folder / "best.json")
     stable = oracle.stability(2 * len(plan.space.skippable)) if oracle is not None else None
-    text = report.summary(study, finals, stable)
+    text = report.summary(study, finals, stable, _compare_seeds(study, plan, folder))
     (folder / "report.md").write_text(text, encoding="utf-8")
     singles = oracle.single_agreements() if oracle is not None else None
     report.draw(study, finals, target.layers, folder / "report.png", singles)
@@ -221,6 +223,15 @@ def _publish(
     print(text)
     print(f"wrote {folder / 'best.json'} and {folder / 'report.png'}; compare runs with:")
     print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
+
+
+def _compare_seeds(study: optuna.Study, plan: Plan, folder: Path) -> SeedStability | None:
+    """How like the best mask is to those that the same study chose with other seeds."""
+    masks = [standing.config.mask for standing in ranking(study) if standing.config.kind == "layer_skip"]
+    if not masks:
+        return None
+    mask, sublayers = SkipMask.parse(masks[0], plan.target.layers), 2 * len(plan.space.skippable)
+    return across_seeds(folder, study.user_attrs[SETTINGS], mask, sublayers)
 
 
 def describe(config: DictConfig, target: Target, prompts: PromptSet) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from layerskip.mask import count
 
 from .finals import Finals
 from .objective import DRIFTED
-from .stability import Stability
+from .stability import SeedStability, Stability
 from .standings import configuration, is_lossless
 from .study import FORESIGHT_SECONDS, finished
 
@@ -30,7 +30,9 @@ matplotlib.use("Agg")
 _COLORS = {"none": "0.4", "layer_skip": "tab:blue", "prompt_lookup": "tab:orange", "draft_model": "tab:green"}
 
 
-def summary(study: optuna.Study, finals: Finals | None, stable: Stability | None = None) -> str:
+def summary(
+    study: optuna.Study, finals: Finals | None, stable: Stability | None = None, seeds: SeedStability | None = None
+) -> str:
     """The report as Markdown: the verdict, the finalists on held-out prompts, and the best trials."""
     trials = finished(study)
     stopped = sum(trial.state == TrialState.PRUNED for trial in trials)
@@ -45,6 +47,12 @@ def summary(study: optuna.Study, finals: Finals | None, stable: Stability | None
         lines += [
             f"Of the scanned masks, {stable.share:.0%} of resampled text sets choose the same; two choices share "
             f"{stable.overlap:.2f} of what they skip, where chance gives {stable.chance:.2f}.",
+            "",
+        ]
+    if seeds is not None:
+        lines += [
+            f"The best masks of {seeds.seeds} seeds share {seeds.overlap:.2f} of what they skip, where chance gives "
+            f"{seeds.chance:.2f}.",
             "",
         ]
     if len(trials) > 1:

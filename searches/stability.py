@@ -1,19 +1,26 @@
-"""Would other texts have chosen the same mask? Scanned masks ranked again and again on resampled passages.
+"""Would other texts, or another seed, have chosen the same mask?
 
-Each resample draws as many passages as there are, with replacement, and picks the mask that is foretold to be fastest on
-them. How alike two such picks are is set against what chance gives for masks of their sizes.
+Scanned masks are ranked again and again on resampled passages: each resample draws as many passages as there are, with
+replacement, and picks the mask that is foretold to be fastest on them. Studies that differ in their seed alone leave what
+they chose beside their exports. How alike two choices are is set against what chance gives for masks of their sizes.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from layerskip import SkipMask
+from layerskip.files import digest, write_json
+
+_CHOICE = "choice.json"
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,20 @@ class Stability:
     """
 
     share: float
+    overlap: float
+    chance: float
+
+
+@dataclass(frozen=True)
+class SeedStability:
+    """How much it owes to the seed.
+
+    Args:
+        seeds: how many chose.
+        overlap, chance: as in :class:`Stability`, over all pairs of seeds.
+    """
+
+    seeds: int
     overlap: float
     chance: float
 
@@ -47,13 +68,41 @@ def stability(
     picks = [masks[best] for best in speedups.argmax(0)]
     chosen = masks[int((baseline.sum() / seconds.sum(1)).argmax())]
     source = random.Random(seed)
-    pairs = [tuple(source.sample(picks, 2)) for _ in range(resamples)]
+    pairs = [(one, other) for one, other in (source.sample(picks, 2) for _ in range(resamples))]
+    share = float(np.mean([pick == chosen for pick in picks]))
+    return Stability(share, *_alike(pairs, sublayers, source))
+
+
+def across_seeds(
+    folder: Path, settings: Mapping[str, Any], mask: SkipMask, sublayers: int, seed: int = 0
+) -> SeedStability | None:
+    """Leave a study's choice in its folder, and compare it with those of studies beside it that asked the same.
+
+    Args:
+        folder: the study's.
+        settings: all that changes what it measured; ``seed`` among them.
+        mask: what it chose.
+        sublayers: how many may be skipped.
+
+    Returns:
+        None where no other seed has chosen yet.
+    """
+    like = digest({name: value for name, value in settings.items() if name != "seed"})
+    write_json(folder / _CHOICE, {"like": like, "seed": settings["seed"], "mask": mask.format(), "layers": mask.layers})
+    rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.parent.glob(f"*/{_CHOICE}"))]
+    chosen = {row["seed"]: SkipMask.parse(row["mask"], row["layers"]) for row in rows if row["like"] == like}
+    if len(chosen) < 2:
+        return None
+    pairs = [*itertools.combinations(chosen.values(), 2)]
+    repeats = -(-200 // len(pairs))  # few pairs are no measure of chance
+    return SeedStability(len(chosen), *_alike(pairs * repeats, sublayers, random.Random(seed)))
+
+
+def _alike(pairs: Sequence[tuple[SkipMask, SkipMask]], sublayers: int, source: random.Random) -> tuple[float, float]:
+    """Mean overlap of pairs, and of pairs of the same sizes drawn at random."""
     sizes = [(one.skipped, other.skipped) for one, other in pairs]
-    return Stability(
-        share=float(np.mean([pick == chosen for pick in picks])),
-        overlap=float(np.mean([_overlap(_skips(one), _skips(other)) for one, other in pairs])),
-        chance=float(np.mean([_overlap(*(_drawn(size, sublayers, source) for size in pair)) for pair in sizes])),
-    )
+    overlap = float(np.mean([_overlap(_skips(one), _skips(other)) for one, other in pairs]))
+    return overlap, float(np.mean([_overlap(*(_drawn(size, sublayers, source) for size in pair)) for pair in sizes]))
 
 
 def _skips(mask: SkipMask) -> frozenset[int]:

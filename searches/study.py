@@ -32,7 +32,7 @@ from .space import SearchSpace
 from .standings import FINISHED, ranking
 
 FORESIGHT_SECONDS = "foresight_seconds"
-_SETTINGS = "settings"
+SETTINGS = "settings"
 _ID = "id"
 
 
@@ -129,11 +129,11 @@ def open_study(
         InputError: the study exists with other settings; the message names the first that differs.
     """
     study = optuna.create_study(study_name=name, storage=storage, pruner=pruner, direction="maximize", load_if_exists=True)
-    before = study.user_attrs.get(_SETTINGS)
+    before = study.user_attrs.get(SETTINGS)
     if _ID not in study.user_attrs:
         study.set_user_attr(_ID, uuid.uuid4().hex)
     if before is None:
-        study.set_user_attr(_SETTINGS, dict(settings))
+        study.set_user_attr(SETTINGS, dict(settings))
         return study
     now = json.loads(json.dumps(dict(settings)))
     for key in sorted(before.keys() | now.keys()):

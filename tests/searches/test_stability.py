@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from layerskip import SkipMask
-from searches.stability import stability
+from searches.stability import across_seeds, stability
 
 MASKS = [SkipMask.parse(text, 10) for text in ("layers:1-4", "layers:5-8", "attention:0-7")]
 
@@ -25,3 +27,17 @@ def test_a_choice_that_one_passage_decides_is_not() -> None:
     assert found.share == pytest.approx(1 - (5 / 6) ** 6, abs=0.04)
     left = (5 / 6) ** 6
     assert found.overlap == pytest.approx(1 - 2 * left * (1 - left), abs=0.04)
+
+
+def test_studies_that_differ_in_their_seed_alone_are_compared(tmp_path: Path) -> None:
+    def choose(study: str, seed: int, mask: str, sampler: str = "tpe") -> object:
+        settings = {"seed": seed, "sampler": sampler}
+        return across_seeds(tmp_path / study, settings, SkipMask.parse(mask, 10), 20)
+
+    assert choose("a", 0, "layers:1-4") is None
+    assert choose("other", 1, "layers:6-9", "random") is None
+    found = choose("b", 1, "layers:1-2,5-6")
+    assert found.seeds == 2 and found.overlap == pytest.approx(4 / 12)
+    assert found.chance == pytest.approx(0.26, abs=0.04)
+    found = choose("c", 2, "layers:1-4")
+    assert found.seeds == 3 and found.overlap == pytest.approx((1 + 4 / 12 + 4 / 12) / 3)
