@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from layerskip import Measurement
+from layerskip.measurement import CONFIDENCE
 
 from .application import InputError
 
@@ -23,16 +24,16 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Speedup:
-    """A ratio of tokens/s over plain decoding's, and its 95 % interval."""
+    """A ratio of tokens/s over plain decoding's, and its interval, of 95 % over all looks at it together."""
 
     value: float
     low: float
     high: float
 
     @classmethod
-    def measured(cls, measurement: Measurement) -> Speedup:
-        """A measurement's."""
-        return cls(measurement.speedup, *measurement.interval())
+    def measured(cls, measurement: Measurement, looks: int = 1) -> Speedup:
+        """A measurement's, where the first of so many looks may end the measuring (Bonferroni)."""
+        return cls(measurement.speedup, *measurement.interval(confidence=1 - (1 - CONFIDENCE) / looks))
 
     @classmethod
     def claimed(cls, evidence: Mapping[str, Any]) -> Speedup | None:

@@ -188,7 +188,8 @@ def measure_claim(
         on_prompt()
         if len(rows) % len(prompts) == 0:
             measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
-            verdict = judge(claim, Speedup.measured(measurement), measurement.lossless.verdict, settings.tolerance)
+            found = Speedup.measured(measurement, settings.most_repeats)
+            verdict = judge(claim, found, measurement.lossless.verdict, settings.tolerance)
             if verdict.clear:
                 break
     return verdict
