@@ -147,6 +147,20 @@ class KVCache(Cache):
                 start += count
         self.length = sum(count for _, count in parts)
 
+    def gather(self, places: Sequence[int]) -> None:
+        """Move what lies behind the length so that it begins with some of it, in order; the length stays.
+
+        Args:
+            places: rising, counted from the length on.
+        """
+        if list(places) == list(range(len(places))):
+            return
+        index = torch.tensor(places) + self._length
+        for layer in self._layers:
+            if layer.keys is not None and layer.values is not None:
+                for states in (layer.keys, layer.values):
+                    states[:, :, self._length : self._length + len(places)] = states[:, :, index.to(states.device)]
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""

@@ -13,11 +13,12 @@ import torch
 
 from .cache import KVCache
 from .draft import Draft
-from .drafters.base import Context, Drafter
+from .drafters.base import Context, Drafter, Said
 from .forward import forward
 from .sampling import Chooser, Sampling, upload
 from .stats import DecodeStats, Round
 from .target import Target
+from .tree import shape, tree_model
 from .verify import verify
 from .view import decoding_view
 
@@ -75,7 +76,7 @@ def decode(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
     model, device = decoding_view(target.model), target.device
-    cache = KVCache(target.layers, len(prompt) + max_new_tokens, static_shapes, device)
+    cache = KVCache(target.layers, len(prompt) + max_new_tokens + drafter.tree_tokens, static_shapes, device)
     chooser = Chooser(sampling, target.vocabulary, device, seed)
     chooser.observe(prompt)
     ending = _Ending(target.eos_ids if eos_ids is None else eos_ids, len(prompt) + max_new_tokens, stops)
@@ -100,14 +101,21 @@ def decode(
         limit = ending.length - len(context.tokens) - 1
         draft = drafter.draft(context, limit) if limit > 0 else Draft.empty(device)
         block = torch.cat((context.last, draft.tokens))
-        logits = forward(model, block, cache, last=block.shape[0])
-        verdict = verify(draft, chooser.distribution(logits, block), chooser.generator)
+        if draft.parents is None:
+            logits = forward(model, block, cache, last=block.shape[0])
+            distribution = chooser.distribution(logits, block)
+        else:
+            logits = tree_model(target.model).run(block, draft.parents, cache)
+            distribution = chooser.distribution(logits, block, shape(draft.parents, device)[1])
+        verdict = verify(draft, distribution, chooser.generator)
+        if verdict.path is not None:
+            cache.gather([0, *(node + 1 for node in verdict.path)])
         cache.length += verdict.accepted + 1
-        committed = ending.commit(context.tokens, [*verdict.drafted[: verdict.accepted], verdict.next_token])
+        committed = ending.commit(context.tokens, verdict.committed)
         context.last = verdict.last
         chooser.observe(committed)
         if ending.reason is None:
-            drafter.observe(verdict)
+            drafter.observe(verdict, Said(block, logits))
         drafted, accepted = len(verdict.drafted), verdict.accepted
         if len(committed) <= accepted:  # what lies behind an end of sequence counts nowhere
             drafted = accepted = len(committed)

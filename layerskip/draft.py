@@ -14,13 +14,14 @@ class Draft:
 
     Args:
         tokens: ``[K]`` int64; K may be 0.
-        parents: None for a chain, in which token i follows token i - 1.
-        probs: ``[K, V]`` float32, the distribution that each token was drawn from; None where the draft is
-            deterministic, hence one-hot.
+        parents: None for a chain, in which token i follows token i - 1; for a tree the token that each one follows, an
+            earlier one, or -1 for the last token of the sequence.
+        probs: ``[K, V]`` float32, the distribution that each token was drawn from, in a tree given the siblings before
+            it; None where the draft is deterministic, hence one-hot.
     """
 
     tokens: Tensor
-    parents: Tensor | None = None
+    parents: tuple[int, ...] | None = None
     probs: Tensor | None = None
 
     @classmethod

@@ -168,18 +168,19 @@ class Chooser:
         if self._seen is not None:
             self._seen[upload(tokens, self._seen.device)] = True
 
-    def distribution(self, logits: Tensor, block: Tensor) -> Tensor:
+    def distribution(self, logits: Tensor, block: Tensor, ancestors: Tensor | None = None) -> Tensor:
         """The distribution behind each of the last n tokens of a block that continues the sequence.
 
         Args:
             logits: ``[n, V]``.
             block: ``[m]`` int64, m >= n: the last token of the sequence, then drafted ones. Row i's repetition penalty
                 is that of its own prefix: the sequence and the block up to its own token.
+            ancestors: ``[n, m]`` bool, where the block is a tree: the tokens that lie on the way to each.
 
         Returns:
             As :meth:`Sampling.distribution`.
         """
-        return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0]))
+        return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0], ancestors))
 
     def penalise(self, logits: Tensor, block: Tensor) -> Tensor:
         """The penalised logits behind the same rows; as :meth:`Sampling.penalise`."""
@@ -189,12 +190,15 @@ class Chooser:
         """``[n]`` int64: one token per row, in either form of distribution."""
         return distribution if distribution.dtype == torch.int64 else draw(distribution, self.generator)
 
-    def _seen_by_row(self, block: Tensor, rows: int) -> Tensor | None:
+    def _seen_by_row(self, block: Tensor, rows: int, ancestors: Tensor | None = None) -> Tensor | None:
         if self._seen is None:
             return None
         size = block.shape[0]
         seen = self._seen.repeat(rows, 1)
-        row, column = torch.tril_indices(rows, size, offset=size - rows, device=block.device)
+        if ancestors is None:
+            row, column = torch.tril_indices(rows, size, offset=size - rows, device=block.device)
+        else:
+            row, column = ancestors.nonzero(as_tuple=True)
         seen[row, block[column]] = True
         return seen
 

@@ -4,6 +4,9 @@ A pure rule on distributions: Fast Inference from Transformers via Speculative D
 drafted token x is accepted with probability min(1, p(x) / q(x)); the first rejection draws from max(0, p - q), and a block
 accepted whole draws one more token from p. The result is distributed exactly as tokens drawn from p one by one. A
 deterministic draft is a one-hot q; where p is one-hot too, the rule reduces to comparing tokens.
+
+In a tree the children of a token are tried one after the other, each against what its siblings' rejections have left of p:
+SpecInfer (arXiv 2305.09781), algorithm 2.
 """
 
 from __future__ import annotations
@@ -23,29 +26,42 @@ class Verdict:
 
     Args:
         drafted: the drafted tokens.
-        accepted: how many of them, from the first, the target accepted.
+        accepted: how many of them the target accepted: of a chain the first ones, of a tree those on ``path``.
         next_token: the target's own token behind the accepted ones.
         last: ``[1]`` int64 on the device: ``next_token``, to be fed without a transfer.
+        path: where the accepted tokens of a tree lie in ``drafted``, each the child of the one before; None for a chain.
     """
 
     drafted: tuple[int, ...]
     accepted: int
     next_token: int
     last: Tensor = field(compare=False, repr=False)
+    path: tuple[int, ...] | None = None
+
+    @property
+    def committed(self) -> list[int]:
+        """The accepted tokens and the target's own behind them."""
+        accepted = self.drafted[: self.accepted] if self.path is None else [self.drafted[node] for node in self.path]
+        return [*accepted, self.next_token]
 
 
 def verify(draft: Draft, target_probs: Tensor, generator: torch.Generator | None = None) -> Verdict:
-    """Accept a prefix of the draft and add one token. The host waits for the device once, in here.
+    """Accept a chain's first tokens, or a branch of a tree from its root, and add one token.
+
+    The host waits for the device once, in here; where tokens are sampled in a tree, once for every node it tries.
 
     Args:
-        draft: K tokens in a chain, with their distributions ``[K, V]`` float32 or None where deterministic.
-        target_probs: ``[K + 1, V]`` float32 rows that sum to 1, or ``[K + 1]`` int64 where each row is one-hot; row i is
-            the target's distribution behind i drafted tokens, warped as the draft's was.
+        draft: K tokens, with their distributions ``[K, V]`` float32 or None where deterministic.
+        target_probs: ``[K + 1, V]`` float32 rows that sum to 1, or ``[K + 1]`` int64 where each row is one-hot; row 0 is
+            the target's distribution behind the sequence, row i + 1 behind drafted token i and those it follows, warped
+            as the draft's was.
         generator: the source of randomness.
 
     Returns:
-        The verdict; ``drafted[:accepted] + (next_token,)`` is distributed as tokens of the target.
+        The verdict; its ``committed`` tokens are distributed as tokens of the target.
     """
+    if draft.parents is not None:
+        return _verify_tree(draft, draft.parents, target_probs, generator)
     size = draft.tokens.shape[0]
     if target_probs.dtype == torch.int64:
         accepted = (draft.tokens == target_probs[:size]).cumprod(0).sum(0, keepdim=True)
@@ -54,6 +70,51 @@ def verify(draft: Draft, target_probs: Tensor, generator: torch.Generator | None
         accepted, next_token = _sample(draft, target_probs, generator)
     *drafted, count, token = torch.cat((draft.tokens, accepted, next_token)).tolist()
     return Verdict(tuple(drafted), count, token, next_token)
+
+
+def _verify_tree(draft: Draft, parents: tuple[int, ...], target_probs: Tensor, generator: torch.Generator | None) -> Verdict:
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    if target_probs.dtype == torch.int64:
+        found = torch.cat((draft.tokens, target_probs)).tolist()
+        drafted, wanted = found[: len(parents)], found[len(parents) :]
+
+        def step(node: int) -> tuple[int | None, Tensor]:
+            chosen = (child for child in children.get(node, []) if drafted[child] == wanted[node + 1])
+            return next(chosen, None), target_probs[node + 1, None]
+    else:
+        drafted = draft.tokens.tolist()
+
+        def step(node: int) -> tuple[int | None, Tensor]:
+            return _try_siblings(draft, drafted, children.get(node, []), target_probs[node + 1], generator)
+
+    path: list[int] = []
+    while True:
+        child, token = step(path[-1] if path else -1)
+        if child is None:
+            return Verdict(tuple(drafted), len(path), int(token), token, tuple(path))
+        path.append(child)
+
+
+def _try_siblings(
+    draft: Draft, drafted: list[int], siblings: list[int], left: Tensor, generator: torch.Generator | None
+) -> tuple[int | None, Tensor]:
+    """The sibling that is accepted, or None and a token from what the rejections of all have left of p."""
+    for node in siblings:
+        token = drafted[node]
+        if draft.probs is None:
+            row = torch.zeros_like(left)
+            row[token] = 1.0
+        else:
+            row = draft.probs[node]
+        uniform = torch.rand((), device=left.device, generator=generator)
+        if bool(uniform * row[token] < left[token]):  # strict, as for a chain
+            return node, draft.tokens[node, None]
+        residual = (left - row).clamp_min(0.0)
+        total = residual.sum()
+        left = torch.where(total > 0, residual / total, left)
+    return None, draw(left[None], generator)
 
 
 def _sample(draft: Draft, target_probs: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

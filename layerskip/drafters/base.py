@@ -27,14 +27,32 @@ class Context:
     last: Tensor
 
 
+@dataclass(frozen=True)
+class Said:
+    """What the target says in one pass of verification.
+
+    Args:
+        block: ``[n]`` int64: the last token of the sequence, then the drafted ones.
+        logits: ``[n, V]`` behind each of them, before any warping.
+    """
+
+    block: Tensor
+    logits: Tensor
+
+
 class Drafter(Protocol):
     """Proposes tokens for the target to verify. One drafter serves one prompt after the other, one at a time.
+
+    Attributes:
+        tree_tokens: the most tokens of the trees that it drafts; 0 where it drafts chains.
 
     Life: ``start`` once per prompt, after the target's prefill; then in turns ``draft`` and ``observe``. Whatever it
     proposes, the output is the target's; a drafter can only be slow. With one exception it must keep: where tokens are
     drawn, ``Draft.probs`` must be the very distributions they were drawn from, and whether a token is proposed must
     not depend on its own value, only on those before it.
     """
+
+    tree_tokens: int
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt.
@@ -46,18 +64,25 @@ class Drafter(Protocol):
         """
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Propose at most ``limit`` tokens behind the context (``limit`` >= 1); an empty draft is a good answer."""
+        """Propose a chain of at most ``limit`` tokens behind the context (``limit`` >= 1), or a tree no deeper than that.
+
+        An empty draft is a good answer.
+        """
         ...
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: Verdict, said: Said) -> None:
         """Hear what came of the last draft, unless the sequence ended with it.
 
-        The committed tokens are ``drafted[:accepted]`` and ``next_token``.
+        Args:
+            verdict: what was accepted.
+            said: what the target said of every drafted token; gone with the next pass.
         """
 
 
 class NoDraft:
     """Proposes nothing: the loop is then plain decoding, the baseline of every comparison."""
+
+    tree_tokens = 0
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Nothing to prepare."""
@@ -66,5 +91,5 @@ class NoDraft:
         """The empty draft."""
         return Draft.empty(context.last.device)
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: Verdict, said: Said) -> None:
         """Nothing to learn."""

@@ -17,7 +17,7 @@ from ..draft import Draft
 from ..forward import forward
 from ..sampling import Chooser, upload
 from ..verify import Verdict
-from .base import Context
+from .base import Context, Said
 from .chain import draft_chain
 from .stopping import Stopper
 
@@ -31,6 +31,8 @@ class DraftModel:
         draft_length: the most tokens per round.
         stop: when to stop before that.
     """
+
+    tree_tokens = 0
 
     def __init__(self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule) -> None:
         self.model = model
@@ -61,7 +63,7 @@ class DraftModel:
         """Tokens that the model can read: of two models of one tokenizer, one may be padded with more that no text uses."""
         return tokens.clamp_max(self._readable - 1)
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: Verdict, said: Said) -> None:
         """Forget the keys and values of rejected tokens."""
         self._cache.length = min(self._cache.length, self._verified + verdict.accepted)
         self.stopper.observe(len(verdict.drafted), verdict.accepted)

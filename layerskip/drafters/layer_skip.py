@@ -16,7 +16,7 @@ from ..config import StopRule
 from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
-from .base import Context
+from .base import Context, Said
 from .chain import draft_chain
 from .stopping import Stopper
 
@@ -29,6 +29,8 @@ class LayerSkip:
         draft_length: the most tokens per round.
         stop: when to stop before that.
     """
+
+    tree_tokens = 0
 
     def __init__(self, view: nn.Module, draft_length: int, stop: StopRule) -> None:
         self.view = view
@@ -50,6 +52,6 @@ class LayerSkip:
         finally:
             self._cache.length = verified
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: Verdict, said: Said) -> None:
         """Adapt the stop rule."""
         self.stopper.observe(len(verdict.drafted), verdict.accepted)

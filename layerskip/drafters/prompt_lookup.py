@@ -13,7 +13,7 @@ from ..cache import KVCache
 from ..draft import Draft
 from ..sampling import Chooser, upload
 from ..verify import Verdict
-from .base import Context
+from .base import Context, Said
 
 
 class PromptLookup:
@@ -25,6 +25,8 @@ class PromptLookup:
         match: which earlier occurrence wins: ``last`` or ``first``.
         draft_length: the most tokens per round.
     """
+
+    tree_tokens = 0
 
     def __init__(self, ngram_min: int, ngram_max: int, match: str, draft_length: int) -> None:
         self.sizes = range(ngram_max, ngram_min - 1, -1)
@@ -54,7 +56,7 @@ class PromptLookup:
                 return _copy(tokens, start, min(limit, self.draft_length))
         return []
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: Verdict, said: Said) -> None:
         """Nothing to learn; the next context has it all."""
 
     def _index(self, tokens: Sequence[int]) -> None:

@@ -1,0 +1,170 @@
+"""How does a model look at a tree of drafted tokens in one pass?
+
+Every node sees the sequence and its own ancestors, and stands where it would stand in its branch (SpecInfer, arXiv
+2305.09781, section 4.2). What a family's layers see in a window or a chunk is taken from the mask that its own functions
+make: for a chain as long as the tree, from which each node takes the row and the columns of its depth. A twin of the model
+hands its attention sub-layers that mask, so no family's code is copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .anatomy import UnsupportedModel, anatomy
+from .cache import KVCache
+from .forward import forward
+from .view import twin
+
+_PROBE = 6  # tokens before the tree of the self-check
+_PROBE_PARENTS = (-1, -1, 0, 1, 2, 2)
+
+
+class TreeModel:
+    """A target whose passes run over a tree.
+
+    Args:
+        model: the target's.
+
+    Raises:
+        UnsupportedModel: its sub-layers cannot be found, its attention takes no mask by name, or a branch of a tree does
+            not give what the same tokens give in a chain.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        found = anatomy(model)
+        self._name = type(model).__name__
+        self._layers = len(found.blocks)
+        self._twin = twin(model)
+        self._shape: tuple[Tensor, Tensor] | None = None  # of the pass at work: depths and ancestors of its block
+        self._length = 0
+        self._masks: dict[int, tuple[Any, Tensor]] = {}
+        blocks = self._twin.get_submodule(found.path)
+        for index, block in enumerate(found.blocks):
+            for name in block.attention:
+                child = blocks.get_submodule(f"{index}.{name}")
+                child.forward = self._gated(child.forward)
+        self._check(model)
+
+    def _gated(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if "attention_mask" not in kwargs:
+                raise self._refusal("its attention takes no attention_mask by name")
+            mask = kwargs["attention_mask"]
+            if id(mask) not in self._masks:  # layers share their masks; the first one is kept alive with its tree's
+                self._masks[id(mask)] = mask, self._of_tree(mask)
+            return original(*args, **kwargs | {"attention_mask": self._masks[id(mask)][1]})
+
+        return forward
+
+    def _of_tree(self, mask: Tensor | None) -> Tensor:
+        assert self._shape is not None
+        depths, ancestors = self._shape
+        start, size = self._length, depths.shape[0]
+        if mask is None:  # plain causal attention
+            mask = torch.ones(1, 1, size, start + size, dtype=torch.bool, device=depths.device).tril(start)
+        rows = mask.index_select(2, depths)
+        own = rows.index_select(3, depths + start)
+        hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        rows[..., start : start + size] = torch.where(ancestors, own, hidden)
+        rows[..., start + size :] = hidden
+        return rows
+
+    def run(self, block: Tensor, parents: Sequence[int], cache: KVCache) -> Tensor:
+        """One pass; writes the block's keys and values behind ``cache.length``, which it leaves where it is.
+
+        Args:
+            block: ``[n + 1]`` int64: the last token of the sequence, then the nodes.
+            parents: of each of the n nodes, an earlier node, or -1 for the last token of the sequence.
+            cache: the model's.
+
+        Returns:
+            ``[n + 1, V]`` logits behind each of them.
+        """
+        depths, ancestors = shape(tuple(parents), block.device)
+        self._shape, self._length, self._masks = (depths, ancestors), cache.length, {}
+        try:
+            return forward(self._twin, block, cache, last=block.shape[0], positions=depths + cache.length)
+        finally:
+            self._shape, self._masks = None, {}
+
+    @torch.inference_mode()
+    def _check(self, model: PreTrainedModel) -> None:
+        """A branch must give what the same tokens give one behind the other."""
+        tokens = torch.arange(3, 3 + _PROBE + 1 + len(_PROBE_PARENTS), device=model.device) % (_vocabulary(model))
+        prompt, block = tokens[:_PROBE], tokens[_PROBE:]
+        cache = KVCache(self._layers, tokens.shape[0], device=model.device)
+        forward(model, prompt, cache, last=1)
+        cache.length = _PROBE
+        try:
+            found = self.run(block, _PROBE_PARENTS, cache)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            if isinstance(error, (UnsupportedModel, torch.OutOfMemoryError)):
+                raise
+            raise self._refusal(f"a pass over a tree fails ({' '.join(str(error).split())[:200]})") from error
+        slack = 1e-4 if found.dtype == torch.float32 else 6e-2
+        for leaf in range(len(_PROBE_PARENTS)):
+            branch = path_to(leaf, _PROBE_PARENTS)
+            expected = forward(model, block[[0, *(node + 1 for node in branch)]], cache, last=1)[0].float()
+            if (found[leaf + 1].float() - expected).abs().amax() > slack * expected.abs().amax().clamp_min(1e-6):
+                raise self._refusal("a branch of a tree is not what the same tokens are in a chain")
+
+    def _refusal(self, reason: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self._name}: cannot verify trees: {reason}")
+
+
+def tree_model(model: PreTrainedModel) -> TreeModel:
+    """The model as trees need it; made once per model, and again when the model's tensors are others.
+
+    Raises:
+        UnsupportedModel: as :class:`TreeModel`.
+    """
+    tensors = tuple(id(t) for t in (*model.parameters(), *model.buffers()))
+    if model not in _models or _models[model][0] != tensors:
+        _models[model] = tensors, TreeModel(model)
+    return _models[model][1]
+
+
+_models: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...], TreeModel]] = weakref.WeakKeyDictionary()
+
+
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from the root's child down to a node."""
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+@functools.lru_cache(maxsize=256)
+def shape(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """A tree's shape, its root being the last token of the sequence.
+
+    Args:
+        parents: of each of n nodes, an earlier node or -1.
+
+    Returns:
+        ``[n + 1]`` int64: every token's depth, the root's 0; ``[n + 1, n + 1]`` bool: which tokens lie on the way from the
+        root to each, itself included.
+
+    Raises:
+        ValueError: a node's parent is none that comes before it.
+    """
+    depths = [0]
+    ancestors = torch.eye(len(parents) + 1, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(f"parents: {parent} is no node before {node}")
+        depths.append(depths[parent + 1] + 1)
+        ancestors[node + 1] |= ancestors[parent + 1]
+    return torch.tensor(depths, device=device), ancestors.to(device)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)

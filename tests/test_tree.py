@@ -1,0 +1,171 @@
+"""Trees of drafted tokens: each branch as the model itself reads it, and siblings accepted by the law of the target."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerskip.anatomy import UnsupportedModel
+from layerskip.cache import KVCache
+from layerskip.draft import Draft
+from layerskip.drafters.base import Context, Drafter, Said
+from layerskip.forward import forward
+from layerskip.sampling import Chooser
+from layerskip.target import Target
+from layerskip.tree import path_to, shape, tree_model
+from layerskip.verify import Verdict, verify
+from tests.chi_square import assert_follows
+from tests.drafters.contract import DrafterContract
+from tests.families import SKIPPABLE, build
+
+PROMPT = 20  # more than twice the sliding windows and chunks of tests.families
+PARENTS = (-1, -1, 0, 0, 1, 2, 5, 5, 3, 7)
+V = 3
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family", [family for family in SKIPPABLE if family != "gpt_neo"])
+def test_a_branch_is_what_the_model_itself_reads(family: str, static: bool) -> None:
+    """Also behind the tree, once an accepted branch was moved together."""
+    model = build(family)
+    tokens = torch.randint(3, 64, (PROMPT + len(PARENTS) + 3,), generator=torch.Generator().manual_seed(1))
+    prompt, block, more = tokens.split((PROMPT, len(PARENTS) + 1, 2))
+    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+
+    def check(found: Tensor, *sequence: Tensor) -> None:
+        expected = model(input_ids=torch.cat(sequence)[None], use_cache=False).logits[0, -1]
+        torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 1e-5)
+
+    with torch.inference_mode():
+        cache = KVCache(layers, tokens.shape[0] + 4, static)
+        forward(model, prompt, cache, last=1)
+        cache.length = PROMPT
+        logits = tree_model(model).run(block, PARENTS, cache)
+        for node in range(len(PARENTS)):
+            branch = [0, *(step + 1 for step in path_to(node, PARENTS))]
+            check(logits[node + 1], prompt, block[branch])
+        check(logits[0], prompt, block[:1])
+        accepted = [0, *(step + 1 for step in path_to(9, PARENTS))]
+        cache.gather(accepted)
+        cache.length += len(accepted)
+        check(forward(model, more, cache, last=1)[0], prompt, block[accepted], more)
+
+
+def test_a_family_that_masks_by_itself_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="GPTNeoForCausalLM: cannot verify trees: a branch of a tree is not what"):
+        tree_model(build("gpt_neo"))
+
+
+def test_a_tree_must_grow_from_its_root() -> None:
+    with pytest.raises(ValueError, match="parents: 1 is no node before 1"):
+        shape((-1, 1), torch.device("cpu"))
+
+
+def _p(seed: int, rows: int) -> Tensor:
+    return torch.rand(rows, V, generator=torch.Generator().manual_seed(seed)).mul(4.0).softmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["drawn", "without replacement", "deterministic"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_tree_commits_follows_the_target(kind: str, seed: int) -> None:
+    """Two siblings, the first with two children: every committed token follows the row of the node before it."""
+    parents = (-1, -1, 0, 0)
+    p, q = _p(seed, 5), _p(seed + 20, 4)
+    source, generator = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
+    fixed = torch.tensor([1, 0, 2, 1])
+    first: list[int] = []
+    second: dict[int, list[int]] = {0: [], 1: []}
+    for _ in range(3000):
+        probs = q.clone()
+        if kind == "deterministic":
+            draft = Draft(fixed, parents)
+        else:
+            tokens = torch.empty(4, dtype=torch.int64)
+            for node in range(4):
+                if kind == "without replacement" and node in (1, 3):
+                    probs[node] = probs[node - 1].clone()
+                    probs[node, tokens[node - 1]] = 0.0
+                    probs[node] /= probs[node].sum()
+                tokens[node] = probs[node].multinomial(1, generator=source)[0]
+            draft = Draft(tokens, parents, probs)
+        verdict = verify(draft, p, generator)
+        committed = verdict.committed
+        assert verdict.path is not None and len(committed) == verdict.accepted + 1
+        first.append(committed[0])
+        if verdict.path:
+            second[verdict.path[0]].append(committed[1])
+    assert_follows(first, dict(enumerate(p[0].tolist())))
+    for node, tokens_behind in second.items():
+        assert len(tokens_behind) > 5
+        assert_follows(tokens_behind, dict(enumerate(p[node + 1].tolist())))
+
+
+def test_greedy_trees_follow_the_target_as_far_as_they_go() -> None:
+    parents = (-1, -1, 0, 1, 1, 4)
+    for drafted in itertools.product(range(2), repeat=len(parents)):
+        target = torch.tensor([random.Random(str((drafted, row))).randrange(2) for row in range(len(parents) + 1)])
+        verdict = verify(Draft(torch.tensor(drafted), parents), target)
+        node, path = -1, []
+        while True:
+            found = [n for n, parent in enumerate(parents) if parent == node and drafted[n] == target[node + 1]]
+            if not found:
+                break
+            node = found[0]
+            path.append(node)
+        assert (verdict.path, verdict.next_token) == (tuple(path), int(target[node + 1]))
+        assert verdict.last.tolist() == [verdict.next_token]
+
+
+class Bush:
+    """Drafts a tree that the context alone decides, one of its branches mostly the target's own greedy tokens.
+
+    Where ``drawn``, siblings are drawn from a flat distribution instead, if tokens are sampled.
+    """
+
+    tree_tokens = 9
+
+    def __init__(self, target: Target, drawn: bool) -> None:
+        self.target, self.vocabulary, self.drawn = target, target.vocabulary, drawn
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        self.chooser = chooser
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        source = random.Random(str(context.tokens))
+        whole = (-1, -1, -1, 0, 0, 1, 3, 3, 6)
+        depths = shape(whole, torch.device("cpu"))[0][1:].tolist()
+        parents = tuple(parent for parent, depth in zip(whole, depths, strict=True) if depth <= limit)
+        drawn = self.drawn and not self.chooser.sampling.greedy
+        if drawn:
+            probs = torch.full((len(parents), self.vocabulary), 1 / self.vocabulary)
+            return Draft(probs.multinomial(1)[:, 0], parents, probs)
+        tokens = [source.randrange(self.vocabulary) for _ in whole][: len(parents)]
+        text = list(context.tokens)
+        for node in (1, 5) if source.random() < 0.3 else (0, 3, 6, 8):
+            if node < len(parents) and source.random() < 0.8:
+                tokens[node] = int(self.target.model(torch.tensor([text])).logits[0, -1].argmax())
+                text.append(tokens[node])
+        return Draft(torch.tensor(tokens), parents)
+
+    def observe(self, verdict: Verdict, said: Said) -> None:
+        assert said.block.tolist()[1:] == list(verdict.drafted)
+        assert said.logits.shape[0] == len(verdict.drafted) + 1
+
+
+class TestDrawnTrees(DrafterContract):
+    trees = True
+
+    def drafter(self, target: Target) -> Drafter:
+        return Bush(target, drawn=True)
+
+
+class TestDeterministicTrees(DrafterContract):
+    trees = True
+
+    def drafter(self, target: Target) -> Drafter:
+        return Bush(target, drawn=False)
