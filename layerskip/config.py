@@ -106,13 +106,16 @@ class SpeculativeConfig:
     """One way to decode.
 
     Args:
-        kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup`` or ``draft_model``.
+        kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup``, ``token_recycling`` or ``draft_model``.
         draft_length: the most tokens drafted per round, at least 1.
         mask: for ``layer_skip``: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
         stop: for ``layer_skip`` and ``draft_model``: when to stop before ``draft_length``.
         ngram_min: for ``prompt_lookup``: the shortest n-gram looked up, at least 1.
         ngram_max: for ``prompt_lookup``: the longest, tried first.
         match: for ``prompt_lookup``: of several matches in the context, the ``last`` or the ``first``.
+        tree_tokens: for ``token_recycling``: the most tokens of a draft, a tree of at most ``draft_length`` in depth.
+        candidates: for ``token_recycling``: so many successors of a token are kept.
+        least_probability: for ``token_recycling``: a branch ends where its probability falls below it, in [0, 1].
         draft: for ``draft_model``: a hub id, folder or GGUF file, as ``load_target`` takes them.
 
     Raises:
@@ -126,12 +129,16 @@ class SpeculativeConfig:
     ngram_min: int = 1
     ngram_max: int = 3
     match: str = "last"
+    tree_tokens: int = 8
+    candidates: int = 4
+    least_probability: float = 0.05
     draft: str = ""
 
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "none": (),
         "layer_skip": ("mask", "draft_length", "stop"),
         "prompt_lookup": ("ngram_min", "ngram_max", "match", "draft_length"),
+        "token_recycling": ("draft_length", "tree_tokens", "candidates", "least_probability"),
         "draft_model": ("draft", "draft_length", "stop"),
     }
 
@@ -143,8 +150,9 @@ class SpeculativeConfig:
             if foreign and getattr(self, field.name) != field.default:
                 raise ConfigError(f"{field.name}: does not belong to kind {self.kind}")
         _check_integer("draft_length", self.draft_length, 1)
-        _check_integer("ngram_min", self.ngram_min, 1)
-        _check_integer("ngram_max", self.ngram_max, 1)
+        for name in ("ngram_min", "ngram_max", "tree_tokens", "candidates"):
+            _check_integer(name, getattr(self, name), 1)
+        _check_number("least_probability", self.least_probability, 0.0, 1.0)
         if self.ngram_max < self.ngram_min:
             raise ConfigError(f"ngram_max: {self.ngram_max} is below ngram_min, {self.ngram_min}")
         if self.match not in ("last", "first"):
@@ -192,6 +200,7 @@ class SpeculativeConfig:
         detail = {
             "layer_skip": self.mask or "nothing skipped",
             "prompt_lookup": f"{self.ngram_min}-{self.ngram_max}-gram, {self.match} match",
+            "token_recycling": f"trees of {self.tree_tokens}, {self.candidates} candidates, from {self.least_probability:g}",
             "draft_model": self.draft,
         }[self.kind]
         stop = "" if self.stop.kind == "length" else f", {self.stop.kind} {self.stop.threshold:g}"

@@ -11,6 +11,7 @@ SpecInfer (arXiv 2305.09781), algorithm 2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -80,27 +81,37 @@ def _verify_tree(draft: Draft, parents: tuple[int, ...], target_probs: Tensor, g
         found = torch.cat((draft.tokens, target_probs)).tolist()
         drafted, wanted = found[: len(parents)], found[len(parents) :]
 
-        def step(node: int) -> tuple[int | None, Tensor]:
-            chosen = (child for child in children.get(node, []) if drafted[child] == wanted[node + 1])
-            return next(chosen, None), target_probs[node + 1, None]
-    else:
-        drafted = draft.tokens.tolist()
+        def step(node: int) -> int | None:
+            return next((child for child in children.get(node, []) if drafted[child] == wanted[node + 1]), None)
 
-        def step(node: int) -> tuple[int | None, Tensor]:
-            return _try_siblings(draft, drafted, children.get(node, []), target_probs[node + 1], generator)
+        path = _descend(step)
+        row = path[-1] + 1 if path else 0
+        return Verdict(tuple(drafted), len(path), wanted[row], target_probs[row, None], tuple(path))
+    drafted = draft.tokens.tolist()
+    left = target_probs
 
+    def try_children(node: int) -> int | None:
+        nonlocal left
+        child, left = _try_siblings(draft, drafted, children.get(node, []), target_probs[node + 1], generator)
+        return child
+
+    path = _descend(try_children)
+    last = draw(left[None], generator)
+    return Verdict(tuple(drafted), len(path), int(last), last, tuple(path))
+
+
+def _descend(step: Callable[[int], int | None]) -> list[int]:
+    """From the root, -1, from child to child."""
     path: list[int] = []
-    while True:
-        child, token = step(path[-1] if path else -1)
-        if child is None:
-            return Verdict(tuple(drafted), len(path), int(token), token, tuple(path))
+    while (child := step(path[-1] if path else -1)) is not None:
         path.append(child)
+    return path
 
 
 def _try_siblings(
     draft: Draft, drafted: list[int], siblings: list[int], left: Tensor, generator: torch.Generator | None
 ) -> tuple[int | None, Tensor]:
-    """The sibling that is accepted, or None and a token from what the rejections of all have left of p."""
+    """The sibling that is accepted, or None; and what the rejections before have left of p."""
     for node in siblings:
         token = drafted[node]
         if draft.probs is None:
@@ -110,11 +121,11 @@ def _try_siblings(
             row = draft.probs[node]
         uniform = torch.rand((), device=left.device, generator=generator)
         if bool(uniform * row[token] < left[token]):  # strict, as for a chain
-            return node, draft.tokens[node, None]
+            return node, left
         residual = (left - row).clamp_min(0.0)
         total = residual.sum()
         left = torch.where(total > 0, residual / total, left)
-    return None, draw(left[None], generator)
+    return None, left
 
 
 def _sample(draft: Draft, target_probs: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

@@ -277,7 +277,7 @@ class Landscape:
         """
         found = [(SpeculativeConfig(), 1.0)]
         if "prompt_lookup" in space.arms:
-            found += [(config, self.speedup(config)) for config in _lookups(space)]
+            found += [(config, self.speedup(config)) for config in space.lookups()]
         if "layer_skip" in space.arms:
             runs = _contiguous_masks(space)
             ranked = sorted(zip(runs, self.best_drafts(runs, space), strict=True), key=lambda pair: -pair[1][1])
@@ -337,17 +337,6 @@ def _neighbours(mask: SkipMask, space: SearchSpace) -> list[SkipMask]:
             flags[part][layer] = not flags[part][layer]
         found.append(SkipMask(tuple(flags[0]), tuple(flags[1])))
     return found
-
-
-def _lookups(space: SearchSpace) -> list[SpeculativeConfig]:
-    low, high = space.ngram
-    return [
-        SpeculativeConfig("prompt_lookup", length, ngram_min=shortest, ngram_max=longest, match=match)
-        for length in range(space.lookup_length[0], space.lookup_length[1] + 1)
-        for longest in range(low, high + 1)
-        for shortest in range(low, longest + 1)
-        for match in ("last", "first")
-    ]
 
 
 def _stops(kinds: tuple[str, ...]) -> tuple[StopRule, ...]:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from optuna.storages import BaseStorage
 from tqdm import tqdm
 
-from layerskip import Export, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip import Export, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.environment import environment
 from layerskip.files import digest
+from layerskip.tree import tree_model
 
 from . import report
 from .application import InputError, run  # first: it sets the environment that the imports below read
@@ -81,8 +82,20 @@ class Plan:
         target: Target = instantiate(config.target)
         for item in prompts:
             target.encode(item.messages())  # a chat template that refuses one shall do so now
-        space: SearchSpace = instantiate(config.space, layers=target.layers)
+        space = supported(instantiate(config.space, layers=target.layers), target)
         return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, Path(config.outputs))
+
+
+def supported(space: SearchSpace, target: Target) -> SearchSpace:
+    """The space without the kinds that a target which otherwise decodes cannot verify, said in a line."""
+    if "token_recycling" not in space.arms:
+        return space
+    try:
+        tree_model(target.model)
+    except UnsupportedModel as error:
+        print(f"space.kinds: token_recycling is left out: {error}")
+        return replace(space, kinds=[kind for kind in space.arms if kind != "token_recycling"])
+    return space
 
 
 def search(config: DictConfig) -> Finals:

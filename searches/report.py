@@ -27,7 +27,13 @@ from .study import FORESIGHT_SECONDS, finished
 
 matplotlib.use("Agg")
 
-_COLORS = {"none": "0.4", "layer_skip": "tab:blue", "prompt_lookup": "tab:orange", "draft_model": "tab:green"}
+_COLORS = {
+    "none": "0.4",
+    "layer_skip": "tab:blue",
+    "prompt_lookup": "tab:orange",
+    "token_recycling": "tab:purple",
+    "draft_model": "tab:green",
+}
 
 
 def summary(

@@ -15,9 +15,10 @@ from layerskip import MaskError, SkipMask, SpeculativeConfig, StopRule
 
 from .application import InputError
 
-KINDS = ("none", "layer_skip", "prompt_lookup", "draft_model")
+KINDS = ("none", "layer_skip", "prompt_lookup", "token_recycling", "draft_model")
 STOPS = ("length", "threshold", "adaptive")
 Range = tuple[int, int]
+_LEAST_PROBABILITY = (0.005, 0.5)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class SearchSpace:
         stops: the stop rules of ``layer_skip`` and ``draft_model``.
         lookup_length: shortest and longest draft of ``prompt_lookup``.
         ngram: shortest and longest n-gram of ``prompt_lookup``.
+        tree_length: least and greatest depth of the trees of ``token_recycling``.
+        tree_tokens: fewest and most tokens that such a tree may have.
+        candidates: fewest and most successors kept of a token.
         drafts: the draft models to choose from; without any, ``draft_model`` is left out.
         model_length: shortest and longest draft of ``draft_model``.
         masks: further masks to try first, in text form.
@@ -49,6 +53,9 @@ class SearchSpace:
     stops: Sequence[str] = STOPS
     lookup_length: Range = (2, 16)
     ngram: Range = (1, 4)
+    tree_length: Range = (2, 8)
+    tree_tokens: Range = (4, 24)
+    candidates: Range = (2, 8)
     drafts: Sequence[str] = ()
     model_length: Range = (1, 8)
     masks: Sequence[str] = ()
@@ -61,7 +68,7 @@ class SearchSpace:
                 raise InputError(f"space.{name}: {unknown[0]!r} is not one of {', '.join(known)}")
             if name == "stops" and not self.stops:
                 raise InputError("space.stops: is empty")
-        for name in ("skip_length", "lookup_length", "ngram", "model_length"):
+        for name in ("skip_length", "lookup_length", "ngram", "tree_length", "tree_tokens", "candidates", "model_length"):
             bounds = getattr(self, name)
             whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
             if not whole or not 1 <= bounds[0] <= bounds[1]:
@@ -115,6 +122,14 @@ class SearchSpace:
                 ngram_max=longest,
                 match=str(trial.suggest_categorical("match", ("last", "first"))),
             )
+        if kind == "token_recycling":
+            return SpeculativeConfig(
+                kind,
+                trial.suggest_int("tree_length", *self.tree_length),
+                tree_tokens=trial.suggest_int("tree_tokens", *self.tree_tokens),
+                candidates=trial.suggest_int("candidates", *self.candidates),
+                least_probability=trial.suggest_float("least_probability", *_LEAST_PROBABILITY, log=True),
+            )
         if kind == "draft_model":
             draft = str(trial.suggest_categorical("draft", tuple(self.drafts)))
             length = trial.suggest_int("model_length", *self.model_length)
@@ -142,6 +157,9 @@ class SearchSpace:
                 "lookup_length": config.draft_length,
                 "match": config.match,
             }
+        elif config.kind == "token_recycling":
+            found |= {"tree_length": config.draft_length, "tree_tokens": config.tree_tokens}
+            found |= {"candidates": config.candidates, "least_probability": config.least_probability}
         elif config.kind == "draft_model":
             found |= {"draft": config.draft, "model_length": config.draft_length}
             found |= self._stop_params(config.stop, "model")
@@ -163,6 +181,12 @@ class SearchSpace:
         points = [SpeculativeConfig()]
         if "prompt_lookup" in self.arms:
             points += [self._lookup(8, 3), self._lookup(4, 2)]
+        if "token_recycling" in self.arms:
+            length, size, candidates = (
+                self._clip(value, bounds)
+                for value, bounds in ((6, self.tree_length), (8, self.tree_tokens), (4, self.candidates))
+            )
+            points.append(SpeculativeConfig("token_recycling", length, tree_tokens=size, candidates=candidates))
         if "draft_model" in self.arms:
             points += [SpeculativeConfig("draft_model", self._clip(4, self.model_length), draft=d) for d in self.drafts]
         points += proposed

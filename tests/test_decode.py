@@ -23,7 +23,7 @@ from tests.families import SKIPPABLE, build
 
 GREEDY = Sampling()
 PROMPT = [3, 4, 5, 3, 4, 5, 3, 4]
-KINDS = ("none", "layer_skip", "prompt_lookup", "draft_model")
+KINDS = ("none", "layer_skip", "prompt_lookup", "token_recycling", "draft_model")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,12 @@ def _drafter(kind: str, target: Target) -> Drafter:
     if kind == "draft_model":
         model = build("llama", 2, vocab_size=target.vocabulary, num_hidden_layers=2)
         return DraftModel(model, 2, 3, StopRule())
-    fields = {"none": {}, "prompt_lookup": {}, "layer_skip": {"mask": "attention:1;mlp:2", "draft_length": 3}}[kind]
+    fields = {
+        "none": {},
+        "prompt_lookup": {},
+        "token_recycling": {"least_probability": 0.0},
+        "layer_skip": {"mask": "attention:1;mlp:2", "draft_length": 3},
+    }[kind]
     return build_drafter(SpeculativeConfig.from_dict({"kind": kind} | fields), target)
 
 
@@ -83,7 +88,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(1.0), Sampling(0.8, 5, 0.9, 0.02, 1.2)], ids=["greedy", "plain", "warped"]
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "token_recycling"])
 def test_a_round_waits_for_the_device_once(
     target: Target, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: Sampling, static_shapes: bool
 ) -> None:
@@ -95,6 +100,15 @@ def test_a_round_waits_for_the_device_once(
         waits.pop("transformers", None)
     assert waits == {"tolist": 1 + len(result.stats.rounds)}
     assert (result.stats.drafted > 0) == (kind != "none")
+
+
+def test_a_round_that_learns_from_a_tree_waits_twice(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = _drafter("token_recycling", target)
+    with _counted(monkeypatch) as waits:
+        result = decode(target, drafter, PROMPT, GREEDY, 20)
+    # Nobody learns from the last round.
+    assert waits == {"tolist": 2 * len(result.stats.rounds)}
+    assert result.stats.drafted > 0
 
 
 def test_waits_are_seen(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

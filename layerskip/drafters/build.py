@@ -6,11 +6,13 @@ from ..anatomy import UnsupportedModel, check_rewind
 from ..config import ConfigError, SpeculativeConfig
 from ..mask import MaskError, SkipMask
 from ..target import Target
+from ..tree import tree_model
 from ..view import decoding_view, skip_view
 from .base import Drafter, NoDraft
 from .draft_model import DraftModel
 from .layer_skip import LayerSkip
 from .prompt_lookup import PromptLookup
+from .token_recycling import TokenRecycling
 
 
 def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
@@ -33,6 +35,9 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
             return LayerSkip(view, config.draft_length, config.stop)
         case "prompt_lookup":
             return PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
+        case "token_recycling":
+            tree_model(target.model)  # refuses by name
+            return TokenRecycling(config.draft_length, config.tree_tokens, config.candidates, config.least_probability)
         case "draft_model":
             draft = target.load_draft(config.draft)
             try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import optuna
 import pytest
 
-from layerskip import SpeculativeConfig, StopRule
+from layerskip import SpeculativeConfig, StopRule, Target
 from searches.application import InputError
+from searches.layerskip import supported
 from searches.space import SearchSpace
+from tests.families import build
 
 SPACE = SearchSpace(layers=12, drafts=("some/draft",))
 
@@ -19,6 +21,7 @@ SPACE = SearchSpace(layers=12, drafts=("some/draft",))
         SpeculativeConfig("layer_skip", 3, mask="attention:2,5;mlp:7", stop=StopRule("threshold", 0.35)),
         SpeculativeConfig("layer_skip", 8, mask="layers:2-9"),
         SpeculativeConfig("prompt_lookup", 5, ngram_min=2, ngram_max=4, match="first"),
+        SpeculativeConfig("token_recycling", 5, tree_tokens=12, candidates=3, least_probability=0.25),
         SpeculativeConfig("draft_model", 2, draft="some/draft", stop=StopRule("adaptive", 0.6)),
     ],
 )
@@ -43,7 +46,7 @@ def test_random_trials_stay_within_the_space() -> None:
         assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
         if config.kind == "layer_skip":
             assert not any(layer in _layers(config.mask) for layer in (0, 1, 10, 11))
-    assert kinds == {"none", "layer_skip", "prompt_lookup", "draft_model"}
+    assert kinds == {"none", "layer_skip", "prompt_lookup", "token_recycling", "draft_model"}
 
 
 def _layers(mask: str) -> set[int]:
@@ -53,6 +56,13 @@ def _layers(mask: str) -> set[int]:
             first, _, last = piece.partition("-")
             found |= set(range(int(first), int(last or first) + 1))
     return found
+
+
+def test_what_cannot_be_verified_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    space = SearchSpace(layers=4)
+    assert supported(space, Target(build("llama"))) == space
+    assert supported(space, Target(build("gpt_neo"))).arms == ("none", "layer_skip", "prompt_lookup")
+    assert "token_recycling is left out: GPTNeoForCausalLM: cannot verify trees" in capsys.readouterr().out
 
 
 def test_no_drafting_is_always_an_arm_and_the_first_point() -> None:

@@ -1,0 +1,82 @@
+"""Drafting from what the target nearly said before: a table of likely successors of every token.
+
+Token Recycling: Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling (arXiv
+2408.08696). Each verification leaves, for each of its tokens, the tokens that the target found most likely behind it; a
+tree grown from that table is the next draft. No model runs and nothing is trained. The paper's tree has one shape; here a
+branch grows by the probabilities that were recycled with the tokens, the likeliest next (as EAGLE-2's, arXiv 2406.16858,
+section 4.1), so that a draft is small where little is known.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+
+from ..cache import KVCache
+from ..draft import Draft
+from ..sampling import Chooser, upload
+from ..verify import Verdict
+from .base import Context, Said
+
+
+class TokenRecycling:
+    """Drafts trees from the table, which it keeps from prompt to prompt.
+
+    Args:
+        draft_length: the depth of a tree, at most.
+        tree_tokens: the most tokens of one.
+        candidates: so many successors of a token are kept.
+        least_probability: a branch ends where the probabilities on it multiply to less.
+    """
+
+    def __init__(self, draft_length: int, tree_tokens: int, candidates: int, least_probability: float) -> None:
+        self.draft_length = draft_length
+        self.tree_tokens = tree_tokens
+        self.candidates = candidates
+        self.least_probability = least_probability
+        self._table: dict[int, list[tuple[int, float]]] = {}
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Nothing to prepare: what was learnt from earlier prompts stays."""
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """Grow a tree from the last token, again and again by the likeliest branch; nothing where nothing is known."""
+        tokens, parents = self.grow(context.tokens[-1], min(limit, self.draft_length))
+        if not tokens:
+            return Draft.empty(context.last.device)
+        return Draft(upload(tokens, context.last.device), tuple(parents))
+
+    def grow(self, root: int, depth: int) -> tuple[list[int], list[int]]:
+        """The tokens of a tree behind a token, no deeper than ``depth``, and the parent of each."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        # Least first: minus a branch's probability, then its age, which settles ties.
+        waiting: list[tuple[float, int, int, int, int]] = []
+        born = 0
+
+        def offer(token: int, node: int, chance: float, level: int) -> None:
+            nonlocal born
+            for successor, probability in self._table.get(token, ()) if level < depth else ():
+                if chance * probability >= self.least_probability:
+                    heapq.heappush(waiting, (-chance * probability, born, successor, node, level + 1))
+                    born += 1
+
+        offer(root, -1, 1.0, 0)
+        while waiting and len(tokens) < self.tree_tokens:
+            minus_chance, _, token, parent, level = heapq.heappop(waiting)
+            tokens.append(token)
+            parents.append(parent)
+            offer(token, len(tokens) - 1, -minus_chance, level)
+        return tokens, parents
+
+    def observe(self, verdict: Verdict, said: Said) -> None:
+        """Keep what the target found likely behind every token of the pass, rejected ones too."""
+        width = min(self.candidates, said.logits.shape[1])
+        chances, successors = said.logits.float().softmax(-1).topk(width, dim=-1)
+        # One transfer for all; float64 holds every token id.
+        *rows, block = torch.cat((chances.double().T, successors.double().T, said.block.double()[None])).tolist()
+        likely = zip(*rows[:width], strict=True), zip(*rows[width:], strict=True)
+        for token, odds, tokens in zip(block, *likely, strict=True):
+            self._table[int(token)] = [(int(found), chance) for found, chance in zip(tokens, odds, strict=True)]

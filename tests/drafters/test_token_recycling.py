@@ -1,0 +1,77 @@
+"""Drafting from recycled tokens: the contract, what is kept of a pass, and how a tree grows from it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from layerskip.config import SpeculativeConfig
+from layerskip.decode import decode
+from layerskip.drafters.base import Drafter, Said
+from layerskip.drafters.build import build_drafter
+from layerskip.drafters.token_recycling import TokenRecycling
+from layerskip.sampling import Sampling
+from layerskip.target import Target
+from layerskip.verify import Verdict
+from tests.drafters.contract import LENGTH, PROMPTS, DrafterContract, target_of
+
+
+def _fresh(target: Target) -> Drafter:
+    fields = {"kind": "token_recycling", "tree_tokens": 6, "candidates": 2, "least_probability": 0.0}
+    return build_drafter(SpeculativeConfig.from_dict(fields), target)
+
+
+@functools.cache
+def _experienced(target: Target) -> Drafter:
+    drafter = _fresh(target)
+    for prompt in PROMPTS:
+        decode(target, drafter, [token % target.vocabulary for token in prompt], Sampling(), LENGTH, eos_ids=frozenset())
+    return drafter
+
+
+class TestTokenRecycling(DrafterContract):
+    trees = True
+    learns = True
+
+    def drafter(self, target: Target) -> Drafter:
+        """One that has decoded before, so that it has something to draft."""
+        return copy.deepcopy(_experienced(target))
+
+    def test_what_was_learnt_serves_the_next_prompt(self) -> None:
+        target = target_of("llama")
+        drafter = _fresh(target)
+        first, again = (decode(target, drafter, PROMPTS[2], Sampling(), LENGTH) for _ in range(2))
+        assert again.tokens == first.tokens
+        assert len(again.stats.rounds) < len(first.stats.rounds)
+
+
+def _taught(tree_tokens: int = 9, least: float = 0.0) -> TokenRecycling:
+    """Behind 0 it has seen 1 (0.6) and 2 (0.4), behind 1 always 2, behind 2 0 (0.9) and 1 (0.1)."""
+    drafter = TokenRecycling(3, tree_tokens, 2, least)
+    probs = torch.tensor([[0.0, 0.6, 0.4], [0.0, 0.0, 1.0], [0.9, 0.1, 0.0]])
+    block = torch.tensor([0, 1, 2])
+    drafter.observe(Verdict((1, 2), 0, 1, block[1:2], ()), Said(block, probs.log()))
+    return drafter
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "depth", "tokens", "parents"),
+    [
+        # Branches by probability: 1 (0.6), then 1-2 (0.6), 1-2-0 (0.54), 2 (0.4), 2-0 (0.36), ...
+        (5, 0.0, 3, [1, 2, 0, 2, 0], [-1, 0, 1, -1, 3]),
+        (9, 0.5, 3, [1, 2, 0], [-1, 0, 1]),
+        (9, 0.3, 1, [1, 2], [-1, -1]),
+        (1, 0.0, 3, [1], [-1]),
+    ],
+)
+def test_the_likeliest_branch_grows_first(
+    size: int, least: float, depth: int, tokens: list[int], parents: list[int]
+) -> None:
+    assert _taught(size, least).grow(0, depth) == (tokens, parents)
+
+
+def test_nothing_grows_from_a_token_that_was_never_seen() -> None:
+    assert _taught().grow(7, 3) == ([], [])
