@@ -59,7 +59,7 @@ def _layers(mask: str) -> set[int]:
 
 
 def test_what_cannot_be_verified_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    space = SearchSpace(layers=4)
+    space = SearchSpace(layers=12)
     assert supported(space, Target(build("llama"))) == space
     assert supported(space, Target(build("gpt_neo"))).arms == ("none", "layer_skip", "prompt_lookup")
     assert "token_recycling is left out: GPTNeoForCausalLM: cannot verify trees" in capsys.readouterr().out
