@@ -7,7 +7,7 @@ kind is refused by name, so that two configurations which decode alike are equal
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -101,12 +101,28 @@ class StopRule:
         return cls(**fields)
 
 
+def _member(index: int, fields: Any) -> SpeculativeConfig:
+    try:
+        return SpeculativeConfig.from_dict(fields)
+    except ConfigError as error:
+        raise ConfigError(f"members.{index}.{error}") from None
+
+
+def _check_members(members: Any) -> None:
+    if not isinstance(members, tuple) or len(members) < 2:
+        raise ConfigError("members: a cascade needs at least two configurations")
+    for member in members:
+        if not isinstance(member, SpeculativeConfig) or member.kind in ("none", "cascade"):
+            raise ConfigError(f"members: {member!r} is no configuration of a single drafter")
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """One way to decode.
 
     Args:
-        kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup``, ``token_recycling`` or ``draft_model``.
+        kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup``, ``token_recycling``, ``draft_model``
+            or ``cascade``.
         draft_length: the most tokens drafted per round, at least 1.
         mask: for ``layer_skip``: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
         stop: for ``layer_skip`` and ``draft_model``: when to stop before ``draft_length``.
@@ -117,6 +133,7 @@ class SpeculativeConfig:
         candidates: for ``token_recycling``: so many successors of a token are kept.
         least_probability: for ``token_recycling``: a branch ends where its probability falls below it, in [0, 1].
         draft: for ``draft_model``: a hub id, folder or GGUF file, as ``load_target`` takes them.
+        members: for ``cascade``: at least two configurations that draft; the first with a proposal drafts a round.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.
@@ -133,6 +150,7 @@ class SpeculativeConfig:
     candidates: int = 4
     least_probability: float = 0.05
     draft: str = ""
+    members: tuple[SpeculativeConfig, ...] = ()
 
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "none": (),
@@ -140,6 +158,7 @@ class SpeculativeConfig:
         "prompt_lookup": ("ngram_min", "ngram_max", "match", "draft_length"),
         "token_recycling": ("draft_length", "tree_tokens", "candidates", "least_probability"),
         "draft_model": ("draft", "draft_length", "stop"),
+        "cascade": ("members",),
     }
 
     def __post_init__(self) -> None:
@@ -162,6 +181,8 @@ class SpeculativeConfig:
         _check_type("draft", self.draft, str)
         if self.kind == "draft_model" and not self.draft:
             raise ConfigError("draft: draft_model needs a hub id, a folder or a .gguf file")
+        if self.kind == "cascade":
+            _check_members(self.members)
         try:
             object.__setattr__(self, "mask", normalise(self.mask))
         except MaskError as error:
@@ -173,6 +194,8 @@ class SpeculativeConfig:
         for name in self._FIELDS[self.kind]:
             value = getattr(self, name)
             fields[name] = value.to_dict() if isinstance(value, StopRule) else value
+        if self.members:
+            fields["members"] = [member.to_dict() for member in self.members]
         return fields
 
     @classmethod
@@ -191,12 +214,18 @@ class SpeculativeConfig:
         values = dict(fields)
         if "stop" in values:
             values["stop"] = StopRule.from_dict(values["stop"])
+        if "members" in values:
+            if not isinstance(values["members"], Sequence) or isinstance(values["members"], str):
+                raise ConfigError(f"members: {values['members']!r} is not a list of configurations")
+            values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
         return cls(**values)
 
     def label(self) -> str:
         """A short name for tables and logs."""
         if self.kind == "none":
             return "no drafting"
+        if self.kind == "cascade":
+            return "cascade: " + ", then ".join(member.label() for member in self.members)
         detail = {
             "layer_skip": self.mask or "nothing skipped",
             "prompt_lookup": f"{self.ngram_min}-{self.ngram_max}-gram, {self.match} match",

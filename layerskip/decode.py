@@ -115,7 +115,8 @@ def decode(
         context.last = verdict.last
         chooser.observe(committed)
         if ending.reason is None:
-            drafter.observe(verdict, Said(block, logits))
+            drafter.observe(verdict)
+            drafter.hear(Said(block, logits))
         drafted, accepted = len(verdict.drafted), verdict.accepted
         if len(committed) <= accepted:  # what lies behind an end of sequence counts nowhere
             drafted = accepted = len(committed)

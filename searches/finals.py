@@ -29,7 +29,7 @@ LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next o
 _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
 _BLOCK = 6  # prompts between two looks
 _LEAVING = 0.99  # confidence at which a configuration leaves; higher than the verdict's, as it is looked at again and again
-_SIMPLEST = ("none", "prompt_lookup", "token_recycling", "layer_skip", "draft_model")
+_SIMPLEST = ("none", "prompt_lookup", "token_recycling", "cascade", "layer_skip", "draft_model")
 
 Row = Mapping[str, Sample]
 

@@ -33,6 +33,7 @@ _COLORS = {
     "prompt_lookup": "tab:orange",
     "token_recycling": "tab:purple",
     "draft_model": "tab:green",
+    "cascade": "tab:red",
 }
 
 

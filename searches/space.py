@@ -7,7 +7,7 @@ per sub-layer outside the protected first and last layers; as categories the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import optuna
 
@@ -15,10 +15,11 @@ from layerskip import MaskError, SkipMask, SpeculativeConfig, StopRule
 
 from .application import InputError
 
-KINDS = ("none", "layer_skip", "prompt_lookup", "token_recycling", "draft_model")
+KINDS = ("none", "layer_skip", "prompt_lookup", "token_recycling", "draft_model", "cascade")
 STOPS = ("length", "threshold", "adaptive")
 Range = tuple[int, int]
 _LEAST_PROBABILITY = (0.005, 0.5)
+_SECONDS = ("token_recycling", "layer_skip", "draft_model")
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,25 @@ class SearchSpace:
     def arms(self) -> tuple[str, ...]:
         """The kinds that a trial chooses from."""
         chosen = {"none", *self.kinds}
-        return tuple(kind for kind in KINDS if kind in chosen and (kind != "draft_model" or self.drafts))
+        if not self.drafts:
+            chosen.discard("draft_model")
+        if "prompt_lookup" not in chosen or not chosen & set(_SECONDS):
+            chosen.discard("cascade")
+        return tuple(kind for kind in KINDS if kind in chosen)
+
+    @property
+    def seconds(self) -> tuple[str, ...]:
+        """The kinds that a cascade may ask where its lookup finds nothing."""
+        return tuple(kind for kind in _SECONDS if kind in self.arms)
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         """The configuration that a trial proposes."""
-        kind = trial.suggest_categorical("kind", self.arms)
+        return self._suggest(trial, str(trial.suggest_categorical("kind", self.arms)))
+
+    def _suggest(self, trial: optuna.trial.BaseTrial, kind: str) -> SpeculativeConfig:
+        if kind == "cascade":
+            then = str(trial.suggest_categorical("then", self.seconds))
+            return SpeculativeConfig(kind, members=(self._suggest(trial, "prompt_lookup"), self._suggest(trial, then)))
         if kind == "layer_skip":
             attention = {i for i in self._bits if trial.suggest_int(f"attention_{i}", 0, 1)}
             mlp = {i for i in self._bits if trial.suggest_int(f"mlp_{i}", 0, 1)}
@@ -144,8 +159,12 @@ class SearchSpace:
 
     def params(self, config: SpeculativeConfig) -> dict[str, int | float | str]:
         """The choices that lead to a configuration; the reverse of :meth:`suggest`."""
-        found: dict[str, int | float | str] = {"kind": config.kind}
-        if config.kind == "layer_skip":
+        found: dict[str, int | float | str] = {}
+        if config.kind == "cascade":
+            for member in config.members:
+                found |= self.params(member)
+            found["then"] = config.members[1].kind
+        elif config.kind == "layer_skip":
             mask = SkipMask.parse(config.mask, self.layers)
             found |= {f"attention_{i}": int(mask.attention[i]) for i in self._bits}
             found |= {f"mlp_{i}": int(mask.mlp[i]) for i in self._bits}
@@ -163,7 +182,7 @@ class SearchSpace:
         elif config.kind == "draft_model":
             found |= {"draft": config.draft, "model_length": config.draft_length}
             found |= self._stop_params(config.stop, "model")
-        return found
+        return found | {"kind": config.kind}
 
     def _stop_params(self, stop: StopRule, prefix: str) -> dict[str, int | float | str]:
         found: dict[str, int | float | str] = {f"{prefix}_stop": stop.kind}
@@ -186,7 +205,11 @@ class SearchSpace:
                 self._clip(value, bounds)
                 for value, bounds in ((6, self.tree_length), (8, self.tree_tokens), (4, self.candidates))
             )
-            points.append(SpeculativeConfig("token_recycling", length, tree_tokens=size, candidates=candidates))
+            recycling = SpeculativeConfig("token_recycling", length, tree_tokens=size, candidates=candidates)
+            points.append(recycling)
+            if "cascade" in self.arms:
+                sure = replace(self._lookup(8, 4), ngram_min=self._clip(2, self.ngram))
+                points.append(SpeculativeConfig("cascade", members=(sure, recycling)))
         if "draft_model" in self.arms:
             points += [SpeculativeConfig("draft_model", self._clip(4, self.model_length), draft=d) for d in self.drafts]
         points += proposed

@@ -23,10 +23,19 @@ CONFIGS: list[dict[str, Any]] = [
         },
     },
     {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 5, "match": "first", "draft_length": 10},
+    {"kind": "token_recycling", "draft_length": 3, "tree_tokens": 6, "candidates": 2, "least_probability": 0.1},
+    {
+        "kind": "cascade",
+        "members": [
+            {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 5, "match": "first", "draft_length": 10},
+            {"kind": "layer_skip", "mask": "mlp:2", "draft_length": 4, "stop": {"kind": "length"}},
+        ],
+    },
 ]  # fmt: skip
 
 LAYER_SKIP = {"kind": "layer_skip"}
 LOOKUP = {"kind": "prompt_lookup"}
+RECYCLING = {"kind": "token_recycling"}
 DRAFT_MODEL = {"kind": "draft_model", "draft": "d"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -75,6 +84,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "draft_model"}, "draft"),
     (DRAFT_MODEL | {"draft": ""}, "draft"),
     (DRAFT_MODEL | {"draft": 7}, "draft"),
+    (RECYCLING | {"tree_tokens": 0}, "tree_tokens"),
+    (RECYCLING | {"candidates": 1.0}, "candidates"),
+    (RECYCLING | {"least_probability": 1.2}, "least_probability"),
+    (RECYCLING | {"stop": "length"}, "stop"),
+    ({"kind": "cascade"}, "members"),
+    ({"kind": "cascade", "members": [LOOKUP]}, "members"),
+    ({"kind": "cascade", "members": "prompt_lookup"}, "members"),
+    ({"kind": "cascade", "members": [LOOKUP, {"kind": "none"}]}, "members"),
+    ({"kind": "cascade", "members": [LOOKUP, {"kind": "layer_skip", "mask": "heads:3"}]}, "members.1.mask"),
+    ({"kind": "cascade", "members": [LOOKUP, 3]}, "members.1.config"),
+    (LOOKUP | {"members": [LOOKUP, LOOKUP]}, "members"),
 ]
 
 FOREIGN: list[tuple[dict[str, Any], str]] = [

@@ -152,9 +152,12 @@ class Bush:
                 text.append(tokens[node])
         return Draft(torch.tensor(tokens), parents)
 
-    def observe(self, verdict: Verdict, said: Said) -> None:
-        assert said.block.tolist()[1:] == list(verdict.drafted)
-        assert said.logits.shape[0] == len(verdict.drafted) + 1
+    def observe(self, verdict: Verdict) -> None:
+        self.drafted = list(verdict.drafted)
+
+    def hear(self, said: Said) -> None:
+        assert said.block.tolist()[1:] == self.drafted
+        assert said.logits.shape == (len(self.drafted) + 1, self.vocabulary)
 
 
 class TestDrawnTrees(DrafterContract):

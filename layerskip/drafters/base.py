@@ -46,8 +46,8 @@ class Drafter(Protocol):
     Attributes:
         tree_tokens: the most tokens of the trees that it drafts; 0 where it drafts chains.
 
-    Life: ``start`` once per prompt, after the target's prefill; then in turns ``draft`` and ``observe``. Whatever it
-    proposes, the output is the target's; a drafter can only be slow. With one exception it must keep: where tokens are
+    Life: ``start`` once per prompt, after the target's prefill; then in turns ``draft``, ``observe`` and ``hear``. Whatever
+    it proposes, the output is the target's; a drafter can only be slow. With one exception it must keep: where tokens are
     drawn, ``Draft.probs`` must be the very distributions they were drawn from, and whether a token is proposed must
     not depend on its own value, only on those before it.
     """
@@ -70,13 +70,11 @@ class Drafter(Protocol):
         """
         ...
 
-    def observe(self, verdict: Verdict, said: Said) -> None:
-        """Hear what came of the last draft, unless the sequence ended with it.
+    def observe(self, verdict: Verdict) -> None:
+        """Hear what came of the last draft, unless the sequence ended with it."""
 
-        Args:
-            verdict: what was accepted.
-            said: what the target said of every drafted token; gone with the next pass.
-        """
+    def hear(self, said: Said) -> None:
+        """Hear what the target said in the same pass, whoever drafted for it; gone with the next pass."""
 
 
 class NoDraft:
@@ -91,5 +89,8 @@ class NoDraft:
         """The empty draft."""
         return Draft.empty(context.last.device)
 
-    def observe(self, verdict: Verdict, said: Said) -> None:
+    def observe(self, verdict: Verdict) -> None:
+        """Nothing to learn."""
+
+    def hear(self, said: Said) -> None:
         """Nothing to learn."""

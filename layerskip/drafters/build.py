@@ -9,6 +9,7 @@ from ..target import Target
 from ..tree import tree_model
 from ..view import decoding_view, skip_view
 from .base import Drafter, NoDraft
+from .cascade import Cascade
 from .draft_model import DraftModel
 from .layer_skip import LayerSkip
 from .prompt_lookup import PromptLookup
@@ -45,5 +46,7 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
             except UnsupportedModel as error:
                 raise UnsupportedModel(f"draft: {error}") from error
             return DraftModel(decoding_view(draft.model), draft.layers, config.draft_length, config.stop)
+        case "cascade":
+            return Cascade([build_drafter(member, target) for member in config.members])
         case other:
             raise ConfigError(f"kind: {other!r} has no drafter")

@@ -63,7 +63,10 @@ class DraftModel:
         """Tokens that the model can read: of two models of one tokenizer, one may be padded with more that no text uses."""
         return tokens.clamp_max(self._readable - 1)
 
-    def observe(self, verdict: Verdict, said: Said) -> None:
+    def observe(self, verdict: Verdict) -> None:
         """Forget the keys and values of rejected tokens."""
         self._cache.length = min(self._cache.length, self._verified + verdict.accepted)
         self.stopper.observe(len(verdict.drafted), verdict.accepted)
+
+    def hear(self, said: Said) -> None:
+        """Nothing to learn."""

@@ -52,6 +52,9 @@ class LayerSkip:
         finally:
             self._cache.length = verified
 
-    def observe(self, verdict: Verdict, said: Said) -> None:
+    def observe(self, verdict: Verdict) -> None:
         """Adapt the stop rule."""
         self.stopper.observe(len(verdict.drafted), verdict.accepted)
+
+    def hear(self, said: Said) -> None:
+        """Nothing to learn."""

@@ -56,8 +56,11 @@ class PromptLookup:
                 return _copy(tokens, start, min(limit, self.draft_length))
         return []
 
-    def observe(self, verdict: Verdict, said: Said) -> None:
+    def observe(self, verdict: Verdict) -> None:
         """Nothing to learn; the next context has it all."""
+
+    def hear(self, said: Said) -> None:
+        """Nothing to learn."""
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Index every n-gram that a token follows, which leaves out the one that the context ends with."""

@@ -71,7 +71,10 @@ class TokenRecycling:
             offer(token, len(tokens) - 1, -minus_chance, level)
         return tokens, parents
 
-    def observe(self, verdict: Verdict, said: Said) -> None:
+    def observe(self, verdict: Verdict) -> None:
+        """Nothing to learn from what was accepted."""
+
+    def hear(self, said: Said) -> None:
         """Keep what the target found likely behind every token of the pass, rejected ones too."""
         width = min(self.candidates, said.logits.shape[1])
         chances, successors = said.logits.float().softmax(-1).topk(width, dim=-1)

@@ -110,8 +110,11 @@ class Recorder:
     def tree_tokens(self) -> int:
         return self.drafter.tree_tokens
 
-    def observe(self, verdict: Verdict, said: Said) -> None:
-        self.drafter.observe(verdict, said)
+    def observe(self, verdict: Verdict) -> None:
+        self.drafter.observe(verdict)
+
+    def hear(self, said: Said) -> None:
+        self.drafter.hear(said)
 
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -15,7 +15,6 @@ from layerskip.drafters.build import build_drafter
 from layerskip.drafters.token_recycling import TokenRecycling
 from layerskip.sampling import Sampling
 from layerskip.target import Target
-from layerskip.verify import Verdict
 from tests.drafters.contract import LENGTH, PROMPTS, DrafterContract, target_of
 
 
@@ -53,7 +52,7 @@ def _taught(tree_tokens: int = 9, least: float = 0.0) -> TokenRecycling:
     drafter = TokenRecycling(3, tree_tokens, 2, least)
     probs = torch.tensor([[0.0, 0.6, 0.4], [0.0, 0.0, 1.0], [0.9, 0.1, 0.0]])
     block = torch.tensor([0, 1, 2])
-    drafter.observe(Verdict((1, 2), 0, 1, block[1:2], ()), Said(block, probs.log()))
+    drafter.hear(Said(block, probs.log()))
     return drafter
 
 

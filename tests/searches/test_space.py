@@ -21,6 +21,13 @@ SPACE = SearchSpace(layers=12, drafts=("some/draft",))
         SpeculativeConfig("layer_skip", 3, mask="attention:2,5;mlp:7", stop=StopRule("threshold", 0.35)),
         SpeculativeConfig("layer_skip", 8, mask="layers:2-9"),
         SpeculativeConfig("prompt_lookup", 5, ngram_min=2, ngram_max=4, match="first"),
+        SpeculativeConfig(
+            "cascade",
+            members=(
+                SpeculativeConfig("prompt_lookup", 3, ngram_min=2, ngram_max=3),
+                SpeculativeConfig("layer_skip", 5, mask="mlp:4", stop=StopRule("adaptive", 0.4)),
+            ),
+        ),
         SpeculativeConfig("token_recycling", 5, tree_tokens=12, candidates=3, least_probability=0.25),
         SpeculativeConfig("draft_model", 2, draft="some/draft", stop=StopRule("adaptive", 0.6)),
     ],
@@ -46,7 +53,7 @@ def test_random_trials_stay_within_the_space() -> None:
         assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
         if config.kind == "layer_skip":
             assert not any(layer in _layers(config.mask) for layer in (0, 1, 10, 11))
-    assert kinds == {"none", "layer_skip", "prompt_lookup", "token_recycling", "draft_model"}
+    assert kinds == {"none", "layer_skip", "prompt_lookup", "token_recycling", "draft_model", "cascade"}
 
 
 def _layers(mask: str) -> set[int]:
@@ -61,7 +68,7 @@ def _layers(mask: str) -> set[int]:
 def test_what_cannot_be_verified_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     space = SearchSpace(layers=12)
     assert supported(space, Target(build("llama"))) == space
-    assert supported(space, Target(build("gpt_neo"))).arms == ("none", "layer_skip", "prompt_lookup")
+    assert supported(space, Target(build("gpt_neo"))).arms == ("none", "layer_skip", "prompt_lookup", "cascade")
     assert "token_recycling is left out: GPTNeoForCausalLM: cannot verify trees" in capsys.readouterr().out
 
 

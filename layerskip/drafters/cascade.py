@@ -1,0 +1,54 @@
+"""Drafting by the first of several drafters that has a proposal.
+
+What repeats is copied for nothing, what does not is drafted at a price: a lookup drafts where it finds something, and a
+dearer drafter everywhere else. Whoever did not draft a round hears what the target said in it all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..cache import KVCache
+from ..draft import Draft
+from ..sampling import Chooser
+from ..verify import Verdict
+from .base import Context, Drafter, Said
+
+
+class Cascade:
+    """Asks its members in order.
+
+    Args:
+        members: drafters; which of them has a proposal may depend on the context alone, not on the tokens it would draw.
+    """
+
+    def __init__(self, members: Sequence[Drafter]) -> None:
+        self.members = tuple(members)
+        self.tree_tokens = max(member.tree_tokens for member in members)
+        self._drafted: Drafter | None = None
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Start every member."""
+        self._drafted = None
+        for member in self.members:
+            member.start(prompt, cache, chooser)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """The first draft that is not empty."""
+        for member in self.members:
+            draft = member.draft(context, limit)
+            if draft.tokens.shape[0]:
+                self._drafted = member
+                return draft
+        self._drafted = None
+        return Draft.empty(context.last.device)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Tell the member whose draft it was."""
+        if self._drafted is not None:
+            self._drafted.observe(verdict)
+
+    def hear(self, said: Said) -> None:
+        """Tell every member."""
+        for member in self.members:
+            member.hear(said)

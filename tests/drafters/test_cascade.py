@@ -1,0 +1,65 @@
+"""Several drafters in turn: the contract, who is asked, and who hears what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layerskip.cache import KVCache
+from layerskip.config import SpeculativeConfig
+from layerskip.draft import Draft
+from layerskip.drafters.base import Context, Drafter, Said
+from layerskip.drafters.build import build_drafter
+from layerskip.drafters.cascade import Cascade
+from layerskip.sampling import Chooser
+from layerskip.target import Target
+from layerskip.verify import Verdict
+from tests.drafters.contract import DrafterContract
+
+LOOKUP = {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 3, "draft_length": 4}
+SKIP = {"kind": "layer_skip", "mask": "attention:0;mlp:1", "draft_length": 3}
+
+
+class TestLookupThenLayerSkip(DrafterContract):
+    def drafter(self, target: Target) -> Drafter:
+        skip = SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
+        return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, skip]}), target)
+
+
+class Member:
+    """Drafts a token whenever it is told to, and remembers what it is told."""
+
+    tree_tokens = 0
+
+    def __init__(self) -> None:
+        self.proposes = True
+        self.told: list[str] = []
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        self.told.append("start")
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        self.told.append("draft")
+        return Draft(torch.tensor([1] if self.proposes else [], dtype=torch.int64))
+
+    def observe(self, verdict: Verdict) -> None:
+        self.told.append("observe")
+
+    def hear(self, said: Said) -> None:
+        self.told.append("hear")
+
+
+def test_the_first_with_a_proposal_drafts_and_all_hear() -> None:
+    first, second = Member(), Member()
+    cascade = Cascade([first, second])
+    last = torch.tensor([1])
+    context, said = Context([1], last), Said(last, torch.zeros(1, 3))
+    cascade.start([1], KVCache(1, 4), None)  # type: ignore[arg-type]
+    for proposals in ((True, True), (False, True), (False, False)):
+        first.proposes, second.proposes = proposals
+        assert cascade.draft(context, 4).tokens.shape[0] == any(proposals)
+        cascade.observe(Verdict((1,), 0, 2, last))
+        cascade.hear(said)
+    assert first.told == ["start", *("draft", "observe", "hear"), *("draft", "hear"), *("draft", "hear")]
+    assert second.told == ["start", "hear", *("draft", "observe", "hear"), *("draft", "hear")]
