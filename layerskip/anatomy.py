@@ -103,7 +103,7 @@ def check_rewind(model: PreTrainedModel) -> None:
         raise _refusal(model, f"it does not decode on a key-value cache that can rewind ({reason})") from error
     if not written:
         raise _refusal(model, "it keeps no keys and values in the cache that it is given, so nothing can rewind")
-    if not _close(rewound, fresh):
+    if not close(rewound, fresh):
         raise _refusal(model, "its cache does not rewind: rejected tokens change what follows")
     _rewinds.add(model)
 
@@ -189,7 +189,7 @@ def _check_identity(model: PreTrainedModel, index: int, layer: nn.Module, block:
     with _zeroed(layer, block):
         output = layer(*call.args, **call.kwargs)
     returned = output[0] if isinstance(output, tuple) else output
-    if returned.shape != hidden.shape or not _close(returned, hidden):
+    if returned.shape != hidden.shape or not close(returned, hidden):
         raise _refusal(
             model,
             f"layer {index} is not the identity when both its sub-layers give zero; "
@@ -232,7 +232,7 @@ def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return found
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def close(one: Tensor, other: Tensor) -> bool:
     """Equal up to the rounding of their dtype, measured against the larger entries."""
     slack = 1e-4 if one.dtype == torch.float32 else 6e-2
     scale = other.float().abs().amax().clamp_min(1e-6)

@@ -155,11 +155,13 @@ class KVCache(Cache):
         """
         if list(places) == list(range(len(places))):
             return
-        index = torch.tensor(places) + self._length
+        begin, index = self._length, None
         for layer in self._layers:
             if layer.keys is not None and layer.values is not None:
                 for states in (layer.keys, layer.values):
-                    states[:, :, self._length : self._length + len(places)] = states[:, :, index.to(states.device)]
+                    if index is None:
+                        index = torch.tensor(places, device=states.device) + begin
+                    states[:, :, begin : begin + len(places)] = states.index_select(2, index)
 
     @property
     def nbytes(self) -> int:

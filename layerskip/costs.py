@@ -142,6 +142,7 @@ def profile_costs(
         on_repeat: called after every repeat.
     """
     sampling = sampling or Sampling()
+    longest = max(longest, 2)  # rounds of one length alone would not tell a round's own cost from its tokens'
     context = max(context, longest)  # drafted tokens are taken from it
     parts = _parts(target)
     cache = KVCache(target.layers, context + longest + 1, device=target.device)
@@ -201,7 +202,7 @@ def profile_costs(
         by_layer["attention"],
         by_layer["mlp"],
         median["confidence", 0, 0],
-        float(solved[0]) if len(lengths) > 1 else 0.0,
+        float(solved[0]),  # below 0 where drafting warms up what verification needs
         tuple(verifying),
     )
 

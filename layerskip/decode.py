@@ -18,7 +18,7 @@ from .forward import forward
 from .sampling import Chooser, Sampling, upload
 from .stats import DecodeStats, Round
 from .target import Target
-from .tree import shape, tree_model
+from .tree import TreeModel, tree_model
 from .verify import verify
 from .view import decoding_view
 
@@ -95,6 +95,7 @@ def decode(
     if callback is not None:
         callback(committed)
 
+    trees: TreeModel | None = None
     rounds: list[Round] = []
     while ending.reason is None:
         # The round adds one token of the target's, so a draft may fill all but one of the places left.
@@ -105,8 +106,9 @@ def decode(
             logits = forward(model, block, cache, last=block.shape[0])
             distribution = chooser.distribution(logits, block)
         else:
-            logits = tree_model(target.model).run(block, draft.parents, cache)
-            distribution = chooser.distribution(logits, block, shape(draft.parents, device)[1])
+            trees = trees or tree_model(target.model)
+            logits = trees.run(block, draft.parents, cache)
+            distribution = chooser.distribution(logits, block, draft.parents)
         verdict = verify(draft, distribution, chooser.generator)
         if verdict.path is not None:
             cache.gather([0, *(node + 1 for node in verdict.path)])

@@ -18,7 +18,7 @@ import torch
 
 from .config import SpeculativeConfig
 from .decode import Continuation, decode
-from .drafters.base import Drafter
+from .drafters.base import Drafter, Learner
 from .drafters.build import build_drafter
 from .lossless import Losslessness, find_divergence
 from .measurement import Measurement, Sample
@@ -59,6 +59,11 @@ class Decoder:
 
     target: Target
     drafter: Drafter
+
+    def forget(self) -> None:
+        """Let the drafter forget what it has learnt from earlier prompts."""
+        if isinstance(self.drafter, Learner):
+            self.drafter.forget()
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
@@ -131,6 +136,10 @@ def interleave(
     order = random.Random(task.seed)
     checks = _warm_up(target, prompts, contenders, task)
     for repeat in range(repeats):
+        # Who learns shall not meet a prompt that it has decoded before, as its users' would not be either.
+        for contender in contenders.values():
+            if isinstance(contender, Learner):
+                contender.forget()
         for index, item in enumerate(prompts):
             names = list(contenders)
             order.shuffle(names)

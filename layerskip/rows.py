@@ -89,15 +89,16 @@ class RowModel:
 
         return forward
 
-    def read(self, tokens: Tensor) -> tuple[Tensor, KVCache, list[Tensor | None]]:
+    def read(self, tokens: Tensor, last: int) -> tuple[Tensor, KVCache, list[Tensor | None]]:
         """Let the target read a text.
 
         Args:
             tokens: ``[n]`` int64.
+            last: how many positions' logits to return.
 
         Returns:
-            ``[n, V]`` logits; the cache with their keys and values, its length 0; and per layer which positions see which,
-            ``[n, n]`` bool, or None for plain causal attention.
+            ``[last, V]`` logits; the cache with all keys and values, its length 0; and per layer which positions see
+            which, ``[n, n]`` bool, or None for plain causal attention.
 
         Raises:
             UnsupportedModel: an attention sub-layer takes no mask by name, or one that differs from head to head.
@@ -121,7 +122,7 @@ class RowModel:
         ]
         cache = KVCache(self.layers, tokens.shape[0], device=tokens.device)
         try:
-            logits = forward(view, tokens, cache, last=tokens.shape[0])
+            logits = forward(view, tokens, cache, last=last)
         finally:
             for hook in hooks:
                 hook.remove()

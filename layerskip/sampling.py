@@ -168,19 +168,19 @@ class Chooser:
         if self._seen is not None:
             self._seen[upload(tokens, self._seen.device)] = True
 
-    def distribution(self, logits: Tensor, block: Tensor, ancestors: Tensor | None = None) -> Tensor:
+    def distribution(self, logits: Tensor, block: Tensor, parents: Sequence[int] | None = None) -> Tensor:
         """The distribution behind each of the last n tokens of a block that continues the sequence.
 
         Args:
             logits: ``[n, V]``.
             block: ``[m]`` int64, m >= n: the last token of the sequence, then drafted ones. Row i's repetition penalty
                 is that of its own prefix: the sequence and the block up to its own token.
-            ancestors: ``[n, m]`` bool, where the block is a tree: the tokens that lie on the way to each.
+            parents: of a tree, as in :class:`~layerskip.draft.Draft`; the block is then its root and all its tokens.
 
         Returns:
             As :meth:`Sampling.distribution`.
         """
-        return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0], ancestors))
+        return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0], parents))
 
     def penalise(self, logits: Tensor, block: Tensor) -> Tensor:
         """The penalised logits behind the same rows; as :meth:`Sampling.penalise`."""
@@ -190,15 +190,19 @@ class Chooser:
         """``[n]`` int64: one token per row, in either form of distribution."""
         return distribution if distribution.dtype == torch.int64 else draw(distribution, self.generator)
 
-    def _seen_by_row(self, block: Tensor, rows: int, ancestors: Tensor | None = None) -> Tensor | None:
+    def _seen_by_row(self, block: Tensor, rows: int, parents: Sequence[int] | None = None) -> Tensor | None:
         if self._seen is None:
             return None
         size = block.shape[0]
         seen = self._seen.repeat(rows, 1)
-        if ancestors is None:
+        if parents is None:
             row, column = torch.tril_indices(rows, size, offset=size - rows, device=block.device)
         else:
-            row, column = ancestors.nonzero(as_tuple=True)
+            ways: list[list[int]] = [[0]]  # from the root to each token
+            for node, parent in enumerate(parents):
+                ways.append([*ways[parent + 1], node + 1])
+            pairs = [(place, step) for place, way in enumerate(ways) for step in way]
+            row, column = (upload(list(part), block.device) for part in zip(*pairs, strict=True))
         seen[row, block[column]] = True
         return seen
 

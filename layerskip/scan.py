@@ -63,7 +63,8 @@ class Scanner:
         sampling: how they were chosen.
         depth: the longest draft to look at.
         max_rows: rows per pass, hence what bounds memory: a pass holds ``[max_rows, V]`` logits and a mask over
-            the keys that they see, and the cache of a pack ``max_rows * depth`` positions beside its passages'.
+            the keys that they see; the one cache that all passes share has room for ``max_rows * depth`` positions behind
+            the passages of as many starts. Beside it lie the target's own keys and values of every passage.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped, or rows cannot be told apart in its attention.
@@ -79,6 +80,11 @@ class Scanner:
         self._texts = Texts(RowModel(target.model), target.vocabulary, self.passages, sampling)
         every = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts) if passage.limit(s) > 0]
         self._packs = self._packed(every)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the one cache of all passes takes so far."""
+        return self._texts.cache_bytes
 
     def sample(self, rows: int) -> Scanner:
         """A scanner of about so many starts, evenly spread over all passages: enough to know agreement by, not rounds."""
@@ -99,7 +105,7 @@ class Scanner:
         tokens = self._texts.tokens(pack.rows)
         number = torch.arange(len(pack.rows), device=self.target.device)
         visible, positions = self._texts.visible(pack, pack.rows, number, [], 0)
-        layers, states = self._texts.model.layers_alone(tokens, positions, pack.cache, visible)
+        layers, states = self._texts.model.layers_alone(tokens, positions, self._texts.lay(pack), visible)
         return similar_masks(layers, states, skippable, most)
 
     def check(self) -> None:
@@ -213,7 +219,7 @@ class Scanner:
         Yields:
             row, place (from 0), the confidence of the token drafted there, and the chance that it is accepted.
         """
-        verified, device = pack.cache.length, self.target.device
+        cache, device = self._texts.lay(pack), self.target.device
         branches: list[tuple[Tensor, int]] = []  # of every pass: its rows' numbers, and how far behind the start they stand
         number = torch.arange(len(rows), device=device)
         chain = self._texts.tokens([(p, s) for _, p, s in rows])[:, None]
@@ -227,9 +233,9 @@ class Scanner:
                 visible, positions = self._texts.visible(pack, [(p, s) for _, p, s in live], number, branches, place)
                 of = torch.tensor([m for m, _, _ in live], device=device)
                 parts = _runs([p for _, p, _ in live])
-                logits = self._texts.model.run(chain[:, -1], positions, pack.cache, visible, masks, of, parts)
+                logits = self._texts.model.run(chain[:, -1], positions, cache, visible, masks, of, parts)
                 branches.append((number, place))
-                pack.cache.length += len(here)
+                cache.length += len(here)
                 # Of what is not a number no draft is unsure: decoding would not stop either.
                 sure = confidence(logits).nan_to_num(nan=1.0).tolist()
                 tokens, kept = self._judge(logits, live, chain, place)
@@ -249,7 +255,7 @@ class Scanner:
                 number = number[chosen]
                 chain = torch.cat((chain, tokens[:, None]), 1)[chosen]
         finally:
-            pack.cache.length = verified
+            cache.length = pack.end
 
     def _judge(
         self, logits: Tensor, live: list[tuple[int, int, int]], chain: Tensor, place: int

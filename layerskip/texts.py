@@ -6,6 +6,8 @@ several passages (:mod:`layerskip.rows`). A row sees its own passage up to where
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,17 +28,27 @@ Start = tuple[int, int]
 
 @dataclass(frozen=True)
 class Pack:
-    """Some starts of some passages, and a cache that holds the passages' keys and values.
+    """Some starts of some passages, whose keys and values lie one behind the other in a cache once they are laid there.
 
     Args:
         rows: ``[(passage, start), ...]``.
-        cache: filled with the target's states; its length is their end.
-        offsets: where each passage begins in it.
+        sizes: how many positions of each passage they may see.
+        room: positions for drafts behind them.
     """
 
     rows: list[tuple[int, int]]
-    cache: KVCache
-    offsets: dict[int, int]
+    sizes: dict[int, int]
+    room: int
+
+    @property
+    def end(self) -> int:
+        """Where the passages end and drafts begin."""
+        return sum(self.sizes.values())
+
+    @functools.cached_property
+    def offsets(self) -> dict[int, int]:
+        """Where each passage begins."""
+        return dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), initial=0), strict=False))
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,8 @@ class Texts:
         self.model, self.vocabulary = model, vocabulary
         self.passages, self.sampling = tuple(passages), sampling
         self.texts = [self._read(passage) for passage in self.passages]
+        self._cache: KVCache | None = None
+        self._laid: Pack | None = None
 
     def begin(self, start: Start) -> int:
         """How many tokens stand before a start's own."""
@@ -99,9 +113,9 @@ class Texts:
     def _read(self, passage: Passage) -> Text:
         missing = passage.max_new_tokens - len(passage.tokens)
         tokens = upload([*passage.prompt, *passage.tokens, *passage.tokens[-1:] * missing], self.model.device)
-        logits, cache, visible = self.model.read(tokens)
         begin, end = len(passage.prompt), len(passage.prompt) + len(passage.tokens)
-        logits = logits[begin - 1 : end - 1]
+        logits, cache, visible = self.model.read(tokens, last=tokens.shape[0] - begin + 1)
+        logits = logits[: end - begin]
         chances = np.empty(0)
         if not self.sampling.greedy:
             seen = None
@@ -112,13 +126,26 @@ class Texts:
         return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances)
 
     def pack(self, rows: list[Start], room: int) -> Pack:
-        """Lay the passages of some starts one behind the other, with room for so many positions of drafts."""
+        """Some starts, and the passages that they need, with room for so many positions of drafts."""
         used = sorted({passage for passage, _ in rows})
-        parts = [(self.texts[p].cache, len(self.passages[p].prompt) + self.passages[p].starts) for p in used]
-        ends = np.cumsum([0] + [size for _, size in parts])
-        cache = KVCache(self.model.layers, int(ends[-1]) + room, device=self.model.device)
-        cache.take(parts)
-        return Pack(rows, cache, dict(zip(used, map(int, ends), strict=False)))
+        return Pack(rows, {p: len(self.passages[p].prompt) + self.passages[p].starts for p in used}, room)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the cache of :meth:`lay` takes."""
+        return 0 if self._cache is None else self._cache.nbytes
+
+    def lay(self, pack: Pack) -> KVCache:
+        """A cache that holds a pack's passages, its length their end; there is one, for the pack last asked for."""
+        if self._laid is not pack:
+            if self._cache is None or self._cache.max_length < pack.end + pack.room:
+                self._cache = None  # let go of it first
+                self._cache = KVCache(self.model.layers, pack.end + pack.room, device=self.model.device)
+            self._cache.take([(self.texts[p].cache, size) for p, size in pack.sizes.items()])
+            self._laid = pack
+        assert self._cache is not None
+        self._cache.length = pack.end
+        return self._cache
 
     def seen(self, tokens: Tensor) -> Tensor:
         """``[1, V]`` bool: which tokens are among these."""
@@ -135,7 +162,7 @@ class Texts:
         begin = torch.tensor(starts, device=device)
         positions = begin + place
         offsets = torch.tensor([pack.offsets[p] for p, _ in live], device=device)
-        key = torch.arange(pack.cache.length - sum(len(n) for n, _ in branches), device=device)
+        key = torch.arange(pack.end, device=device)
         own = torch.cat([*(n for n, _ in branches), number])
         behind = torch.cat([torch.full_like(n, at) for n, at in [*branches, (number, place)]])
         inside = (key >= offsets[:, None]) & (key < (offsets + begin)[:, None])

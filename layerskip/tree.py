@@ -9,7 +9,6 @@ hands its attention sub-layers that mask, so no family's code is copied.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .anatomy import UnsupportedModel, anatomy
+from .anatomy import UnsupportedModel, anatomy, close
 from .cache import KVCache
 from .forward import forward
-from .view import twin
+from .sampling import upload
+from .view import OncePerModel, twin
 
 _PROBE = 6  # tokens before the tree of the self-check
 _PROBE_PARENTS = (-1, -1, 0, 1, 2, 2)
@@ -40,6 +40,8 @@ class TreeModel:
     def __init__(self, model: PreTrainedModel) -> None:
         found = anatomy(model)
         self._name = type(model).__name__
+        if getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", False):
+            raise self._refusal("its queries are scaled by where they lie in a block, not by their positions")
         self._layers = len(found.blocks)
         self._twin = twin(model)
         self._shape: tuple[Tensor, Tensor] | None = None  # of the pass at work: depths and ancestors of its block
@@ -87,7 +89,7 @@ class TreeModel:
         Returns:
             ``[n + 1, V]`` logits behind each of them.
         """
-        depths, ancestors = shape(tuple(parents), block.device)
+        depths, ancestors = depths_and_ancestors(tuple(parents), block.device)
         self._shape, self._length, self._masks = (depths, ancestors), cache.length, {}
         try:
             return forward(self._twin, block, cache, last=block.shape[0], positions=depths + cache.length)
@@ -104,15 +106,14 @@ class TreeModel:
         cache.length = _PROBE
         try:
             found = self.run(block, _PROBE_PARENTS, cache)
-        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             if isinstance(error, (UnsupportedModel, torch.OutOfMemoryError)):
                 raise
             raise self._refusal(f"a pass over a tree fails ({' '.join(str(error).split())[:200]})") from error
-        slack = 1e-4 if found.dtype == torch.float32 else 6e-2
         for leaf in range(len(_PROBE_PARENTS)):
             branch = path_to(leaf, _PROBE_PARENTS)
-            expected = forward(model, block[[0, *(node + 1 for node in branch)]], cache, last=1)[0].float()
-            if (found[leaf + 1].float() - expected).abs().amax() > slack * expected.abs().amax().clamp_min(1e-6):
+            expected = forward(model, block[[0, *(node + 1 for node in branch)]], cache, last=1)[0]
+            if not close(found[leaf + 1], expected):
                 raise self._refusal("a branch of a tree is not what the same tokens are in a chain")
 
     def _refusal(self, reason: str) -> UnsupportedModel:
@@ -125,13 +126,10 @@ def tree_model(model: PreTrainedModel) -> TreeModel:
     Raises:
         UnsupportedModel: as :class:`TreeModel`.
     """
-    tensors = tuple(id(t) for t in (*model.parameters(), *model.buffers()))
-    if model not in _models or _models[model][0] != tensors:
-        _models[model] = tensors, TreeModel(model)
-    return _models[model][1]
+    return _models.of(model)
 
 
-_models: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...], TreeModel]] = weakref.WeakKeyDictionary()
+_models = OncePerModel(TreeModel)
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:
@@ -143,7 +141,7 @@ def path_to(node: int, parents: Sequence[int]) -> list[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def shape(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def depths_and_ancestors(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """A tree's shape, its root being the last token of the sequence.
 
     Args:
@@ -163,7 +161,7 @@ def shape(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
             raise ValueError(f"parents: {parent} is no node before {node}")
         depths.append(depths[parent + 1] + 1)
         ancestors[node + 1] |= ancestors[parent + 1]
-    return torch.tensor(depths, device=device), ancestors.to(device)
+    return upload(depths, device), upload(ancestors.flatten().tolist(), device).bool().view(ancestors.shape)
 
 
 def _vocabulary(model: PreTrainedModel) -> int:

@@ -11,7 +11,7 @@ SpecInfer (arXiv 2305.09781), algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,7 +49,7 @@ class Verdict:
 def verify(draft: Draft, target_probs: Tensor, generator: torch.Generator | None = None) -> Verdict:
     """Accept a chain's first tokens, or a branch of a tree from its root, and add one token.
 
-    The host waits for the device once, in here; where tokens are sampled in a tree, once for every node it tries.
+    The host waits for the device once, in here; for a tree whose tokens were drawn, once more for every node it tries.
 
     Args:
         draft: K tokens, with their distributions ``[K, V]`` float32 or None where deterministic.
@@ -77,55 +77,45 @@ def _verify_tree(draft: Draft, parents: tuple[int, ...], target_probs: Tensor, g
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
-    if target_probs.dtype == torch.int64:
-        found = torch.cat((draft.tokens, target_probs)).tolist()
-        drafted, wanted = found[: len(parents)], found[len(parents) :]
-
-        def step(node: int) -> int | None:
-            return next((child for child in children.get(node, []) if drafted[child] == wanted[node + 1]), None)
-
-        path = _descend(step)
-        row = path[-1] + 1 if path else 0
-        return Verdict(tuple(drafted), len(path), wanted[row], target_probs[row, None], tuple(path))
-    drafted = draft.tokens.tolist()
-    left = target_probs
-
-    def try_children(node: int) -> int | None:
-        nonlocal left
-        child, left = _try_siblings(draft, drafted, children.get(node, []), target_probs[node + 1], generator)
-        return child
-
-    path = _descend(try_children)
-    last = draw(left[None], generator)
-    return Verdict(tuple(drafted), len(path), int(last), last, tuple(path))
-
-
-def _descend(step: Callable[[int], int | None]) -> list[int]:
-    """From the root, -1, from child to child."""
+    if target_probs.dtype != torch.int64:
+        if draft.probs is not None:
+            return _verify_drawn_tree(draft.tokens, draft.probs, children, target_probs, generator)
+        # What is drafted for certain is accepted with probability p, hence exactly where a draw from p gives the same.
+        target_probs = draw(target_probs, generator)
+    found = torch.cat((draft.tokens, target_probs)).tolist()
+    drafted, wanted = found[: len(parents)], found[len(parents) :]
     path: list[int] = []
-    while (child := step(path[-1] if path else -1)) is not None:
+    row = 0
+    while (child := next((c for c in children.get(row - 1, []) if drafted[c] == wanted[row]), None)) is not None:
         path.append(child)
-    return path
+        row = child + 1
+    return Verdict(tuple(drafted), len(path), wanted[row], target_probs[row, None], tuple(path))
 
 
-def _try_siblings(
-    draft: Draft, drafted: list[int], siblings: list[int], left: Tensor, generator: torch.Generator | None
-) -> tuple[int | None, Tensor]:
-    """The sibling that is accepted, or None; and what the rejections before have left of p."""
-    for node in siblings:
-        token = drafted[node]
-        if draft.probs is None:
-            row = torch.zeros_like(left)
-            row[token] = 1.0
+def _verify_drawn_tree(
+    tokens: Tensor,
+    draft_probs: Tensor,
+    children: Mapping[int, Sequence[int]],
+    target_probs: Tensor,
+    generator: torch.Generator | None,
+) -> Verdict:
+    drafted = tokens.tolist()
+    path: list[int] = []
+    while True:
+        node = path[-1] if path else -1
+        left = target_probs[node + 1]
+        for child in children.get(node, []):
+            token, row = drafted[child], draft_probs[child]
+            uniform = torch.rand((), device=left.device, generator=generator)
+            if bool(uniform * row[token] < left[token]):  # strict, as for a chain
+                path.append(child)
+                break
+            residual = (left - row).clamp_min(0.0)
+            total = residual.sum()
+            left = torch.where(total > 0, residual / total, left)
         else:
-            row = draft.probs[node]
-        uniform = torch.rand((), device=left.device, generator=generator)
-        if bool(uniform * row[token] < left[token]):  # strict, as for a chain
-            return node, left
-        residual = (left - row).clamp_min(0.0)
-        total = residual.sum()
-        left = torch.where(total > 0, residual / total, left)
-    return None, left
+            last = draw(left[None], generator)
+            return Verdict(tuple(drafted), len(path), int(last), last, tuple(path))
 
 
 def _sample(draft: Draft, target_probs: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

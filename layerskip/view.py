@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel
 from .anatomy import anatomy, replace_forward
 from .attention import use_grouped_attention
 from .mask import MaskError, SkipMask
+
+T = TypeVar("T")
 
 
 def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
@@ -52,14 +55,26 @@ def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
 
     Made once per model, and again when the model's tensors are others, as after a move to another device.
     """
-    tensors = tuple(id(t) for t in (*model.parameters(), *model.buffers()))
-    if model not in _decoding_views or _decoding_views[model][0] != tensors:
-        _decoding_views[model] = tensors, twin(model)
-    return _decoding_views[model][1]
+    return _decoding_views.of(model)
 
 
-_decoding_views: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...], PreTrainedModel]]
-_decoding_views = weakref.WeakKeyDictionary()
+class OncePerModel(Generic[T]):
+    """Something made of a model, once, and again when the model's tensors are others.
+
+    Args:
+        make: makes it; what it makes must not hold the model itself.
+    """
+
+    def __init__(self, make: Callable[[PreTrainedModel], T]) -> None:
+        self._make = make
+        self._made: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...], T]] = weakref.WeakKeyDictionary()
+
+    def of(self, model: PreTrainedModel) -> T:
+        """What was made of this model."""
+        tensors = tuple(id(t) for t in (*model.parameters(), *model.buffers()))
+        if model not in self._made or self._made[model][0] != tensors:
+            self._made[model] = tensors, self._make(model)
+        return self._made[model][1]
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -72,3 +87,6 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 
 def _unchanged(hidden: Tensor) -> Tensor:
     return hidden
+
+
+_decoding_views = OncePerModel(twin)

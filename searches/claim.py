@@ -20,6 +20,8 @@ from layerskip.measurement import CONFIDENCE
 from .application import InputError
 
 _ROUNDING = 1e-6
+_MOST_PER_TOKEN = 1.1
+"""A round may read a little faster than a step of plain decoding, by noise and by which kernels suit a block."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Speedup:
     high: float
 
     @classmethod
-    def measured(cls, measurement: Measurement, looks: int = 1) -> Speedup:
+    def measured(cls, measurement: Measurement, looks: int) -> Speedup:
         """A measurement's, where the first of so many looks may end the measuring (Bonferroni)."""
         return cls(measurement.speedup, *measurement.interval(confidence=1 - (1 - CONFIDENCE) / looks))
 
@@ -78,7 +80,9 @@ class Verdict:
     clear: bool = True
 
 
-def judge(claim: Speedup | None, found: Speedup, losslessness: str, tolerance: float) -> Verdict:
+def judge(
+    claim: Speedup | None, found: Speedup, losslessness: str, tolerance: float, tokens_per_round: float | None = None
+) -> Verdict:
     """Compare a claim with a new measurement.
 
     Args:
@@ -86,6 +90,8 @@ def judge(claim: Speedup | None, found: Speedup, losslessness: str, tolerance: f
         found: what was measured now.
         losslessness: its verdict, as in :class:`layerskip.lossless.Losslessness`.
         tolerance: the share of a claim that machines may differ by from day to day, in [0, 1).
+        tokens_per_round: what the claim's evidence says of it; None where it says nothing. A round takes no less time than
+            a step of plain decoding, so no claim can be above it.
     """
     if losslessness == "different":
         return Verdict("refuted", "the output is not that of plain decoding.")
@@ -93,6 +99,12 @@ def judge(claim: Speedup | None, found: Speedup, losslessness: str, tolerance: f
         return Verdict("weaker", "no output was compared with that of plain decoding.", clear=False)
     if claim is not None and not claim.consistent:
         return Verdict("refuted", f"the evidence contradicts itself: {claim} is a speedup outside its own interval.")
+    if claim is not None and tokens_per_round is not None and claim.value > _MOST_PER_TOKEN * tokens_per_round:
+        return Verdict(
+            "refuted",
+            f"the evidence contradicts itself: {claim.value:.2f} x with {tokens_per_round:.2f} tokens per round, each of "
+            "which verifies at least one.",
+        )
     measured = f"measured {found}"
     if found.high < 1:
         return Verdict("refuted", f"slower than plain decoding: {measured}.")

@@ -29,7 +29,7 @@ LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next o
 _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
 _BLOCK = 6  # prompts between two looks
 _LEAVING = 0.99  # confidence at which a configuration leaves; higher than the verdict's, as it is looked at again and again
-_SIMPLEST = ("none", "prompt_lookup", "token_recycling", "cascade", "layer_skip", "draft_model")
+_SIMPLEST = ("none", "prompt_lookup", "token_recycling", "layer_skip", "draft_model")
 
 Row = Mapping[str, Sample]
 
@@ -61,9 +61,15 @@ class Finalist:
         return self.stayed and is_lossless(self.held_out) and enough and self.low > 1.0
 
     @property
-    def complexity(self) -> tuple[int, int, int]:
-        """What ties are settled by: the kind of drafter, how much it skips, and how far it drafts."""
-        return _SIMPLEST.index(self.config.kind), sum(mask.count(self.config.mask)), self.config.draft_length
+    def complexity(self) -> tuple[int, int, int, int]:
+        """What ties are settled by: the kind of drafter, how many there are, how much they skip, and how far they draft."""
+        parts = self.config.members or (self.config,)
+        return (
+            max(_SIMPLEST.index(part.kind) for part in parts),
+            len(parts),
+            sum(sum(mask.count(part.mask)) for part in parts),
+            max(part.draft_length for part in parts),
+        )
 
 
 @dataclass(frozen=True)

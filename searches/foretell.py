@@ -60,6 +60,7 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     asked = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target.device)]
+    asked.append("speedup and rounds")  # what is kept; earlier versions kept less
     measured = Kept(folder / f"measured-{digest(asked)[:12]}.jsonl")
     points = []
     masks = _masks(oracle, space, config.masks, config.seed)

@@ -246,10 +246,18 @@ class Landscape:
         difficulty, _, weights = _population(self.copying)
         return float(weights @ np.exp(-self.losses([mask])[0] * difficulty))
 
-    def best_drafts(self, masks: Sequence[SkipMask], space: SearchSpace) -> list[tuple[SpeculativeConfig, float]]:
-        """Each mask with the draft length and stop rule that suit it best, and its true speedup by interpolation."""
+    def best_drafts(
+        self, masks: Sequence[SkipMask], space: SearchSpace, stops: tuple[StopRule, ...] | None = None
+    ) -> list[tuple[SpeculativeConfig, float]]:
+        """Each mask with the draft length and stop rule that suit it best, and its true speedup by interpolation.
+
+        Args:
+            masks: any.
+            space: the draft lengths, and the stop rules where no others are given.
+            stops: the stop rules.
+        """
         lengths = range(space.skip_length[0], space.skip_length[1] + 1)
-        stops = _stops(tuple(space.stops))
+        stops = stops or _stops(tuple(space.stops))
         losses = np.clip(self.losses(masks), _GRID[0], _GRID[-1])
         low = np.clip(np.searchsorted(_GRID, losses, side="right") - 1, 0, len(_GRID) - 2)
         share = ((losses - _GRID[low]) / (_GRID[low + 1] - _GRID[low]))[:, None]

@@ -189,7 +189,7 @@ def _foresee(plan: Plan, tune: PromptSet, folder: Path) -> ScanOracle | None:
 def _propose(oracle: ScanOracle | None, plan: Plan) -> list[SpeculativeConfig]:
     if oracle is None:
         return []
-    with tqdm(total=plan.scanning.proposals.screened, unit="mask", desc="scan", disable=None) as bar:
+    with tqdm(total=plan.scanning.proposals.asked(plan.space), unit="mask", desc="scan", disable=None) as bar:
         also = oracle.similar_masks(plan.space.skippable)
         found = propose(oracle, plan.space, plan.scanning.proposals, bar.update, also)
     lookups = propose_lookups(oracle, plan.space, plan.scanning.proposals.lookups)

@@ -6,6 +6,7 @@ nothing twice.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,13 @@ from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs import CostProfile
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.replay import Counts, count, replay_lookup
-from layerskip.scan import Scanner
+from layerskip.scan import Scan, Scanner
 
 from .kept import Kept
 from .stability import Stability, stability
 
 _ROWS = 256  # of a pass that is worth sharing
+_REMEMBERED = 64  # scans whose traces are at hand when another stop rule is asked about
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,9 @@ class ScanOracle:
         self._scanner, self._screen, self._profile, self._choices = scanner, screen, profile, choices
         self._agreements = Kept(folder / "agreements.jsonl")
         self._counts = Kept(folder / "counts.jsonl")
+        self._others = Kept(folder / "others.jsonl")
+        self._similar = Kept(folder / "similar.jsonl")
+        self._scans: dict[SkipMask, Scan] = {}
 
     @property
     def scanned(self) -> int:
@@ -135,12 +140,9 @@ class ScanOracle:
         return [self._best(mask) for mask in masks]
 
     def foretells(self, config: SpeculativeConfig) -> bool:
-        """Prompt lookups whose verification was timed, and layer skipping by the choices."""
-        if config.kind == "prompt_lookup":
-            return config.draft_length <= self._profile.longest
-        first, last = self._choices.lengths
-        known = first <= config.draft_length <= min(last, self._scanner.depth) and config.stop in self._choices.stops
-        return config.kind == "layer_skip" and known
+        """Prompt lookups whose verification was timed, and layer skipping up to the depth of scans, by any stop rule."""
+        longest = {"prompt_lookup": self._profile.longest, "layer_skip": min(self._scanner.depth, self._profile.longest)}
+        return config.draft_length <= longest.get(config.kind, 0)
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Count a configuration's rounds; its mask is scanned unless it was."""
@@ -149,8 +151,24 @@ class ScanOracle:
             counts = _sum(count(replay_lookup(passage, drafter)) for passage in self._scanner.passages)
             return self._profile.lookup_speedup(counts)
         mask = SkipMask.parse(config.mask, self.layers)
-        self._scan([mask])
-        return self._profile.speedup(self._read(mask)[config.draft_length, config.stop], mask, config.stop)
+        known = self._read(mask) if mask.format() in self._counts else {}
+        choice = config.draft_length, config.stop
+        counts = known[choice] if choice in known else self._count(mask, *choice)
+        return self._profile.speedup(counts, mask, config.stop)
+
+    def _count(self, mask: SkipMask, draft_length: int, stop: StopRule) -> Counts:
+        """The counts of one draft length and stop rule beside the choices."""
+        name = json.dumps([mask.format(), draft_length, stop.to_dict()])
+        if name not in self._others:
+            if mask not in self._scans:
+                (self._scans[mask],) = self._scanner.scan([mask])
+                self._forget()
+            self._others.add(name, _sum(self._scanner.counts(self._scans[mask], draft_length, stop)).to_list())
+        return Counts.from_list(self._others[name])
+
+    def _forget(self) -> None:
+        while len(self._scans) > _REMEMBERED:
+            del self._scans[next(iter(self._scans))]
 
     def single_agreements(self) -> np.ndarray:
         """``[2, L]``: agreement with one attention or one MLP sub-layer skipped; NaN where nobody asked."""
@@ -182,7 +200,11 @@ class ScanOracle:
 
     def similar_masks(self, skippable: Collection[int]) -> list[SkipMask]:
         """Masks of whole layers whose hidden states end up closest to the whole model's, up to half of them."""
-        return self._screen.similar_masks(skippable, len(skippable) // 2)
+        name = str(sorted(skippable))
+        if name not in self._similar:
+            found = self._screen.similar_masks(skippable, len(skippable) // 2)
+            self._similar.add(name, [mask.format() for mask in found])
+        return [SkipMask.parse(text, self.layers) for text in self._similar[name]]
 
     def _scan(self, masks: Sequence[SkipMask]) -> None:
         for some in self._portions(self._new(masks, self._counts)):
@@ -195,6 +217,8 @@ class ScanOracle:
                     for length in range(min(last_length, self._scanner.depth), first_length - 1, -1)
                     for rule, stop in rules
                 ]
+                self._scans[scan.mask] = scan
+                self._forget()
                 self._counts.add(scan.mask.format(), {"agreement": scan.agreement, "counts": found})
 
     def _portions(self, masks: list[SkipMask]) -> Iterator[list[SkipMask]]:

@@ -35,13 +35,14 @@ class ProposalSettings:
     """How much is foretold before anything is decoded.
 
     Args:
-        screened: the most masks asked about their first drafted token.
+        screened: the most masks asked about their first drafted token; None takes four for each sub-layer that may be
+            skipped, and 200 at least.
         scanned: the most of them that are scanned whole.
         enqueued: the best of those become trials.
         lookups: so many prompt lookups, foretold to be the fastest, do too.
     """
 
-    screened: int = 200
+    screened: int | None = None
     scanned: int = 12
     enqueued: int = 6
     lookups: int = 3
@@ -49,8 +50,14 @@ class ProposalSettings:
     def __post_init__(self) -> None:
         for name in ("screened", "scanned", "enqueued", "lookups"):
             value = getattr(self, name)
+            if value is None and name == "screened":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"scan.proposals.{name}: {value!r} is not a whole number of at least 1")
+
+    def asked(self, space: SearchSpace) -> int:
+        """The most masks asked about, in a space."""
+        return self.screened if self.screened is not None else max(200, 8 * len(space.skippable))
 
 
 def propose(
@@ -71,12 +78,12 @@ def propose(
         also: further masks to ask about.
         on_best: called with what the first drafted tokens make look fastest so far, whenever that changes.
     """
-    search = _Search(oracle, space, settings.screened, on_mask, on_best)
+    search = _Search(oracle, space, settings.asked(space), on_mask, on_best)
     search.ask(_nothing_and_singles(search))
-    _grow_runs(search)
     search.ask(_knapsacks(search))
     search.ask(also)
     search.ask(published_masks(oracle.layers, space.skippable))
+    _grow_runs(search, search.left // 2)
     _add_greedily(search)
     _change_best(search)
     best = sorted(search.scores, key=lambda mask: -search.scores[mask])[: settings.scanned]
@@ -91,15 +98,16 @@ def propose_lookups(oracle: Oracle, space: SearchSpace, most: int) -> list[Predi
     return sorted(found, key=lambda prediction: -prediction.speedup)[:most]
 
 
-def expected_speedup(oracle: Oracle, mask: SkipMask, agreement: float, longest: int) -> tuple[float, int]:
+def expected_speedup(oracle: Oracle, mask: SkipMask, agreement: float, lengths: tuple[int, int]) -> tuple[float, int]:
     """The best speedup over draft lengths, and its length, if every drafted token were accepted with the same chance.
 
     Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost of
     verification.
     """
     profile = oracle.profile
-    best = 0.0, 1
-    for length in range(1, min(longest, profile.longest) + 1):
+    shortest, longest = lengths
+    best = 0.0, shortest
+    for length in range(shortest, min(longest, profile.longest) + 1):
         tokens = sum(agreement**accepted for accepted in range(length + 1))
         best = max(best, (tokens * profile.verify_seconds[0] / profile.round(mask, length), length))
     return best
@@ -132,7 +140,7 @@ class _Search:
         self.oracle, self.layers, self.skippable = oracle, oracle.layers, space.skippable
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
-        self._longest, self._left = space.skip_length[1], most
+        self._lengths, self._left = (space.skip_length[0], space.skip_length[1]), most
         self._on_mask, self._on_best = on_mask, on_best
 
     def ask(self, masks: Iterable[SkipMask]) -> list[float]:
@@ -144,11 +152,16 @@ class _Search:
             some = new[first : first + _AT_ONCE]
             for mask, agreement in zip(some, self.oracle.agreements(some), strict=True):
                 self.agreements[mask] = agreement
-                self.scores[mask], length = expected_speedup(self.oracle, mask, agreement, self._longest)
+                self.scores[mask], length = expected_speedup(self.oracle, mask, agreement, self._lengths)
                 self._on_mask()
                 if mask == self.best:
                     self._on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
         return [self.scores.get(mask, 0.0) for mask in masks]
+
+    @property
+    def left(self) -> int:
+        """How many masks may still be asked about."""
+        return self._left
 
     @property
     def exhausted(self) -> bool:
@@ -196,14 +209,18 @@ def _nothing_and_singles(search: _Search) -> list[SkipMask]:
     return [SkipMask.none(search.layers), *(search.single(kind, layer) for kind, layer in search.sublayers())]
 
 
-def _grow_runs(search: _Search) -> None:
-    """Contiguous runs of whole layers from every start, each longer as long as it may still pay."""
-    for first in search.skippable:
+def _grow_runs(search: _Search, most: int) -> None:
+    """Contiguous runs of whole layers, each longer as long as it may still pay.
+
+    From every fourth start first, so that a budget of ``most`` masks which does not reach for all has looked everywhere.
+    """
+    enough = search.left - most
+    for first in (start for offset in range(4) for start in search.skippable[offset::4]):
         misses = 0
         for length in range(1, search.skippable[-1] - first + 2):
             (score,) = search.ask([run(search.layers, first, length)])
             misses = misses + 1 if score < search.scores[search.best] - _SLACK else 0
-            if search.exhausted:
+            if search.left <= enough:
                 return
             if misses >= _PATIENCE:
                 break

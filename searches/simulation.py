@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from layerskip import DecodeStats, PromptSet, Round, SkipMask, SpeculativeConfig
+from layerskip import DecodeStats, PromptSet, Round, SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs import CostProfile
 from layerskip.lossless import Losslessness
 from layerskip.measurement import Sample
@@ -153,16 +153,18 @@ def _draws(landscape: Landscape, item: PromptItem, work: Work) -> Floats:
 
 
 class SimulatedOracle:
-    """Foretells a planted decoder's speedups with an error.
+    """Foretells a planted decoder's speedups as scans do, with an error as was measured of them.
 
     Args:
         landscape: the truth.
-        space: the draft lengths and stop rules to choose from.
+        space: the draft lengths to choose from, and the kinds of stop rules, with the threshold that scans try first.
         error: standard deviation of a prediction's error, on a log scale; masks err alike as far as they skip alike.
+        bias: mean of the error of every mask that skips anything, on the same scale.
     """
 
-    def __init__(self, landscape: Landscape, space: SearchSpace, error: float = 0.02) -> None:
-        self._landscape, self._space, self._error = landscape, space, error
+    def __init__(self, landscape: Landscape, space: SearchSpace, error: float = 0.03, bias: float = 0.02) -> None:
+        self._landscape, self._space, self._error, self._bias = landscape, space, error, bias
+        self._stops = tuple(StopRule() if kind == "length" else StopRule(kind, 0.5) for kind in space.stops)
         self._misjudged = np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))
 
     @property
@@ -181,15 +183,13 @@ class SimulatedOracle:
 
     def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
         """Each mask with its best draft length and stop rule; as the error is the mask's, it changes neither."""
-        drafts = self._landscape.best_drafts(masks, self._space)
+        drafts = self._landscape.best_drafts(masks, self._space, self._stops)
         found = zip(masks, drafts, self.agreements(masks), strict=True)
         return [Prediction(config, speedup * self._factor(mask), agreement) for mask, (config, speedup), agreement in found]
 
     def foretells(self, config: SpeculativeConfig) -> bool:
-        """Only what a scan would look at by default."""
-        if config.kind != "layer_skip":
-            return False
-        return config.stop.kind == "length" or (config.stop.kind == "threshold" and config.stop.threshold == 0.5)
+        """Layer skipping, by any stop rule."""
+        return config.kind == "layer_skip"
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """What is foretold of one layer-skip configuration."""
@@ -197,4 +197,6 @@ class SimulatedOracle:
 
     def _factor(self, mask: SkipMask) -> float:
         skipped = np.array([mask.attention, mask.mlp], float)
-        return math.exp(self._error * float((self._misjudged * skipped).sum()) / math.sqrt(max(1.0, float(skipped.sum()))))
+        if not skipped.any():
+            return 1.0
+        return math.exp(self._bias + self._error * float((self._misjudged * skipped).sum()) / math.sqrt(skipped.sum()))

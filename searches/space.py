@@ -67,6 +67,8 @@ class SearchSpace:
             unknown = [value for value in getattr(self, name) if value not in known]
             if unknown:
                 raise InputError(f"space.{name}: {unknown[0]!r} is not one of {', '.join(known)}")
+            if name == "kinds" and set(self.kinds) <= {"none", "cascade"} and "cascade" in self.kinds:
+                raise InputError("space.kinds: a cascade is prompt_lookup and another kind, and those are missing")
             if name == "stops" and not self.stops:
                 raise InputError("space.stops: is empty")
         for name in ("skip_length", "lookup_length", "ngram", "tree_length", "tree_tokens", "candidates", "model_length"):

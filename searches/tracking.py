@@ -197,7 +197,11 @@ class Tracker:
 
 def _summary(config: SpeculativeConfig) -> dict[str, str]:
     """A configuration in numbers: MLflow's plots cut long labels, so the mask itself is a tag."""
-    fields: dict[str, Any] = {key: value for key, value in config.to_dict().items() if key not in ("mask", "stop")}
+    fields: dict[str, Any] = {
+        key: value for key, value in config.to_dict().items() if key not in ("mask", "stop", "members")
+    }
+    for place, member in enumerate(config.members):
+        fields |= {f"member_{place}_{key}": value for key, value in _summary(member).items()}
     if config.kind == "layer_skip":
         fields["skipped_attention"], fields["skipped_mlp"] = mask.count(config.mask)
     if config.kind in ("layer_skip", "draft_model"):

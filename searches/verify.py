@@ -105,10 +105,13 @@ def verify(config: DictConfig) -> None:
                 f"measuring {export.config.label()} on {len(prompts)} prompts, at most {settings.most_repeats} x", flush=True
             )
             with tqdm(total=len(prompts) * settings.most_repeats, unit="prompt", disable=None) as bar:
-                verdict = measure_claim(bench, export.config, claim, prompts, settings, config.seed, rows, bar.update)
+                per_round = _tokens_per_round(export)
+                verdict = measure_claim(
+                    bench, export.config, claim, prompts, settings, config.seed, rows, bar.update, per_round
+                )
         except KeyboardInterrupt:
             if rows:
-                print("\n".join(table(export, Measurement.of(rows, BASELINE, _CANDIDATE))))
+                print("\n".join(table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.most_repeats)))
             print(f"interrupted after {len(rows)} prompts: no verdict", file=sys.stderr)
             sys.exit(INTERRUPTED)
     measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
@@ -130,6 +133,7 @@ def verify(config: DictConfig) -> None:
         "measured": measurement.to_dict() if measurement is not None else None,
         "tolerance": settings.tolerance,
         "repeats": len(rows) // len(prompts),
+        "looks": settings.most_repeats,  # at the measurement, whose intervals hold for all of them together
         "seed": config.seed,
         **conditions,
         "differences": differences(export, conditions),
@@ -161,6 +165,11 @@ def _load(fields: DictConfig, export: Export) -> Target:
     )
 
 
+def _tokens_per_round(export: Export) -> float | None:
+    value = export.evidence.get("tokens_per_round")
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
 def measure_claim(
     bench: Bench,
     config: SpeculativeConfig,
@@ -170,6 +179,7 @@ def measure_claim(
     seed: int,
     rows: list[Mapping[str, Sample]],
     on_prompt: Callable[[], object] = lambda: None,
+    tokens_per_round: float | None = None,
 ) -> Verdict:
     """Measure a configuration against plain decoding until what was claimed of it can be judged, or the budget is spent.
 
@@ -182,6 +192,7 @@ def measure_claim(
         seed: of orders and draws.
         rows: takes the samples, prompt by prompt, so that an interruption leaves them there.
         on_prompt: called after every prompt, for a progress bar.
+        tokens_per_round: of the claim's evidence.
     """
     for row in bench.compare({_CANDIDATE: config}, prompts, settings.most_repeats, seed):
         rows.append(row)
@@ -189,7 +200,7 @@ def measure_claim(
         if len(rows) % len(prompts) == 0:
             measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
             found = Speedup.measured(measurement, settings.most_repeats)
-            verdict = judge(claim, found, measurement.lossless.verdict, settings.tolerance)
+            verdict = judge(claim, found, measurement.lossless.verdict, settings.tolerance, tokens_per_round)
             if verdict.clear:
                 break
     return verdict
@@ -220,7 +231,7 @@ def report(record: Mapping[str, Any], export: Export, measurement: Measurement |
     """A record as Markdown: the verdict, what was claimed beside what was measured, and what else has changed."""
     lines = [f"{record['verdict']}: {record['reason']}", ""]
     if measurement is not None:
-        lines += [*table(export, measurement), ""]
+        lines += [*table(export, measurement, record["looks"]), ""]
         where, prompts, versions = record["environment"], record["prompts"], record["environment"]["versions"]
         lines += [
             f"{export.config.label()} on {record['target']['name']} in {record['target']['dtype']} on {where['device']} "
@@ -239,11 +250,11 @@ def report(record: Mapping[str, Any], export: Export, measurement: Measurement |
     return "\n".join(lines) + "\n"
 
 
-def table(export: Export, measurement: Measurement) -> list[str]:
+def table(export: Export, measurement: Measurement, looks: int) -> list[str]:
     """What was claimed beside what was measured, as the lines of a Markdown table."""
     found, said = measurement.to_dict(), export.evidence
     rows: list[tuple[str, Any, Any]] = [
-        ("x plain", Speedup.claimed(said), Speedup.measured(measurement)),
+        ("x plain", Speedup.claimed(said), Speedup.measured(measurement, looks)),
         *((name.replace("_", " "), said.get(key), found[key]) for name, key in _FIGURES.items()),
         ("output", _table(said, "losslessness").get("verdict"), found["losslessness"]["verdict"]),
     ]

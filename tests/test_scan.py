@@ -32,6 +32,7 @@ Rounds = list[list[tuple[int, int, int]]]
 THRESHOLDS = (0.05, 0.1, 0.3)
 STOPS = (StopRule(), *(StopRule("threshold", value) for value in THRESHOLDS), StopRule("adaptive", 0.1))
 GREEDY = Sampling()
+EVERYTHING = os.environ.get("LAYERSKIP_ALL_PROMPTS") == "1"
 FAMILIES = (
     *("cohere", "deepseek_v3", "gemma2", "gemma3_text", "gpt2"),
     *("llama", "llama4_text", "mistral", "mixtral", "phi"),
@@ -53,23 +54,27 @@ def _rounds(target: Target, passages: Sequence[Passage], config: SpeculativeConf
     return found
 
 
-def _random_mask(layers: int, source: random.Random, share: float, first: int = 0) -> SkipMask:
-    flags = [tuple(i >= first and source.random() < share for i in range(layers)) for _ in range(2)]
+def _random_mask(layers: int, source: random.Random, share: float) -> SkipMask:
+    flags = [tuple(source.random() < share for _ in range(layers)) for _ in range(2)]
     return SkipMask(*flags)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_scan_replays_the_real_decoder(family: str) -> None:
-    """Prompts are longer than the windows of tests.families, and some continuations end early."""
+    """Prompts are longer than the windows of tests.families, and some continuations end early.
+
+    ``LAYERSKIP_ALL_PROMPTS=1`` takes every draft length with every stop rule instead of a few.
+    """
     target = Target(build(family))
     source = random.Random(family)
     prompts = [[source.randrange(3, 64) for _ in range(length)] for length in (5, 13, 9)]
     passages = [_passage(target, i, prompt, GREEDY, 20) for i, prompt in enumerate(prompts)]
-    scanner = Scanner(target, passages, GREEDY, depth=6, max_rows=40)
+    scanner = Scanner(target, passages, GREEDY, depth=8, max_rows=40)
     scanner.check()
     masks = [_random_mask(target.layers, source, share) for share in (0.1, 0.3)] + [SkipMask.none(target.layers)]
     for scan in scanner.scan(masks):
-        for length, stop in ((1, STOPS[0]), (6, STOPS[0]), *((source.randint(2, 6), stop) for stop in STOPS[1:])):
+        pairs = [(1, STOPS[0]), (8, STOPS[0]), *((source.randint(2, 8), stop) for stop in STOPS[1:])]
+        for length, stop in itertools.product(range(1, 9), STOPS) if EVERYTHING else pairs:
             config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
             assert scanner.rounds(scan, length, stop) == _rounds(target, passages, config, GREEDY), config.label()
 
@@ -112,6 +117,17 @@ def test_a_prompt_lookup_is_replayed_without_any_pass(match: str, tiny_target: T
         found = [replay_lookup(passage, drafter) for passage in passages]
         assert found == _rounds(tiny_target, passages, config, GREEDY)
         assert sum(accepted for rounds in found for _, accepted, _ in rounds) > 0
+
+
+def test_more_passages_take_no_larger_cache(tiny_target: Target) -> None:
+    """Memory is bounded by the rows of a pass, whatever number of packs the starts make."""
+    sizes = []
+    for count in (2, 8):
+        passages = [_passage(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(count)]
+        scanner = Scanner(tiny_target, passages, GREEDY, depth=4, max_rows=8)
+        scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
+        sizes.append(scanner.cache_bytes)
+    assert 0 < sizes[0] == sizes[1]
 
 
 def test_masks_scanned_at_once_are_those_scanned_alone(tiny_target: Target) -> None:
@@ -173,20 +189,19 @@ def test_smollm2_is_replayed(smollm2: Target) -> None:
     ``LAYERSKIP_ALL_PROMPTS=1`` takes 20 masks, each with all 32 pairs of length and stop rule and thereby on all tune
     prompts, instead of a few.
     """
-    everything = os.environ.get("LAYERSKIP_ALL_PROMPTS") == "1"
-    count, new = (20, 16) if everything else (3, 16)
-    tune = PromptSet.packaged().split()[0].take(None if everything else 3)
+    count, new = (20, 16) if EVERYTHING else (3, 16)
+    tune = PromptSet.packaged().split()[0].take(None if EVERYTHING else 3)
     passages = list(continue_prompts(smollm2, tune, GREEDY, new))
     scanner = Scanner(smollm2, passages, GREEDY, depth=8)
     source = random.Random(0)
-    masks = [_random_mask(smollm2.layers, source, source.choice((0.03, 0.08, 0.2)), first=1) for _ in range(count)]
+    masks = [_random_mask(smollm2.layers, source, source.choice((0.03, 0.08, 0.2))) for _ in range(count)]
     stops = [StopRule(), *(StopRule("threshold", value) for value in (0.2, 0.5, 0.8))]
     pairs = list(itertools.product(range(1, 9), stops))
     source.shuffle(pairs)
     turns = itertools.cycle(pairs)
     prompts = itertools.cycle(range(len(passages)))
     for scan in scanner.scan(masks):
-        for length, stop in itertools.islice(turns, len(pairs) if everything else 3):
+        for length, stop in itertools.islice(turns, len(pairs) if EVERYTHING else 3):
             index = next(prompts)
             config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
             real = _rounds(smollm2, [passages[index]], config, GREEDY)[0]

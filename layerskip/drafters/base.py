@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -74,7 +74,18 @@ class Drafter(Protocol):
         """Hear what came of the last draft, unless the sequence ended with it."""
 
     def hear(self, said: Said) -> None:
-        """Hear what the target said in the same pass, whoever drafted for it; gone with the next pass."""
+        """Hear what the target said in the same pass, whoever drafted for it; gone with the next pass.
+
+        Nobody hears the prefill, nor the pass that a sequence ends with.
+        """
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """What keeps something from one prompt for the next, and can be made to forget it."""
+
+    def forget(self) -> None:
+        """Be as if there had been no prompt before."""
 
 
 class NoDraft:

@@ -12,7 +12,7 @@ from ..cache import KVCache
 from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
-from .base import Context, Drafter, Said
+from .base import Context, Drafter, Learner, Said
 
 
 class Cascade:
@@ -42,6 +42,12 @@ class Cascade:
                 return draft
         self._drafted = None
         return Draft.empty(context.last.device)
+
+    def forget(self) -> None:
+        """Let every member forget."""
+        for member in self.members:
+            if isinstance(member, Learner):
+                member.forget()
 
     def observe(self, verdict: Verdict) -> None:
         """Tell the member whose draft it was."""

@@ -22,7 +22,7 @@ from .base import Context, Said
 
 
 class TokenRecycling:
-    """Drafts trees from the table, which it keeps from prompt to prompt.
+    """Drafts trees from the table, which it keeps from prompt to prompt until it is told to forget.
 
     Args:
         draft_length: the depth of a tree, at most.
@@ -36,6 +36,10 @@ class TokenRecycling:
         self.tree_tokens = tree_tokens
         self.candidates = candidates
         self.least_probability = least_probability
+        self.forget()
+
+    def forget(self) -> None:
+        """Empty the table."""
         self._table: dict[int, list[tuple[int, float]]] = {}
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:

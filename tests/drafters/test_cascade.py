@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
 
 from layerskip.cache import KVCache
-from layerskip.config import SpeculativeConfig
+from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.draft import Draft
 from layerskip.drafters.base import Context, Drafter, Said
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.cascade import Cascade
+from layerskip.drafters.draft_model import DraftModel
 from layerskip.sampling import Chooser
 from layerskip.target import Target
 from layerskip.verify import Verdict
-from tests.drafters.contract import DrafterContract
+from tests.drafters.contract import SAMPLINGS, DrafterContract
+from tests.drafters.test_token_recycling import experienced
+from tests.families import build
 
 LOOKUP = {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 3, "draft_length": 4}
 SKIP = {"kind": "layer_skip", "mask": "attention:0;mlp:1", "draft_length": 3}
@@ -25,6 +29,26 @@ class TestLookupThenLayerSkip(DrafterContract):
     def drafter(self, target: Target) -> Drafter:
         skip = SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
         return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, skip]}), target)
+
+
+class TestLookupThenTrees(DrafterContract):
+    trees = True
+    learns = True
+
+    def drafter(self, target: Target) -> Drafter:
+        """The second has decoded before, so that it has something to draft."""
+        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
+        return Cascade([lookup, copy.deepcopy(experienced(target))])
+
+
+class TestLookupThenDraftModel(DrafterContract):
+    samplings = SAMPLINGS[1:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        """The second's cache lags behind whenever the first has drafted."""
+        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
+        model = build("llama", 1, vocab_size=target.vocabulary, num_hidden_layers=1)
+        return Cascade([lookup, DraftModel(model, 1, 3, StopRule())])
 
 
 class Member:

@@ -10,7 +10,7 @@ import torch
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decode import decode
-from layerskip.drafters.base import Drafter, Said
+from layerskip.drafters.base import Drafter, Learner, Said
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.token_recycling import TokenRecycling
 from layerskip.sampling import Sampling
@@ -24,7 +24,7 @@ def _fresh(target: Target) -> Drafter:
 
 
 @functools.cache
-def _experienced(target: Target) -> Drafter:
+def experienced(target: Target) -> Drafter:
     drafter = _fresh(target)
     for prompt in PROMPTS:
         decode(target, drafter, [token % target.vocabulary for token in prompt], Sampling(), LENGTH, eos_ids=frozenset())
@@ -37,7 +37,7 @@ class TestTokenRecycling(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         """One that has decoded before, so that it has something to draft."""
-        return copy.deepcopy(_experienced(target))
+        return copy.deepcopy(experienced(target))
 
     def test_what_was_learnt_serves_the_next_prompt(self) -> None:
         target = target_of("llama")
@@ -45,6 +45,9 @@ class TestTokenRecycling(DrafterContract):
         first, again = (decode(target, drafter, PROMPTS[2], Sampling(), LENGTH) for _ in range(2))
         assert again.tokens == first.tokens
         assert len(again.stats.rounds) < len(first.stats.rounds)
+        assert isinstance(drafter, Learner)
+        drafter.forget()
+        assert decode(target, drafter, PROMPTS[2], Sampling(), LENGTH).stats == first.stats
 
 
 def _taught(tree_tokens: int = 9, least: float = 0.0) -> TokenRecycling:

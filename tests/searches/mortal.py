@@ -66,7 +66,7 @@ passages._decode = told("continuations", passages._decode, lambda target, item, 
 foresight.profile_costs = told("profile", foresight.profile_costs, lambda *_: "")  # type: ignore[attr-defined]
 Scanner.scan = scan_one_by_one  # type: ignore[method-assign, assignment]
 ModelBench.compare = compare_finalists  # type: ignore[method-assign, assignment]
-Objective.__call__ = told("trials", Objective.__call__, lambda _, trial: trial.number)  # type: ignore[method-assign]
+Objective.__call__ = told("trials", Objective.__call__, lambda _, trial: f"number {trial.number}")  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     sys.argv = ["layerskip", *sys.argv[4:]]

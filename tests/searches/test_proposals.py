@@ -51,7 +51,7 @@ class Landscape:
         return [
             Prediction(
                 SpeculativeConfig("layer_skip", 2, mask=mask.format()),
-                expected_speedup(self, mask, self.agreement(mask), 6)[0],
+                expected_speedup(self, mask, self.agreement(mask), (1, 6))[0],
                 self.agreement(mask),
             )
             for mask in masks
@@ -71,7 +71,7 @@ def test_proposals_are_close_to_the_best_of_all_masks(seed: int) -> None:
     found = propose(oracle, space, ProposalSettings(screened=150, scanned=8, enqueued=3))
     bits = [(False, True) if i in space.skippable else (False,) for i in range(LAYERS)]
     every = [SkipMask(a, m) for a in itertools.product(*bits) for m in itertools.product(*bits)]
-    best = max(expected_speedup(oracle, mask, oracle.agreement(mask), 6)[0] for mask in every)
+    best = max(expected_speedup(oracle, mask, oracle.agreement(mask), (1, 6))[0] for mask in every)
     assert found[0].speedup == pytest.approx(best, rel=0.005)
     assert len({prediction.config for prediction in found}) == 3
     assert len(oracle.asked) == len(set(oracle.asked)) <= 150
@@ -91,7 +91,8 @@ def test_expected_speedup_is_the_papers() -> None:
     oracle.layers, oracle.profile = 2, profile
     alpha, cost = 0.8, 0.3 / 0.5
     expected = max((1 - alpha ** (g + 1)) / ((1 - alpha) * (g * cost + 1)) for g in range(1, 5))
-    assert expected_speedup(oracle, mask, alpha, 4)[0] == pytest.approx(expected)
+    assert expected_speedup(oracle, mask, alpha, (1, 4))[0] == pytest.approx(expected)
+    assert expected_speedup(oracle, mask, 0.0, (3, 4))[1] == 3
     assert profile.bound(mask) == pytest.approx(max((g + 1) / (g * cost + 1) for g in range(1, 6)))
 
 

@@ -58,7 +58,7 @@ class Known:
         return Sample(prompt_id, "x", 11, 10, 0.1, seconds, 1, DecodeStats((Round(0, 0, 1),) * 10), Losslessness(1))
 
 
-def _run(bench: Known, *configs: SpeculativeConfig, remeasure: int = 100, trials: int | None = None) -> optuna.Study:
+def run_known(bench: Known, *configs: SpeculativeConfig, remeasure: int = 100, trials: int | None = None) -> optuna.Study:
     space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     for config in configs:
@@ -71,7 +71,7 @@ def _run(bench: Known, *configs: SpeculativeConfig, remeasure: int = 100, trials
 def test_only_who_is_level_with_the_best_gets_more_prompts() -> None:
     fast, slow, close = _lookup(4), _lookup(5), _lookup(6)
     bench = Known({fast: 1.5, slow: 1.2, close: 1.49})
-    _run(bench, fast, slow, close)
+    run_known(bench, fast, slow, close)
     counts = {config: len([c for c, _ in bench.asked if c == config]) for config in (fast, slow, close)}
     assert counts == {fast: 5, slow: 3, close: 5}
 
@@ -80,7 +80,7 @@ def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
     config = _lookup(4)
     # Three trials of five prompts teach the pace; in the fourth the machine stumbles once.
     bench = Known({config: 1.5}, drift=lambda call: 2.0 if call == 16 else 1.0)
-    study = _run(bench, config, config, config, config)
+    study = run_known(bench, config, config, config, config)
     trials = finished(study)
     assert [trial.user_attrs.get(DRIFTED, 0) for trial in trials] == [0, 0, 0, 1]
     assert bench.calls == 21
@@ -101,7 +101,7 @@ def test_the_leader_is_challenged_and_its_luck_pooled() -> None:
 
     bench = Lucky({})
     others = [_lookup(length) for length in range(6, 12)]
-    study = _run(bench, lucky, solid, *others, remeasure=3, trials=14)
+    study = run_known(bench, lucky, solid, *others, remeasure=3, trials=14)
     leader = ranking(study)[0]
     assert leader.config == solid
     assert next(standing.complete for standing in ranking(study) if standing.config == lucky) >= 2
@@ -110,7 +110,7 @@ def test_the_leader_is_challenged_and_its_luck_pooled() -> None:
 def test_what_does_not_lead_is_not_measured_a_third_time() -> None:
     fast, slow = _lookup(4), _lookup(5)
     bench = Known({fast: 1.5, slow: 1.2})
-    study = _run(bench, fast, slow, slow, slow)
+    study = run_known(bench, fast, slow, slow, slow)
     last = finished(study)[-1]
     assert last.state == TrialState.COMPLETE  # with what is known of it, so that the sampler learns nothing wrong
     assert last.value == pytest.approx(1.2)

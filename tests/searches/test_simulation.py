@@ -103,4 +103,4 @@ def test_the_oracle_errs_a_little_and_alike_on_masks_that_are_alike() -> None:
 def test_the_oracle_that_does_not_err_tells_the_truth() -> None:
     space = SearchSpace(layers=16, stops=("length",))
     config = CONFIGS["lengths"]
-    assert SimulatedOracle(LANDSCAPE, space, error=0.0).speedup(config) == LANDSCAPE.speedup(config)
+    assert SimulatedOracle(LANDSCAPE, space, error=0.0, bias=0.0).speedup(config) == LANDSCAPE.speedup(config)

@@ -43,5 +43,7 @@ def test_killed_in_a_stage_nothing_finished_is_done_again(stage: str, tiny_folde
     assert stage == "trials" or killed in after
     assert {line.split()[0] for line in before + after} == set(STAGES)
     assert [line.split()[0] for line in finished + after if line.startswith("continuations")] == ["continuations"] * 3
+    # Numbers are never given twice, so that nothing was tried again shows in how many trials were begun.
+    assert sum(line.startswith("trials") for line in before + after) == 4 + (stage == "trials")
     assert sum(trial.state.is_finished() for trial in journal_study(tmp_path, "mortal").trials) >= 4
     assert (tmp_path / "mortal" / "best.json").exists()

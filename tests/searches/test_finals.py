@@ -1,0 +1,64 @@
+"""The verdict on a bench whose every pace is known: who leaves, who ties, who wins, and what the report says of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from layerskip import PromptSet, SpeculativeConfig
+from searches import report
+from searches.finals import measure_finals
+from searches.objective import MeasureSettings
+from searches.stability import SeedStability, Stability
+from tests.searches.test_racing import Known, run_known
+
+PROMPTS = PromptSet.of([f"held-out {i}" for i in range(24)])
+
+
+def _lookup(length: int) -> SpeculativeConfig:
+    return SpeculativeConfig("prompt_lookup", length)
+
+
+def test_who_is_behind_leaves_and_a_tie_goes_to_the_simpler() -> None:
+    long, short, slow = _lookup(8), _lookup(4), _lookup(6)
+    bench = Known({long: 1.5, short: 1.5, slow: 1.2})
+    study = run_known(bench, long, short, slow)
+    bench.asked.clear()
+    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=3, held_out_repeats=3), 0)
+    asked = {config: sum(found == config for found, _ in bench.asked) for config in (long, short, slow)}
+    assert asked == {long: 72, short: 72, slow: 12}  # ties are measured to the end of the budget
+    assert finals.winner.config == short
+    assert [finalist.config for finalist in finals.finalists if not finalist.stayed] == [slow]
+
+
+def test_measuring_ends_once_one_is_left() -> None:
+    fast, slow = _lookup(4), _lookup(6)
+    bench = Known({fast: 1.5, slow: 1.2})
+    study = run_known(bench, fast, slow)
+    bench.asked.clear()
+    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=2, held_out_repeats=3), 0)
+    assert sum(found == fast for found, _ in bench.asked) == 24
+    assert finals.winner.config == fast
+
+
+def test_the_report_says_what_the_winner_is_worth_and_what_it_cost() -> None:
+    fast = _lookup(4)
+    bench = Known({fast: 1.5})
+    study = run_known(bench, fast)
+    bench.speedups = {fast: 1.25}  # luck, in the search
+    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
+    text = report.summary(study, finals, Stability(0.5, 0.25, 0.125), SeedStability(3, 0.75, 0.0625))
+    seconds = report.search_seconds(study, finals)
+    assert finals.seconds == pytest.approx(24 * (0.1 + 1.0 + 0.1 + 0.8))
+    # Plain decoding takes 0.1 seconds a token, the winner 0.08.
+    assert f"{seconds:.0f} seconds, which {seconds / 0.02:,.0f} generated tokens pay back" in text
+    assert "its speedup went from 1.50 to 1.25" in text
+    assert "By kind of work: x 1.25." in text
+    assert "50% of resampled text sets choose the same; two choices share 0.25" in text
+    assert "The best masks of 3 seeds share 0.75 of what they skip, where chance gives 0.06." in text
+
+
+def test_nobody_wins_who_is_not_faster() -> None:
+    bench = Known({_lookup(4): 0.95})
+    finals = measure_finals(run_known(bench, _lookup(4)), bench, PROMPTS, MeasureSettings(finalists=1), 0)
+    assert finals.winner.config == SpeculativeConfig()
+    assert report.verdict(finals).startswith("No drafting wins")
