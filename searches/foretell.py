@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,14 +59,11 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     asked = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target.device)]
-    asked.append("speedup and rounds")  # what is kept; earlier versions kept less
+    asked.append("speedup, rounds, seconds")  # what is kept; earlier versions kept less
     measured = Kept(folder / f"measured-{digest(asked)[:12]}.jsonl")
     points = []
     masks = _masks(oracle, space, config.masks, config.seed)
-    known = oracle.scanned
-    start = time.monotonic()
     oracle.predict(masks)
-    scanning_seconds, fresh = time.monotonic() - start, oracle.scanned - known
     trial_seconds = []
     for mask in tqdm(masks, unit="mask", desc="decoding", disable=None):
         configs = {str(length): SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in lengths}
@@ -75,10 +71,11 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         if name not in measured:
             rows = list(bench.compare(configs, prompts, measuring.repeats, config.seed))
             found = {length: Measurement.of(rows, BASELINE, length) for length in configs}
-            measured.add(name, {length: [part.speedup, _counts(part).to_list()] for length, part in found.items()})
-            trial_seconds += [_seconds(part) for part in found.values()]
+            kept = {length: [part.speedup, _counts(part).to_list(), _seconds(part)] for length, part in found.items()}
+            measured.add(name, kept)
         for length, drafting in configs.items():
-            speedup, rounds = measured[name][length]
+            speedup, rounds, seconds = measured[name][length]
+            trial_seconds.append(seconds)
             point = {"mask": mask.format(), "draft_length": int(length), "measured": speedup}
             # What the prediction would have been, had it known the rounds: what is left of its error is the profile's.
             timed = oracle.profile.speedup(Counts.from_list(rounds), mask, drafting.stop)
@@ -91,8 +88,8 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         "prompts": {"count": len(prompts), "digest": prompts.digest},
         "max_new_tokens": measuring.max_new_tokens,
         "profile": oracle.profile.to_dict(),
-        "scan": {"masks": fresh, "seconds": scanning_seconds, "max_rows": oracle.max_rows},
-        "trial_seconds": statistics.fmean(trial_seconds) if trial_seconds else None,
+        "scan": {"masks": len(masks), "seconds_per_mask": oracle.scan_seconds, "max_rows": oracle.max_rows},
+        "trial_seconds": statistics.fmean(trial_seconds),
         "points": points,
     } | agreement(points)
     path = Path(config.record or outputs / "foretold.json")
@@ -103,9 +100,9 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         f"{record['median_absolute_error']:.1%}, mean error {record['mean_error']:+.1%}; had the rounds been known, "
         f"median absolute error {record['median_absolute_error_from_real_rounds']:.1%}"
     )
-    if fresh and trial_seconds:
-        cost = 64 * scanning_seconds / fresh / statistics.fmean(trial_seconds)
-        print(f"scanning {fresh} masks took {scanning_seconds:.0f} s; 64 of them cost as much as {cost:.1f} real trials")
+    if oracle.scan_seconds is not None:
+        cost = 64 * oracle.scan_seconds / statistics.fmean(trial_seconds)
+        print(f"scanning a mask took {oracle.scan_seconds:.2f} s; 64 of them cost as much as {cost:.1f} real trials")
     print(f"wrote {path} and {path.with_suffix('.png')}")
     return record
 

@@ -214,7 +214,8 @@ def _publish(
     export = Export(Export.describe(target), winner.config, plan.sampling, evidence, where, search=found)
     export.save(folder / "best.json")
     stable = oracle.stability(2 * len(plan.space.skippable)) if oracle is not None else None
-    text = report.summary(study, finals, stable, _compare_seeds(study, plan, folder))
+    scan_seconds = oracle.scan_seconds if oracle is not None else None
+    text = report.summary(study, finals, stable, _compare_seeds(study, plan, folder), scan_seconds)
     (folder / "report.md").write_text(text, encoding="utf-8")
     singles = oracle.single_agreements() if oracle is not None else None
     report.draw(study, finals, target.layers, folder / "report.png", singles)

@@ -7,6 +7,8 @@ nothing twice.
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +114,12 @@ class ScanOracle:
         return len(self._counts)
 
     @property
+    def scan_seconds(self) -> float | None:
+        """What scanning a mask whole took on average, earlier runs included; None before any was."""
+        found = [self._counts[text]["seconds"] for text in self._counts if "seconds" in self._counts[text]]
+        return statistics.fmean(found) if found else None
+
+    @property
     def max_rows(self) -> int:
         """What bounds a scan's memory."""
         return self._scanner.max_rows
@@ -208,7 +216,11 @@ class ScanOracle:
 
     def _scan(self, masks: Sequence[SkipMask]) -> None:
         for some in self._portions(self._new(masks, self._counts)):
-            for scan in self._scanner.scan(some):
+            start = time.monotonic()
+            scans = self._scanner.scan(some)
+            seconds = (time.monotonic() - start) / len(some)
+            for scan in scans:
+                start = time.monotonic()
                 first_length, last_length = self._choices.lengths
                 # Long drafts and low thresholds first: what they have followed the others need not.
                 rules = sorted(enumerate(self._choices.stops), key=lambda pair: pair[1].threshold)
@@ -219,7 +231,10 @@ class ScanOracle:
                 ]
                 self._scans[scan.mask] = scan
                 self._forget()
-                self._counts.add(scan.mask.format(), {"agreement": scan.agreement, "counts": found})
+                seconds_in_all = seconds + time.monotonic() - start
+                self._counts.add(
+                    scan.mask.format(), {"agreement": scan.agreement, "counts": found, "seconds": seconds_in_all}
+                )
 
     def _portions(self, masks: list[SkipMask]) -> Iterator[list[SkipMask]]:
         """Masks that are scanned together: several where passes have room for many rows, which a CPU gains nothing by."""

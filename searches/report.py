@@ -38,7 +38,11 @@ _COLORS = {
 
 
 def summary(
-    study: optuna.Study, finals: Finals | None, stable: Stability | None = None, seeds: SeedStability | None = None
+    study: optuna.Study,
+    finals: Finals | None,
+    stable: Stability | None = None,
+    seeds: SeedStability | None = None,
+    scan_seconds: float | None = None,
 ) -> str:
     """The report as Markdown: the verdict, the finalists on held-out prompts, and the best trials."""
     trials = finished(study)
@@ -56,6 +60,10 @@ def summary(
             f"{stable.overlap:.2f} of what they skip, where chance gives {stable.chance:.2f}.",
             "",
         ]
+    took = [trial.user_attrs["seconds"] for trial in trials if "measurement" in trial.user_attrs]
+    if scan_seconds is not None and took:
+        cost = 64 * scan_seconds / statistics.fmean(took)
+        lines += [f"Scanning a mask took {scan_seconds:.1f} seconds: 64 cost as much as {cost:.1f} trials that decode.", ""]
     if seeds is not None:
         lines += [
             f"The best masks of {seeds.seeds} seeds share {seeds.overlap:.2f} of what they skip, where chance gives "
