@@ -18,7 +18,7 @@ from .forward import forward
 from .sampling import Chooser, Sampling, upload
 from .stats import DecodeStats, Round
 from .target import Target
-from .tree import TreeModel, tree_model
+from .tree import TreeModel, depth, tree_model
 from .verify import verify
 from .view import decoding_view
 
@@ -120,9 +120,14 @@ def decode(
             drafter.observe(verdict)
             drafter.hear(Said(block, logits))
         drafted, accepted = len(verdict.drafted), verdict.accepted
+        deep = None if draft.parents is None else depth(draft.parents)
         if len(committed) <= accepted:  # what lies behind an end of sequence counts nowhere
-            drafted = accepted = len(committed)
-        rounds.append(Round(drafted, accepted, len(committed)))
+            accepted = len(committed)
+            if deep is None:
+                drafted = accepted
+            else:
+                deep = accepted
+        rounds.append(Round(drafted, accepted, len(committed), deep))
         if callback is not None:
             callback(committed)
     return Continuation(context.tokens[len(prompt) :], DecodeStats(tuple(rounds)), ending.reason)

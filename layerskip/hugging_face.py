@@ -47,9 +47,10 @@ def custom_generate(
 ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
     """A decoding method for ``model.generate(**inputs, custom_generate=...)``.
 
-    It reads generate's own sampling parameters, lengths and stopping criteria, and returns what generate returns. Drafters
-    are kept per model, so an adaptive threshold carries on from call to call. ``model.generate(..., callback=f)`` streams
-    committed tokens to ``f``; transformers keeps its own ``streamer`` from methods like this one.
+    It reads generate's own sampling parameters, lengths and stopping criteria, and returns what generate returns.
+    Drafters are kept per model, so an adaptive threshold and what token recycling has learnt carry on from call to call.
+    ``model.generate(..., callback=f)`` streams committed tokens to ``f``; transformers keeps its own ``streamer`` from
+    methods like this one.
 
     Args:
         config: how to decode.

@@ -1,7 +1,8 @@
 """What did a decoding do, counted? Rounds, and the ratios made of them.
 
 Names follow Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192): a round drafts some
-tokens, the target accepts a prefix of them and adds one token of its own (the bonus token). No torch in here.
+tokens, the target accepts a prefix of them, or a branch of a tree, and adds one token of its own (the bonus token). No torch
+in here.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ class Round:
         drafted: tokens that the drafter proposed and the target scored.
         accepted: how many of them were accepted; at most ``drafted``.
         committed: tokens that went into the output: ``accepted + 1``, less where the output ended inside.
+        depth: of a tree, how many tokens its longest branch has; None for a chain, which is as long as it has tokens.
     """
 
     drafted: int
     accepted: int
     committed: int
+    depth: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that could have been accepted."""
+        return self.drafted if self.depth is None else self.depth
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,10 @@ class DecodeStats:
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """Entry i: of the rounds that drafted an i-th token (from 0), the share that accepted it."""
-        longest = max((r.drafted for r in self.rounds), default=0)
+        """Entry i: of the rounds that drafted an i-th token in a row (from 0), the share that accepted one there."""
+        longest = max((r.longest for r in self.rounds), default=0)
         rates = []
         for position in range(longest):
-            reached = [r for r in self.rounds if r.drafted > position]
+            reached = [r for r in self.rounds if r.longest > position]
             rates.append(sum(r.accepted > position for r in reached) / len(reached))
         return tuple(rates)

@@ -140,6 +140,14 @@ def path_to(node: int, parents: Sequence[int]) -> list[int]:
     return path[::-1]
 
 
+def depth(parents: Sequence[int]) -> int:
+    """How many nodes a tree's longest branch has."""
+    levels = [0]
+    for parent in parents:
+        levels.append(levels[parent + 1] + 1)
+    return max(levels)
+
+
 @functools.lru_cache(maxsize=256)
 def depths_and_ancestors(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """A tree's shape, its root being the last token of the sequence.

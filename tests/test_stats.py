@@ -24,6 +24,12 @@ def test_acceptance_by_position_counts_only_rounds_that_drafted_so_far() -> None
     assert SECOND.acceptance_by_position == (0.0,)
 
 
+def test_the_positions_of_a_tree_are_its_depths() -> None:
+    trees = DecodeStats((Round(9, 2, 3, depth=3), Round(4, 0, 1, depth=1)))
+    assert trees.acceptance_by_position == (1 / 2, 1.0, 0.0)
+    assert trees.acceptance_rate == 2 / 13
+
+
 def test_joined_decodings_pool_their_rounds() -> None:
     joined = DecodeStats.join([FIRST, DecodeStats(), SECOND])
     assert joined.acceptance_rate == pytest.approx(7 / 12)
