@@ -104,9 +104,7 @@ class PromptSet:
         return PromptSet(tuple(ordered[::2]), f"{self.name}/tune"), PromptSet(tuple(ordered[1::2]), f"{self.name}/held-out")
 
     def take(self, count: int | None) -> PromptSet:
-        """At most ``count`` prompts, taking the categories in turn; all where ``count`` is None."""
-        if count is None or count >= len(self):
-            return self
+        """At most ``count`` prompts, the categories in turn; all of them, in turn, where ``count`` is None."""
         groups = list(self._by_category().values())
         turns = [group[turn] for turn in range(max(map(len, groups))) for group in groups if turn < len(group)]
         return PromptSet(tuple(turns[:count]), self.name)

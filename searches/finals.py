@@ -28,7 +28,7 @@ from .standings import is_lossless, ranking
 LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
 _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
 _BLOCK = 6  # prompts between two looks
-_LEAVING = 0.99  # confidence at which a configuration leaves; higher than the verdict's, as it is looked at again and again
+_LEAVING = 0.999  # confidence at which a configuration leaves; well above the verdict's, as it is looked at again and again
 _SIMPLEST = ("none", "prompt_lookup", "token_recycling", "layer_skip", "draft_model")
 
 Row = Mapping[str, Sample]
@@ -110,6 +110,7 @@ def measure_finals(
     kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")
     rows: list[Row] = []
     left = dict(configs)
+    prompts = prompts.take(None)  # all kinds of work in every block: who leads on the first two need not lead on all
     for repeat in range(settings.held_out_repeats):
         for first in range(0, len(prompts), _BLOCK):
             block = PromptSet(prompts.items[first : first + _BLOCK])

@@ -49,7 +49,7 @@ class ScanSettings:
     prompts: int | None = 8
     screened_rows: int = 128
     max_rows: int | None = None
-    thresholds: Sequence[float] = (0.5,)
+    thresholds: Sequence[float] = (0.5, 0.6, 0.7, 0.8, 0.9)
     profile_repeats: int = 12
     proposals: ProposalSettings = field(default_factory=ProposalSettings)
 
@@ -105,9 +105,7 @@ def foresee(
         return None
     longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.arms else depth
     profile = cost_profile(target, passages, longest, sampling, settings.profile_repeats, outputs)
-    stops = [StopRule()] if "length" in space.stops else []
-    kinds = [kind for kind in ("threshold", "adaptive") if kind in space.stops]
-    stops += [StopRule(kind, value) for kind in kinds for value in dict.fromkeys(map(float, settings.thresholds))]
+    stops = scanned_stops(space, settings.thresholds)
     asked = {
         "target": target.digest,
         "passages": [dataclasses.astuple(passage) for passage in passages],
@@ -116,8 +114,15 @@ def foresee(
         "screened_rows": settings.screened_rows,
     }
     kept = folder / f"scans-{digest(asked)[:16]}"
-    choices = Choices((space.skip_length[0], space.skip_length[1]), tuple(stops))
+    choices = Choices((space.skip_length[0], space.skip_length[1]), stops)
     return ScanOracle(scanner, scanner.sample(settings.screened_rows), profile, choices, kept)
+
+
+def scanned_stops(space: SearchSpace, thresholds: Sequence[float]) -> tuple[StopRule, ...]:
+    """The stop rules that every scanned mask is tried with."""
+    kinds = [kind for kind in ("threshold", "adaptive") if kind in space.stops]
+    without = [StopRule()] if "length" in space.stops else []
+    return (*without, *(StopRule(kind, value) for kind in kinds for value in dict.fromkeys(map(float, thresholds))))
 
 
 def cost_profile(

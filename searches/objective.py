@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import optuna
@@ -33,6 +33,7 @@ _CANDIDATE = "candidate"
 _KNOWN = "measured often enough"
 _REPLICATES = 2  # whole measurements of a configuration that does not lead; samplers repeat themselves
 _LEVEL = 0.02  # so close behind the best, a trial is level with it
+_PRUNING = 0.9  # confidence at which a trial is behind the leader
 _LEAST_PACES = 3  # measurements of a prompt before its usual pace is known
 
 
@@ -118,7 +119,8 @@ class Objective:
         rows: list[dict[str, Sample]] = []
         nothing = Measurement((), ())
         known = standings(trial.study.get_trials(deepcopy=False, states=FINISHED)).get(config)
-        if known is not None and known.complete >= _REPLICATES and not self._leads(trial.study, config):
+        enough = _REPLICATES if config.kind != "none" else 1  # plain decoding is measured beside every other trial
+        if known is not None and known.complete >= enough and not self._leads(trial.study, config):
             self._record(trial, nothing, _KNOWN, time.monotonic() - start)
             return known.speedup_on(self._first_ids)
         judgement = self._judge(trial.study, config) if known is None else None
@@ -183,9 +185,27 @@ class Objective:
             self.on_prompt()
             trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), len(rows) - 1)
             # Behind the last prompt there is nothing left to save.
-            if len(rows) < end and trial.should_prune():
+            if len(rows) < end and trial.should_prune() and self._is_behind(trial.study, config, rows):
                 return "slower than the best so far"
         return None
+
+    @staticmethod
+    def _is_behind(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
+        """Whether the leader's pace lies above the whole interval of this one's, on the prompts that both decoded.
+
+        The pruner's ranks see on how many prompts the leader is ahead, not by how much: a lookup that is far ahead on few
+        may be the faster one in all.
+        """
+        leader = next(iter(ranking(study)), None)
+        if leader is None or leader.config == config:
+            return False
+        led = []
+        for row in rows:
+            own, plain = leader.seconds.get(row[BASELINE].prompt_id, (0.0, 0.0))
+            if own and plain:
+                seconds = row[BASELINE].decode_seconds * own / plain  # at the machine's pace of now
+                led.append(row | {BASELINE: dataclasses.replace(row[BASELINE], decode_seconds=seconds)})
+        return bool(led) and Measurement.of(led, BASELINE, _CANDIDATE).interval(confidence=_PRUNING)[1] < 1.0
 
     def _steady(
         self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, row: dict[str, Sample], seed: int

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from layerskip import DecodeStats, PromptSet, Round, SkipMask, SpeculativeConfig, StopRule
+from layerskip import DecodeStats, PromptSet, Round, SkipMask, SpeculativeConfig
 from layerskip.costs import CostProfile
 from layerskip.lossless import Losslessness
 from layerskip.measurement import Sample
 from layerskip.prompts import PromptItem
 
 from .bench import BASELINE
+from .foresight import ScanSettings, scanned_stops
 from .landscape import Floats, Landscape, Work, threshold_of
 from .oracle import Prediction
 from .space import SearchSpace
@@ -157,14 +158,17 @@ class SimulatedOracle:
 
     Args:
         landscape: the truth.
-        space: the draft lengths to choose from, and the kinds of stop rules, with the threshold that scans try first.
+        space: the draft lengths to choose from, and the kinds of stop rules, tried with the thresholds that scans try.
+        prompts: whose texts prompt lookups are replayed on; the truth about them is not the truth about all.
         error: standard deviation of a prediction's error, on a log scale; masks err alike as far as they skip alike.
         bias: mean of the error of every mask that skips anything, on the same scale.
     """
 
-    def __init__(self, landscape: Landscape, space: SearchSpace, error: float = 0.03, bias: float = 0.02) -> None:
-        self._landscape, self._space, self._error, self._bias = landscape, space, error, bias
-        self._stops = tuple(StopRule() if kind == "length" else StopRule(kind, 0.5) for kind in space.stops)
+    def __init__(
+        self, landscape: Landscape, space: SearchSpace, prompts: PromptSet, error: float = 0.02, bias: float = 0.02
+    ) -> None:
+        self._landscape, self._space, self._prompts, self._error, self._bias = landscape, space, prompts, error, bias
+        self._stops = scanned_stops(space, ScanSettings().thresholds)
         self._misjudged = np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))
 
     @property
@@ -188,11 +192,16 @@ class SimulatedOracle:
         return [Prediction(config, speedup * self._factor(mask), agreement) for mask, (config, speedup), agreement in found]
 
     def foretells(self, config: SpeculativeConfig) -> bool:
-        """Layer skipping, by any stop rule."""
-        return config.kind == "layer_skip"
+        """Layer skipping by any stop rule, and prompt lookups."""
+        return config.kind in ("layer_skip", "prompt_lookup")
 
     def speedup(self, config: SpeculativeConfig) -> float:
-        """What is foretold of one layer-skip configuration."""
+        """What is foretold of one configuration."""
+        if config.kind == "prompt_lookup":
+            costs = self._landscape.profile.verify_seconds
+            works = [(item, self._landscape.work(item)) for item in self._prompts]
+            rounds = [r for item, work in works for r in draw_rounds(self._landscape, item, work, config)]
+            return sum(work.tokens for _, work in works) * costs[0] / sum(costs[r.drafted] for r in rounds)
         return self._landscape.speedup(config) * self._factor(SkipMask.parse(config.mask, self.layers))
 
     def _factor(self, mask: SkipMask) -> float:

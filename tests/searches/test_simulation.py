@@ -82,7 +82,7 @@ def test_plain_decoding_is_not_faster_than_itself(measured: dict[str, Measuremen
 
 def test_the_oracle_errs_a_little_and_alike_on_masks_that_are_alike() -> None:
     space = SearchSpace(layers=16, stops=("length", "threshold"))
-    oracle: Oracle = SimulatedOracle(LANDSCAPE, space, error=0.02)
+    oracle: Oracle = SimulatedOracle(LANDSCAPE, space, draw_prompts(20, 0), error=0.02)
     random = np.random.default_rng(0)
     masks = [SkipMask.of(16, set(), set(random.choice(range(2, 14), 6, replace=False).tolist())) for _ in range(40)]
     found = oracle.predict(masks)
@@ -103,4 +103,15 @@ def test_the_oracle_errs_a_little_and_alike_on_masks_that_are_alike() -> None:
 def test_the_oracle_that_does_not_err_tells_the_truth() -> None:
     space = SearchSpace(layers=16, stops=("length",))
     config = CONFIGS["lengths"]
-    assert SimulatedOracle(LANDSCAPE, space, error=0.0, bias=0.0).speedup(config) == LANDSCAPE.speedup(config)
+    oracle = SimulatedOracle(LANDSCAPE, space, draw_prompts(20, 0), error=0.0, bias=0.0)
+    assert oracle.speedup(config) == LANDSCAPE.speedup(config)
+
+
+def test_the_oracle_foretells_lookups_from_the_texts_it_has() -> None:
+    """As a bench measures them on the same texts, but for the clock's errors."""
+    config, prompts = CONFIGS["lookups"], draw_prompts(200, 0)
+    still = SimulatedBench(LANDSCAPE, Machine(0, noise=0.0, drift=0.0))
+    measured = Measurement.of(list(still.compare({"a": config}, prompts, 1, 0)), BASELINE, "a")
+    oracle = SimulatedOracle(LANDSCAPE, SearchSpace(layers=16), prompts)
+    assert oracle.foretells(config)
+    assert oracle.speedup(config) == pytest.approx(measured.speedup)
