@@ -121,17 +121,19 @@ class SpeculativeConfig:
     """One way to decode.
 
     Args:
-        kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup``, ``token_recycling``, ``draft_model``
-            or ``cascade``.
+        kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup``, ``retrieval``, ``token_recycling``,
+            ``draft_model`` or ``cascade``.
         draft_length: the most tokens drafted per round, at least 1.
         mask: for ``layer_skip``: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
         stop: for ``layer_skip`` and ``draft_model``: when to stop before ``draft_length``.
-        ngram_min: for ``prompt_lookup``: the shortest n-gram looked up, at least 1.
-        ngram_max: for ``prompt_lookup``: the longest, tried first.
+        ngram_min: for ``prompt_lookup`` and ``retrieval``: the shortest n-gram looked up, at least 1.
+        ngram_max: for both: the longest, tried first.
         match: for ``prompt_lookup``: of several matches in the context, the ``last`` or the ``first``.
-        tree_tokens: for ``token_recycling``: the most tokens of a draft, a tree of at most ``draft_length`` in depth.
+        datastore: for ``retrieval``: the folder of a :class:`~layerskip.datastore.Datastore`; empty for none.
+        tree_tokens: for ``retrieval`` and ``token_recycling``: the most tokens of a draft, a tree of at most
+            ``draft_length`` in depth.
         candidates: for ``token_recycling``: so many successors of a token are kept.
-        least_probability: for ``token_recycling``: a branch ends where its probability falls below it, in [0, 1].
+        least_probability: for both kinds of trees: a branch ends where its probability falls below it, in [0, 1].
         draft: for ``draft_model``: a hub id, folder or GGUF file, as ``load_target`` takes them.
         members: for ``cascade``: at least two configurations that draft; the first with a proposal drafts a round.
 
@@ -146,6 +148,7 @@ class SpeculativeConfig:
     ngram_min: int = 1
     ngram_max: int = 3
     match: str = "last"
+    datastore: str = ""
     tree_tokens: int = 8
     candidates: int = 4
     least_probability: float = 0.05
@@ -156,6 +159,7 @@ class SpeculativeConfig:
         "none": (),
         "layer_skip": ("mask", "draft_length", "stop"),
         "prompt_lookup": ("ngram_min", "ngram_max", "match", "draft_length"),
+        "retrieval": ("datastore", "ngram_min", "ngram_max", "draft_length", "tree_tokens", "least_probability"),
         "token_recycling": ("draft_length", "tree_tokens", "candidates", "least_probability"),
         "draft_model": ("draft", "draft_length", "stop"),
         "cascade": ("members",),
@@ -179,6 +183,7 @@ class SpeculativeConfig:
         _check_type("stop", self.stop, StopRule)
         _check_type("mask", self.mask, str)
         _check_type("draft", self.draft, str)
+        _check_type("datastore", self.datastore, str)
         if self.kind == "draft_model" and not self.draft:
             raise ConfigError("draft: draft_model needs a hub id, a folder or a .gguf file")
         if self.kind == "cascade":
@@ -229,6 +234,8 @@ class SpeculativeConfig:
         detail = {
             "layer_skip": self.mask or "nothing skipped",
             "prompt_lookup": f"{self.ngram_min}-{self.ngram_max}-gram, {self.match} match",
+            "retrieval": f"{self.ngram_min}-{self.ngram_max}-gram, {self.datastore or 'own texts'}, trees of "
+            f"{self.tree_tokens} from {self.least_probability:g}",
             "token_recycling": f"trees of {self.tree_tokens}, {self.candidates} candidates, from {self.least_probability:g}",
             "draft_model": self.draft,
         }[self.kind]

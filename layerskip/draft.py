@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from .sampling import upload
 
 
 @dataclass(frozen=True)
@@ -28,3 +31,11 @@ class Draft:
     def empty(cls, device: torch.device) -> Draft:
         """The draft without tokens."""
         return cls(torch.empty(0, dtype=torch.int64, device=device))
+
+    @classmethod
+    def of_tree(cls, tokens: Sequence[int], parents: Sequence[int], device: torch.device) -> Draft:
+        """A deterministic draft on the device; a tree of one branch is a chain, which is cheaper to verify."""
+        if not tokens:
+            return cls.empty(device)
+        chain = all(parent == node - 1 for node, parent in enumerate(parents))
+        return cls(upload(tokens, device), None if chain else tuple(parents))

@@ -88,13 +88,14 @@ class Plan:
 
 def supported(space: SearchSpace, target: Target) -> SearchSpace:
     """The space without the kinds that a target which otherwise decodes cannot verify, said in a line."""
-    if "token_recycling" not in space.arms:
+    trees = [kind for kind in space.arms if kind in ("retrieval", "token_recycling")]
+    if not trees:
         return space
     try:
         tree_model(target.model)
     except UnsupportedModel as error:
-        print(f"space.kinds: token_recycling is left out: {error}")
-        return replace(space, kinds=[kind for kind in space.arms if kind != "token_recycling"])
+        print(f"space.kinds: {', '.join(trees)} left out: {error}")
+        return replace(space, kinds=[kind for kind in space.arms if kind not in trees])
     return space
 
 

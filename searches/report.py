@@ -31,6 +31,7 @@ _COLORS = {
     "none": "0.4",
     "layer_skip": "tab:blue",
     "prompt_lookup": "tab:orange",
+    "retrieval": "tab:olive",
     "token_recycling": "tab:purple",
     "draft_model": "tab:green",
     "cascade": "tab:red",

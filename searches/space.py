@@ -15,7 +15,7 @@ from layerskip import MaskError, SkipMask, SpeculativeConfig, StopRule
 
 from .application import InputError
 
-KINDS = ("none", "layer_skip", "prompt_lookup", "token_recycling", "draft_model", "cascade")
+KINDS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "draft_model", "cascade")
 STOPS = ("length", "threshold", "adaptive")
 Range = tuple[int, int]
 _LEAST_PROBABILITY = (0.005, 0.5)
@@ -34,9 +34,10 @@ class SearchSpace:
         skip_length: shortest and longest draft of ``layer_skip``.
         stops: the stop rules of ``layer_skip`` and ``draft_model``.
         lookup_length: shortest and longest draft of ``prompt_lookup``.
-        ngram: shortest and longest n-gram of ``prompt_lookup``.
-        tree_length: least and greatest depth of the trees of ``token_recycling``.
+        ngram: shortest and longest n-gram of ``prompt_lookup`` and ``retrieval``.
+        tree_length: least and greatest depth of the trees of ``retrieval`` and ``token_recycling``.
         tree_tokens: fewest and most tokens that such a tree may have.
+        datastores: those that ``retrieval`` chooses from, beside having none.
         candidates: fewest and most successors kept of a token.
         drafts: the draft models to choose from; without any, ``draft_model`` is left out.
         model_length: shortest and longest draft of ``draft_model``.
@@ -57,6 +58,7 @@ class SearchSpace:
     tree_length: Range = (2, 8)
     tree_tokens: Range = (4, 24)
     candidates: Range = (2, 8)
+    datastores: Sequence[str] = ()
     drafts: Sequence[str] = ()
     model_length: Range = (1, 8)
     masks: Sequence[str] = ()
@@ -139,6 +141,17 @@ class SearchSpace:
                 ngram_max=longest,
                 match=str(trial.suggest_categorical("match", ("last", "first"))),
             )
+        if kind == "retrieval":
+            longest = trial.suggest_int("retrieval_ngram_max", *self.ngram)
+            return SpeculativeConfig(
+                kind,
+                trial.suggest_int("retrieval_length", *self.tree_length),
+                datastore=str(trial.suggest_categorical("datastore", ("", *self.datastores))),
+                ngram_min=trial.suggest_int(f"retrieval_ngram_min_of_{longest}", self.ngram[0], longest),
+                ngram_max=longest,
+                tree_tokens=trial.suggest_int("retrieval_tokens", *self.tree_tokens),
+                least_probability=trial.suggest_float("retrieval_probability", *_LEAST_PROBABILITY, log=True),
+            )
         if kind == "token_recycling":
             return SpeculativeConfig(
                 kind,
@@ -178,6 +191,15 @@ class SearchSpace:
                 "lookup_length": config.draft_length,
                 "match": config.match,
             }
+        elif config.kind == "retrieval":
+            found |= {
+                "retrieval_ngram_max": config.ngram_max,
+                f"retrieval_ngram_min_of_{config.ngram_max}": config.ngram_min,
+                "retrieval_length": config.draft_length,
+                "retrieval_tokens": config.tree_tokens,
+                "retrieval_probability": config.least_probability,
+                "datastore": config.datastore,
+            }
         elif config.kind == "token_recycling":
             found |= {"tree_length": config.draft_length, "tree_tokens": config.tree_tokens}
             found |= {"candidates": config.candidates, "least_probability": config.least_probability}
@@ -202,6 +224,11 @@ class SearchSpace:
         points = [SpeculativeConfig()]
         if "prompt_lookup" in self.arms:
             points += [self._lookup(8, 3), self._lookup(4, 2)]
+        if "retrieval" in self.arms:
+            longest = self._clip(4, self.ngram)
+            length, size = self._clip(8, self.tree_length), self._clip(12, self.tree_tokens)
+            retrieval = SpeculativeConfig("retrieval", length, ngram_min=self.ngram[0], ngram_max=longest, tree_tokens=size)
+            points += [replace(retrieval, datastore=name) for name in ("", *self.datastores)]
         if "token_recycling" in self.arms:
             length, size, candidates = (
                 self._clip(value, bounds)

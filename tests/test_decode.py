@@ -23,7 +23,7 @@ from tests.families import SKIPPABLE, build
 
 GREEDY = Sampling()
 PROMPT = [3, 4, 5, 3, 4, 5, 3, 4]
-KINDS = ("none", "layer_skip", "prompt_lookup", "token_recycling", "draft_model", "cascade")
+KINDS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "draft_model", "cascade")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def _drafter(kind: str, target: Target) -> Drafter:
     fields = {
         "none": {},
         "prompt_lookup": {},
+        "retrieval": {"least_probability": 0.0},
         "token_recycling": {"least_probability": 0.0},
         "cascade": {"members": [{"kind": "prompt_lookup", "ngram_min": 3}, {"kind": "layer_skip", "mask": "mlp:2"}]},
         "layer_skip": {"mask": "attention:1;mlp:2", "draft_length": 3},

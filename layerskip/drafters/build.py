@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..anatomy import UnsupportedModel, check_rewind
 from ..config import ConfigError, SpeculativeConfig
+from ..datastore import Datastore
 from ..mask import MaskError, SkipMask
 from ..target import Target
 from ..tree import tree_model
@@ -13,6 +14,7 @@ from .cascade import Cascade
 from .draft_model import DraftModel
 from .layer_skip import LayerSkip
 from .prompt_lookup import PromptLookup
+from .retrieval import Retrieval
 from .token_recycling import TokenRecycling
 
 
@@ -36,6 +38,11 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
             return LayerSkip(view, config.draft_length, config.stop)
         case "prompt_lookup":
             return PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
+        case "retrieval":
+            tree_model(target.model)  # refuses by name
+            datastore = Datastore.load(config.datastore, target) if config.datastore else None
+            shape = config.draft_length, config.tree_tokens, config.least_probability
+            return Retrieval(datastore, config.ngram_min, config.ngram_max, *shape)
         case "token_recycling":
             tree_model(target.model)  # refuses by name
             return TokenRecycling(config.draft_length, config.tree_tokens, config.candidates, config.least_probability)

@@ -2,21 +2,20 @@
 
 Token Recycling: Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling (arXiv
 2408.08696). Each verification leaves, for each of its tokens, the tokens that the target found most likely behind it; a
-tree grown from that table is the next draft. No model runs and nothing is trained. The paper's tree has one shape; here a
-branch grows by the probabilities that were recycled with the tokens, the likeliest next (as EAGLE-2's, arXiv 2406.16858,
-section 4.1), so that a draft is small where little is known.
+tree grown from that table is the next draft. No model runs and nothing is trained. The paper's tree has one shape; here it
+grows by the probabilities that were recycled with the tokens.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import torch
 
 from ..cache import KVCache
 from ..draft import Draft
-from ..sampling import Chooser, upload
+from ..growth import grow
+from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Said
 
@@ -48,32 +47,14 @@ class TokenRecycling:
     def draft(self, context: Context, limit: int) -> Draft:
         """Grow a tree from the last token, again and again by the likeliest branch; nothing where nothing is known."""
         tokens, parents = self.grow(context.tokens[-1], min(limit, self.draft_length))
-        if not tokens:
-            return Draft.empty(context.last.device)
-        return Draft(upload(tokens, context.last.device), tuple(parents))
+        return Draft.of_tree(tokens, parents, context.last.device)
 
     def grow(self, root: int, depth: int) -> tuple[list[int], list[int]]:
         """The tokens of a tree behind a token, no deeper than ``depth``, and the parent of each."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        # Least first: minus a branch's probability, then its age, which settles ties.
-        waiting: list[tuple[float, int, int, int, int]] = []
-        born = 0
+        return grow(root, self._successors, depth, self.tree_tokens, self.least_probability)
 
-        def offer(token: int, node: int, chance: float, level: int) -> None:
-            nonlocal born
-            for successor, probability in self._table.get(token, ()) if level < depth else ():
-                if chance * probability >= self.least_probability:
-                    heapq.heappush(waiting, (-chance * probability, born, successor, node, level + 1))
-                    born += 1
-
-        offer(root, -1, 1.0, 0)
-        while waiting and len(tokens) < self.tree_tokens:
-            minus_chance, _, token, parent, level = heapq.heappop(waiting)
-            tokens.append(token)
-            parents.append(parent)
-            offer(token, len(tokens) - 1, -minus_chance, level)
-        return tokens, parents
+    def _successors(self, token: int) -> list[tuple[int, float, int]]:
+        return [(successor, probability, successor) for successor, probability in self._table.get(token, ())]
 
     def observe(self, verdict: Verdict) -> None:
         """Nothing to learn from what was accepted."""

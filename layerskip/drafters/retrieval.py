@@ -1,0 +1,122 @@
+"""Drafting from what was written before: in this text, in earlier ones, and in a datastore.
+
+The datastore is REST's (Retrieval-Based Speculative Decoding, arXiv 2311.08252, section 4), the index that grows with every
+request SuffixDecoding's (arXiv 2411.04975). The longest n-gram that the text ends with and that was written before decides;
+everything that followed it becomes a trie, and the trie's most frequent branches the draft.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from ..cache import KVCache
+from ..datastore import Datastore
+from ..draft import Draft
+from ..growth import grow
+from ..sampling import Chooser
+from ..verify import Verdict
+from .base import Context, Said
+
+_MOST = 32  # continuations of an n-gram from each source
+_MEMORY = 500_000  # tokens of earlier requests that are kept
+
+
+class Retrieval:
+    """Drafts what followed before; keeps the texts of all requests until it is told to forget.
+
+    Args:
+        datastore: what was written elsewhere; None where there is none.
+        ngram_min: the shortest n-gram looked up.
+        ngram_max: the longest, tried first.
+        draft_length: the depth of a tree, at most.
+        tree_tokens: the most tokens of one.
+        least_probability: a branch ends where it followed less often than that.
+    """
+
+    def __init__(
+        self,
+        datastore: Datastore | None,
+        ngram_min: int,
+        ngram_max: int,
+        draft_length: int,
+        tree_tokens: int,
+        least_probability: float,
+    ) -> None:
+        self.datastore = datastore
+        self.sizes = range(ngram_max, ngram_min - 1, -1)
+        self.draft_length, self.tree_tokens, self.least_probability = draft_length, tree_tokens, least_probability
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the texts of all requests; the datastore stays."""
+        self._texts: list[list[int]] = [[]]
+        self._places: dict[tuple[int, ...], deque[tuple[int, int]]] = defaultdict(lambda: deque(maxlen=_MOST))
+        self._indexed = 0
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Begin a new text behind those that are kept."""
+        self._index()  # the last round of the text before
+        if sum(map(len, self._texts)) > _MEMORY:
+            self.forget()
+        self._texts.append([])
+        self._indexed = 0
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """A tree of what followed the longest n-gram that the context ends with; nothing where none did."""
+        tokens, parents = self.propose(context.tokens, min(limit, self.draft_length))
+        return Draft.of_tree(tokens, parents, context.last.device)
+
+    def propose(self, tokens: list[int], depth: int) -> tuple[list[int], list[int]]:
+        """The same on token ids: the tree's tokens and their parents; ``tokens`` is read on as it grows."""
+        self._texts[-1] = tokens
+        self._index()
+        for size in self.sizes:
+            if size <= len(tokens):
+                found = self._continuations(tuple(tokens[-size:]), depth)
+                if found:
+                    return grow(_Trie(found), _Trie.successors, depth, self.tree_tokens, self.least_probability)
+        return [], []
+
+    def observe(self, verdict: Verdict) -> None:
+        """Nothing to learn; the next context has it all."""
+
+    def hear(self, said: Said) -> None:
+        """Nothing to learn."""
+
+    def _index(self) -> None:
+        """Note where every n-gram of the text at work ends that a token follows."""
+        number, text = len(self._texts) - 1, self._texts[-1]
+        for end in range(self._indexed, len(text)):
+            for size in self.sizes:
+                if size <= end:
+                    self._places[tuple(text[end - size : end])].append((number, end))
+        self._indexed = max(self._indexed, len(text))
+
+    def _continuations(self, ngram: tuple[int, ...], length: int) -> list[list[int]]:
+        """The latest first, as of equally frequent branches the first wins."""
+        found = []
+        for number, end in reversed(self._places.get(ngram, ())):
+            text = self._texts[number]
+            period = len(text) - end
+            # Where the text at work repeats itself, it is copied on: LZ77's overlapping copies.
+            repeated = number == len(self._texts) - 1
+            found.append([text[end + i % period] for i in range(length if repeated else min(length, period))])
+        if self.datastore is not None:
+            found += [part for part in self.datastore.continuations(ngram, length, _MOST) if part]
+        return found
+
+
+class _Trie:
+    """Continuations, their common beginnings shared."""
+
+    def __init__(self, rows: Sequence[Sequence[int]], depth: int = 0) -> None:
+        self.rows, self.depth = rows, depth
+
+    def successors(self) -> list[tuple[int, float, _Trie]]:
+        """Each next token, how often it followed, and what follows it."""
+        groups: dict[int, list[Sequence[int]]] = {}
+        for row in self.rows:
+            if len(row) > self.depth:
+                groups.setdefault(row[self.depth], []).append(row)
+        return [(token, len(rows) / len(self.rows), _Trie(rows, self.depth + 1)) for token, rows in groups.items()]

@@ -1,0 +1,131 @@
+"""What may be drafted from what was written before? Builds and inspects datastores for ``kind: retrieval``.
+
+``python -m searches.datastore corpus=notes output=store`` reads every text below a folder, or one file;
+``own=true`` adds what the target itself says to the tune prompts (kept, and made once). ``inspect=store`` describes a
+datastore, and ``ngram="..."`` says what followed a phrase in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from layerskip import Target
+from layerskip.datastore import Datastore
+from layerskip.passages import continue_prompts
+
+from .application import InputError, run  # first: it sets the environment that the imports below read
+
+_TEXTS = (".txt", ".md", ".jsonl")
+_SHOWN = 5  # continuations of a phrase
+_LENGTH = 8  # tokens of each
+
+
+def datastore(config: DictConfig) -> Datastore:
+    """Build or inspect a datastore; see ``conf/datastore.yaml``."""
+    target: Target = instantiate(config.target)
+    found = Datastore.load(config.inspect, target) if config.inspect is not None else _build(config, target)
+    print(describe(found))
+    if config.ngram is not None:
+        print(followers(found, str(config.ngram), target))
+    return found
+
+
+def _build(config: DictConfig, target: Target) -> Datastore:
+    if config.output is None:
+        raise InputError("output: names no folder for the datastore")
+    if Path(config.output).exists():
+        raise InputError(f"output: {config.output} exists already")
+    if config.corpus is None and not config.own:
+        raise InputError("corpus: names neither a file nor a folder, and own is false; there is nothing to build from")
+    if target.tokenizer is None:
+        raise InputError("target: has no tokenizer to read a corpus with")
+    texts, sources = [], []
+    if config.corpus is not None:
+        sources.append(str(config.corpus))
+        files = corpus_files(Path(config.corpus))
+        for file in tqdm(files, unit="file", desc="corpus", disable=None):
+            texts += [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in read(file)]
+    if config.own:
+        sources.append("the target's own outputs")
+        # Not those of held-out prompts, which are to tell what the datastore is worth.
+        prompts, _ = instantiate(config.prompts).split()
+        kept = Path(config.outputs) / "continuations"
+        with tqdm(total=len(prompts), unit="prompt", desc="own outputs", disable=None) as bar:
+            passages = continue_prompts(
+                target, prompts, instantiate(config.sampling), config.max_new_tokens, config.seed, kept, bar.update
+            )
+        texts += [passage.tokens for passage in passages]
+    found = Datastore.build(texts, target, " and ".join(sources))
+    found.save(Path(config.output))
+    print(f"wrote {config.output}")
+    return found
+
+
+def corpus_files(path: Path) -> list[Path]:
+    """The texts of a corpus.
+
+    Raises:
+        InputError: there are none.
+    """
+    if path.is_file():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file())
+    if not files:
+        raise InputError(f"corpus: {path} has no {', '.join(_TEXTS)} files")
+    return files
+
+
+def read(file: Path) -> Iterator[str]:
+    """The texts of a file: one per line's ``text`` in JSON Lines, else the whole of it.
+
+    Raises:
+        InputError: it cannot be read, or a line has no text.
+    """
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"corpus: cannot read {file}: {error}") from None
+    if file.suffix != ".jsonl":
+        yield content
+        return
+    for number, line in enumerate(content.split("\n"), start=1):
+        if line.strip():
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                raise InputError(f"corpus: {file}, line {number}: is not a JSON object with a text") from None
+            if not isinstance(text, str):
+                raise InputError(f"corpus: {file}, line {number}: text is not a string")
+            yield text
+
+
+def describe(found: Datastore) -> str:
+    """A datastore in a line."""
+    size = (found.tokens.nbytes + found.suffixes.nbytes) / 2**20
+    about = found.about
+    return f"{about['tokens']:,} tokens of {about['texts']:,} texts from {about['source']}, {size:,.1f} MiB"
+
+
+def followers(found: Datastore, phrase: str, target: Target) -> str:
+    """What followed a phrase most often, as a Markdown table."""
+    if target.tokenizer is None:
+        raise InputError("ngram: the target has no tokenizer to read it with")
+    ngram = target.tokenizer(phrase, add_special_tokens=False)["input_ids"]
+    if not ngram:
+        raise InputError("ngram: has no tokens")
+    times = len(found.places(ngram))
+    counts = Counter(tuple(part) for part in found.continuations(ngram, _LENGTH, 10_000))
+    lines = [f"{phrase!r} occurs {times} times", "", "| followed by | times |", "|---|---|"]
+    lines += [f"| {target.tokenizer.decode(list(part))!r} | {count} |" for part, count in counts.most_common(_SHOWN)]
+    return "\n".join(lines if times else lines[:1])
+
+
+if __name__ == "__main__":
+    run("datastore", datastore)

@@ -1,0 +1,154 @@
+"""Drafting by retrieval: the contract, the trees against a brute-force count, and what is kept from text to text."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.datastore import Datastore
+from layerskip.decode import decode
+from layerskip.drafters.base import Drafter, Learner
+from layerskip.drafters.build import build_drafter
+from layerskip.drafters.retrieval import Retrieval
+from layerskip.sampling import Sampling
+from layerskip.target import Target
+from layerskip.tree import path_to
+from tests.drafters.contract import LENGTH, PROMPTS, SAMPLINGS, DrafterContract, target_of, toy_target
+
+SHAPE = {"ngram_min": 1, "ngram_max": 3, "draft_length": 4, "tree_tokens": 6, "least_probability": 0.0}
+
+
+class TestOwnTexts(DrafterContract):
+    trees = True
+    learns = True
+
+    def drafter(self, target: Target) -> Drafter:
+        return build_drafter(SpeculativeConfig.from_dict({"kind": "retrieval"} | SHAPE), target)
+
+    def test_what_was_written_serves_the_next_prompt(self) -> None:
+        target = target_of("llama")
+        drafter = self.drafter(target)
+        first, again = (decode(target, drafter, PROMPTS[2], Sampling(), LENGTH) for _ in range(2))
+        assert again.tokens == first.tokens
+        assert len(again.stats.rounds) < len(first.stats.rounds)
+        assert isinstance(drafter, Learner)
+        drafter.forget()
+        assert decode(target, drafter, PROMPTS[2], Sampling(), LENGTH).stats == first.stats
+
+
+class TestDatastore(DrafterContract):
+    trees = True
+    learns = True
+    samplings = SAMPLINGS[1:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        source = random.Random(0)
+        texts = [source.choices(range(target.vocabulary), k=40) for _ in range(40)]
+        return Retrieval(Datastore.build(texts, target), **SHAPE)
+
+
+def _trees(texts: list[list[int]], context: list[int], sizes: range, depth: int) -> dict[tuple[int, ...], float]:
+    """How often each continuation followed the longest n-gram that any text has."""
+    for size in sizes:
+        ngram = context[-size:]
+        rows = [t[e : e + depth] for t in texts for e in range(size, len(t)) if t[e - size : e] == ngram]
+        if len(context) >= size and rows:
+            counts = Counter(tuple(row[: i + 1]) for row in rows for i in range(len(row)))
+            shares = {}
+            for branch, count in counts.items():
+                above = counts[branch[:-1]] if len(branch) > 1 else len(rows)
+                shares[branch] = count / above * shares.get(branch[:-1], 1.0)
+            return shares
+    return {}
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["own texts", "datastore"])
+def test_trees_hold_what_followed_most_often(stored: bool) -> None:
+    target, source = target_of("llama"), random.Random(1)
+    for _ in range(60):
+        texts = [source.choices(range(4), k=source.randint(1, 12)) for _ in range(3)]
+        store = Datastore.build(texts, target) if stored else None
+        drafter = Retrieval(store, 1, 3, 3, 5, 0.15)
+        if not stored:
+            for text in texts:
+                drafter.start((), None, None)  # type: ignore[arg-type]
+                drafter.propose(text, 1)
+        drafter.start((), None, None)  # type: ignore[arg-type]
+        context = [9, *source.sample(range(4), k=3)]  # without repetitions, which would be a further source
+        tokens, parents = drafter.propose(context, 3)
+        branches = [tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))]
+        shares = _trees(texts, context, range(3, 0, -1), 3)
+        likely = sorted((share for share in shares.values() if share >= 0.15), reverse=True)
+        assert [shares[branch] for branch in branches] == pytest.approx(likely[:5])
+
+
+def test_the_text_at_work_is_copied_on_where_it_repeats_itself() -> None:
+    drafter = Retrieval(None, 1, 3, 5, 8, 0.5)
+    assert drafter.propose([7, 3, 4, 3, 4], 5) == ([3, 4, 3, 4, 3], [-1, 0, 1, 2, 3])
+
+
+def test_every_place_of_an_ngram_is_found() -> None:
+    target, source = target_of("llama"), random.Random(2)
+    texts = [source.choices(range(3), k=source.randint(0, 30)) for _ in range(20)]
+    store = Datastore.build(texts, target)
+    for size in (1, 2, 3, 5):
+        for _ in range(20):
+            ngram = source.choices(range(3), k=size)
+            followed = [t[e : e + 4] for t in texts for e in range(size, len(t) + 1) if t[e - size : e] == ngram]
+            assert sorted(store.continuations(ngram, 4, 10_000)) == sorted(followed)
+            assert len(store.places(ngram)) == len(followed)
+            assert len(store.continuations(ngram, 4, 2)) == min(2, len(followed))
+    assert not store.places([11])
+
+
+def test_a_datastore_is_kept_and_belongs_to_its_tokens(tmp_path: Path) -> None:
+    target = target_of("llama")
+    folder = tmp_path / "store"
+    Datastore.build([[3, 4, 5], [3, 4, 6]], target, "two texts").save(folder)
+    assert Datastore.load(folder, target).continuations([3, 4], 2, 9) == [[5], [6]]
+    drafter = build_drafter(SpeculativeConfig.from_dict({"kind": "retrieval", "datastore": str(folder)}), target)
+    assert isinstance(drafter, Retrieval)
+    assert drafter.propose([9, 3, 4], 2) == ([5, 6], [-1, -1])
+    with pytest.raises(ConfigError, match=r"output: .*store exists already"):
+        Datastore.build([[1]], target).save(folder)
+    with pytest.raises(ConfigError, match=r"datastore: .*store was built for another vocabulary than that of model"):
+        Datastore.load(folder, toy_target())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("datastore.json", b"{", "cannot read"),
+        ("datastore.json", b'{"schema": "other"}', "is not a datastore of this version"),
+        ("tokens.npy", b"", "cannot read"),
+        ("suffixes.npy", b"\x93NUMPY\x01\x00", "cannot read"),
+        ("suffixes.npy", "shorter", "its parts are not equally long"),
+        ("tokens.npy", None, "cannot read"),
+    ],
+)
+def test_a_damaged_datastore_is_refused_in_one_line(
+    tmp_path: Path, name: str, content: bytes | str | None, said: str
+) -> None:
+    target, folder = target_of("llama"), tmp_path / "store"
+    Datastore.build([[3, 4, 5]], target).save(folder)
+    if content is None:
+        (folder / name).unlink()
+    elif isinstance(content, bytes):
+        (folder / name).write_bytes(content)
+    else:
+        other = Datastore.build([[3]], target)
+        other.save(tmp_path / "other")
+        (tmp_path / "other" / name).replace(folder / name)
+    with pytest.raises(ConfigError, match=rf"^datastore: [^\n]*{said}[^\n]*$"):
+        Datastore.load(folder, target)
+
+
+def test_an_empty_corpus_is_refused() -> None:
+    with pytest.raises(ConfigError, match="corpus: has no tokens"):
+        Datastore.build([[], []], target_of("llama"))
+    with pytest.raises(ConfigError, match="corpus: has token ids outside"):
+        Datastore.build([[99]], target_of("llama"))

@@ -1,0 +1,60 @@
+"""The datastore program: a corpus becomes what a drafter loads; bad input ends in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from layerskip import SpeculativeConfig, load_target
+from layerskip.drafters.build import build_drafter
+from tests.searches.programs import execute
+
+
+def _common(folder: Path, outputs: Path) -> list[str]:
+    return ["target=local", f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
+
+
+def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path: Path) -> None:
+    corpus, store = tmp_path / "corpus", tmp_path / "store"
+    (corpus / "deep").mkdir(parents=True)
+    (corpus / "deep" / "a.txt").write_text("the cat sat on the mat")
+    (corpus / "b.jsonl").write_text(json.dumps({"text": "the cat sat down"}) + "\n\n")
+    (corpus / "ignored.bin").write_bytes(b"\xff")
+    more = [f"corpus={corpus}", "own=true", "max_new_tokens=6", f"output={store}", "ngram=the cat sat"]
+    done = execute("datastore", *_common(tiny_folder, tmp_path), *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'the cat sat' occurs 2 times" in done.stdout
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    config = SpeculativeConfig("retrieval", datastore=str(store))
+    assert build_drafter(config, target).tree_tokens == config.tree_tokens
+    about = json.loads((store / "datastore.json").read_text())
+    assert about["texts"] == 2 + 24  # the corpus, and one output for each tune prompt
+    seen = execute("datastore", *_common(tiny_folder, tmp_path), f"inspect={store}", cwd=tmp_path)
+    assert seen.returncode == 0, seen.stderr
+    assert f"{about['tokens']:,} tokens of 26 texts from {corpus} and the target's own outputs" in seen.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["corpus=empty", "output=store"], "corpus: empty has no .txt, .md, .jsonl files"),
+        (["corpus=bad.jsonl", "output=store"], "corpus: bad.jsonl, line 1: is not a JSON object with a text"),
+        (["corpus=nothing.txt", "output=store"], "corpus: nothing.txt has no .txt, .md, .jsonl files"),
+        (["corpus=blank.txt", "output=store"], "corpus: has no tokens"),
+        (["output=store"], "corpus: names neither a file nor a folder, and own is false; there is nothing to build from"),
+        (["corpus=blank.txt"], "output: names no folder for the datastore"),
+        (["corpus=blank.txt", "output=empty"], "output: empty exists already"),
+        (["inspect=empty"], "datastore: cannot read empty: "),
+    ],
+)
+def test_bad_input_ends_in_one_line(tiny_folder: Path, tmp_path: Path, overrides: list[str], said: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.jsonl").write_text("[1]\n")
+    (tmp_path / "blank.txt").write_text("")
+    done = execute("datastore", *_common(tiny_folder, tmp_path), *overrides, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"error: {said}")
+    assert not (tmp_path / "store").exists()
+    assert not (tmp_path / ".store.partial").exists()
