@@ -27,9 +27,10 @@ from .standings import is_lossless, ranking
 
 LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
 _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
-_BLOCK = 6  # prompts between two looks
+_BLOCK = 6  # prompts measured at once
+_LOOKS = 1.25  # so many times the prompts of the last look are decoded before the next one
 _LEAVING = 0.999  # confidence at which a configuration leaves; well above the verdict's, as it is looked at again and again
-_SIMPLEST = ("none", "prompt_lookup", "token_recycling", "layer_skip", "draft_model")
+_SIMPLEST = ("none", "prompt_lookup", "retrieval", "token_recycling", "layer_skip", "draft_model")
 
 Row = Mapping[str, Sample]
 
@@ -109,14 +110,15 @@ def measure_finals(
     asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed]
     kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")
     rows: list[Row] = []
-    left = dict(configs)
+    left, looked = dict(configs), 0
     prompts = prompts.take(None)  # all kinds of work in every block: who leads on the first two need not lead on all
     for repeat in range(settings.held_out_repeats):
         for first in range(0, len(prompts), _BLOCK):
             block = PromptSet(prompts.items[first : first + _BLOCK])
             own = seed + _HELD_OUT_SEED + 7919 * repeat + first
             rows += _block(bench, left, block, repeat, own, kept, on_prompt)
-            if len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK:
+            if len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK and len(rows) >= _LOOKS * looked:
+                looked = len(rows)
                 left = {name: config for name, config in left.items() if not _is_behind(rows, left, name)}
         if len(left) <= 1:
             break
