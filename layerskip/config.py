@@ -122,7 +122,7 @@ class SpeculativeConfig:
 
     Args:
         kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup``, ``retrieval``, ``token_recycling``,
-            ``draft_model`` or ``cascade``.
+            ``lookahead``, ``draft_model`` or ``cascade``.
         draft_length: the most tokens drafted per round, at least 1.
         mask: for ``layer_skip``: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
         stop: for ``layer_skip`` and ``draft_model``: when to stop before ``draft_length``.
@@ -132,7 +132,8 @@ class SpeculativeConfig:
         datastore: for ``retrieval``: the folder of a :class:`~layerskip.datastore.Datastore`; empty for none.
         tree_tokens: for ``retrieval`` and ``token_recycling``: the most tokens of a draft, a tree of at most
             ``draft_length`` in depth.
-        candidates: for ``token_recycling``: so many successors of a token are kept.
+        candidates: for ``token_recycling``: so many successors of a token are kept; for ``lookahead``: so many n-grams.
+        window: for ``lookahead``: so many guesses go through a pass in each of ``draft_length`` rows, at least 1.
         least_probability: for both kinds of trees: a branch ends where its probability falls below it, in [0, 1].
         draft: for ``draft_model``: a hub id, folder or GGUF file, as ``load_target`` takes them.
         members: for ``cascade``: at least two configurations that draft; the first with a proposal drafts a round.
@@ -151,6 +152,7 @@ class SpeculativeConfig:
     datastore: str = ""
     tree_tokens: int = 8
     candidates: int = 4
+    window: int = 5
     least_probability: float = 0.05
     draft: str = ""
     members: tuple[SpeculativeConfig, ...] = ()
@@ -161,6 +163,7 @@ class SpeculativeConfig:
         "prompt_lookup": ("ngram_min", "ngram_max", "match", "draft_length"),
         "retrieval": ("datastore", "ngram_min", "ngram_max", "draft_length", "tree_tokens", "least_probability"),
         "token_recycling": ("draft_length", "tree_tokens", "candidates", "least_probability"),
+        "lookahead": ("draft_length", "window", "candidates"),
         "draft_model": ("draft", "draft_length", "stop"),
         "cascade": ("members",),
     }
@@ -173,7 +176,7 @@ class SpeculativeConfig:
             if foreign and getattr(self, field.name) != field.default:
                 raise ConfigError(f"{field.name}: does not belong to kind {self.kind}")
         _check_integer("draft_length", self.draft_length, 1)
-        for name in ("ngram_min", "ngram_max", "tree_tokens", "candidates"):
+        for name in ("ngram_min", "ngram_max", "tree_tokens", "candidates", "window"):
             _check_integer(name, getattr(self, name), 1)
         _check_number("least_probability", self.least_probability, 0.0, 1.0)
         if self.ngram_max < self.ngram_min:
@@ -237,6 +240,7 @@ class SpeculativeConfig:
             "retrieval": f"{self.ngram_min}-{self.ngram_max}-gram, {self.datastore or 'own texts'}, trees of "
             f"{self.tree_tokens} from {self.least_probability:g}",
             "token_recycling": f"trees of {self.tree_tokens}, {self.candidates} candidates, from {self.least_probability:g}",
+            "lookahead": f"window of {self.window}, {self.candidates} candidates",
             "draft_model": self.draft,
         }[self.kind]
         stop = "" if self.stop.kind == "length" else f", {self.stop.kind} {self.stop.threshold:g}"

@@ -163,13 +163,15 @@ def depths_and_ancestors(parents: tuple[int, ...], device: torch.device) -> tupl
         ValueError: a node's parent is none that comes before it.
     """
     depths = [0]
-    ancestors = torch.eye(len(parents) + 1, dtype=torch.bool)
+    size = len(parents) + 1
+    ancestors = [[row == column for column in range(size)] for row in range(size)]
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ValueError(f"parents: {parent} is no node before {node}")
         depths.append(depths[parent + 1] + 1)
-        ancestors[node + 1] |= ancestors[parent + 1]
-    return upload(depths, device), upload(ancestors.flatten().tolist(), device).bool().view(ancestors.shape)
+        ancestors[node + 1] = [a or b for a, b in zip(ancestors[node + 1], ancestors[parent + 1], strict=True)]
+    flat = [int(flag) for row in ancestors for flag in row]
+    return upload(depths, device), upload(flat, device).bool().view(size, size)
 
 
 def _vocabulary(model: PreTrainedModel) -> int:

@@ -88,7 +88,7 @@ class Plan:
 
 def supported(space: SearchSpace, target: Target) -> SearchSpace:
     """The space without the kinds that a target which otherwise decodes cannot verify, said in a line."""
-    trees = [kind for kind in space.arms if kind in ("retrieval", "token_recycling")]
+    trees = [kind for kind in space.arms if kind in ("retrieval", "token_recycling", "lookahead")]
     if not trees:
         return space
     try:

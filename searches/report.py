@@ -33,6 +33,7 @@ _COLORS = {
     "prompt_lookup": "tab:orange",
     "retrieval": "tab:olive",
     "token_recycling": "tab:purple",
+    "lookahead": "tab:pink",
     "draft_model": "tab:green",
     "cascade": "tab:red",
 }

@@ -15,10 +15,14 @@ from layerskip import MaskError, SkipMask, SpeculativeConfig, StopRule
 
 from .application import InputError
 
-KINDS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "draft_model", "cascade")
+KINDS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "draft_model", "cascade")
 STOPS = ("length", "threshold", "adaptive")
 Range = tuple[int, int]
 _LEAST_PROBABILITY = (0.005, 0.5)
+_RANGES = (
+    *("skip_length", "lookup_length", "ngram", "tree_length", "tree_tokens"),
+    *("candidates", "lookahead_length", "window", "model_length"),
+)
 _SECONDS = ("token_recycling", "layer_skip", "draft_model")
 
 
@@ -38,7 +42,9 @@ class SearchSpace:
         tree_length: least and greatest depth of the trees of ``retrieval`` and ``token_recycling``.
         tree_tokens: fewest and most tokens that such a tree may have.
         datastores: those that ``retrieval`` chooses from, beside having none.
-        candidates: fewest and most successors kept of a token.
+        candidates: fewest and most successors, or n-grams, kept of a token.
+        lookahead_length: shortest and longest draft of ``lookahead``.
+        window: fewest and most guesses in each row of its window.
         drafts: the draft models to choose from; without any, ``draft_model`` is left out.
         model_length: shortest and longest draft of ``draft_model``.
         masks: further masks to try first, in text form.
@@ -58,6 +64,8 @@ class SearchSpace:
     tree_length: Range = (2, 8)
     tree_tokens: Range = (4, 24)
     candidates: Range = (2, 8)
+    lookahead_length: Range = (1, 4)
+    window: Range = (1, 8)
     datastores: Sequence[str] = ()
     drafts: Sequence[str] = ()
     model_length: Range = (1, 8)
@@ -73,7 +81,7 @@ class SearchSpace:
                 raise InputError("space.kinds: a cascade is prompt_lookup and another kind, and those are missing")
             if name == "stops" and not self.stops:
                 raise InputError("space.stops: is empty")
-        for name in ("skip_length", "lookup_length", "ngram", "tree_length", "tree_tokens", "candidates", "model_length"):
+        for name in _RANGES:
             bounds = getattr(self, name)
             whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
             if not whole or not 1 <= bounds[0] <= bounds[1]:
@@ -160,6 +168,10 @@ class SearchSpace:
                 candidates=trial.suggest_int("candidates", *self.candidates),
                 least_probability=trial.suggest_float("least_probability", *_LEAST_PROBABILITY, log=True),
             )
+        if kind == "lookahead":
+            length, window = (trial.suggest_int(name, *getattr(self, name)) for name in ("lookahead_length", "window"))
+            kept = trial.suggest_int("lookahead_candidates", *self.candidates)
+            return SpeculativeConfig(kind, length, window=window, candidates=kept)
         if kind == "draft_model":
             draft = str(trial.suggest_categorical("draft", tuple(self.drafts)))
             length = trial.suggest_int("model_length", *self.model_length)
@@ -203,6 +215,9 @@ class SearchSpace:
         elif config.kind == "token_recycling":
             found |= {"tree_length": config.draft_length, "tree_tokens": config.tree_tokens}
             found |= {"candidates": config.candidates, "least_probability": config.least_probability}
+        elif config.kind == "lookahead":
+            found |= {"lookahead_length": config.draft_length, "window": config.window}
+            found |= {"lookahead_candidates": config.candidates}
         elif config.kind == "draft_model":
             found |= {"draft": config.draft, "model_length": config.draft_length}
             found |= self._stop_params(config.stop, "model")
@@ -239,6 +254,12 @@ class SearchSpace:
             if "cascade" in self.arms:
                 sure = replace(self._lookup(8, 4), ngram_min=self._clip(2, self.ngram))
                 points.append(SpeculativeConfig("cascade", members=(sure, recycling)))
+        if "lookahead" in self.arms:
+            length, window, candidates = (
+                self._clip(value, bounds)
+                for value, bounds in ((2, self.lookahead_length), (4, self.window), (4, self.candidates))
+            )
+            points.append(SpeculativeConfig("lookahead", length, window=window, candidates=candidates))
         if "draft_model" in self.arms:
             points += [SpeculativeConfig("draft_model", self._clip(4, self.model_length), draft=d) for d in self.drafts]
         points += proposed

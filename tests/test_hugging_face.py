@@ -26,6 +26,7 @@ CONFIGS = [
     SpeculativeConfig("layer_skip", mask="attention:0;mlp:1", draft_length=3),
     SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=2, draft_length=6),
     SpeculativeConfig("retrieval", draft_length=3),
+    SpeculativeConfig("lookahead", draft_length=2, window=3),
     SpeculativeConfig("token_recycling", draft_length=3, least_probability=0.0),
 ]
 PROMPT = torch.tensor([[9, 30, 31, 9, 30, 40, 41, 42, 31]])

@@ -13,6 +13,7 @@ from .base import Drafter, NoDraft
 from .cascade import Cascade
 from .draft_model import DraftModel
 from .layer_skip import LayerSkip
+from .lookahead import Lookahead
 from .prompt_lookup import PromptLookup
 from .retrieval import Retrieval
 from .token_recycling import TokenRecycling
@@ -46,6 +47,9 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
         case "token_recycling":
             tree_model(target.model)  # refuses by name
             return TokenRecycling(config.draft_length, config.tree_tokens, config.candidates, config.least_probability)
+        case "lookahead":
+            tree_model(target.model)  # refuses by name
+            return Lookahead(config.draft_length, config.window, config.candidates)
         case "draft_model":
             draft = target.load_draft(config.draft)
             try:

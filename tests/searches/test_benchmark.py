@@ -41,7 +41,8 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
 def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  # type: ignore[type-arg]
     results = record["record"]["results"]
     assert set(results) == {
-        "plain", "prompt_lookup", "retrieval", "token_recycling", "cascade", "layer_skip", "draft_model", "export",
+        "plain", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model",
+        "export",
         "transformers", "transformers_prompt_lookup", "transformers_early_exit", "transformers_assistant",
     }  # fmt: skip
     assert {found["losslessness"]["verdict"] for found in results.values()} == {"exact"}

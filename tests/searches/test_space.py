@@ -30,6 +30,7 @@ SPACE = SearchSpace(layers=12, datastores=("notes",), drafts=("some/draft",))
         ),
         SpeculativeConfig("retrieval", 6, datastore="notes", ngram_min=2, ngram_max=4, tree_tokens=9, least_probability=0.1),
         SpeculativeConfig("token_recycling", 5, tree_tokens=12, candidates=3, least_probability=0.25),
+        SpeculativeConfig("lookahead", 3, window=6, candidates=5),
         SpeculativeConfig("draft_model", 2, draft="some/draft", stop=StopRule("adaptive", 0.6)),
     ],
 )
@@ -54,7 +55,16 @@ def test_random_trials_stay_within_the_space() -> None:
         assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
         if config.kind == "layer_skip":
             assert not any(layer in _layers(config.mask) for layer in (0, 1, 10, 11))
-    assert kinds == {"none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "draft_model", "cascade"}
+    assert kinds == {
+        "none",
+        "layer_skip",
+        "prompt_lookup",
+        "retrieval",
+        "token_recycling",
+        "lookahead",
+        "draft_model",
+        "cascade",
+    }
 
 
 def _layers(mask: str) -> set[int]:
@@ -70,7 +80,9 @@ def test_what_cannot_be_verified_is_left_out_and_said(capsys: pytest.CaptureFixt
     space = SearchSpace(layers=12)
     assert supported(space, Target(build("llama"))) == space
     assert supported(space, Target(build("gpt_neo"))).arms == ("none", "layer_skip", "prompt_lookup", "cascade")
-    assert "retrieval, token_recycling left out: GPTNeoForCausalLM: cannot verify trees" in capsys.readouterr().out
+    assert (
+        "retrieval, token_recycling, lookahead left out: GPTNeoForCausalLM: cannot verify trees" in capsys.readouterr().out
+    )
 
 
 def test_no_drafting_is_always_an_arm_and_the_first_point() -> None:

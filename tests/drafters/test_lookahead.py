@@ -1,0 +1,81 @@
+"""Lookahead decoding: the contract, and the pool against what the target says behind each guess."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerskip.config import SpeculativeConfig
+from layerskip.decode import decode
+from layerskip.drafters.base import Context, Drafter, Said
+from layerskip.drafters.build import build_drafter
+from layerskip.drafters.lookahead import Lookahead
+from layerskip.sampling import Sampling
+from layerskip.target import Target
+from layerskip.tree import path_to
+from tests.drafters.contract import LENGTH, PROMPTS, DrafterContract, target_of
+
+CPU = torch.device("cpu")
+
+
+class TestLookahead(DrafterContract):
+    trees = True
+    learns = True  # from what the target said on the way there, though not beyond the prompt
+
+    def drafter(self, target: Target) -> Drafter:
+        fields = {"kind": "lookahead", "draft_length": 2, "window": 3, "candidates": 2}
+        return build_drafter(SpeculativeConfig.from_dict(fields), target)
+
+    def test_prompts_are_independent(self) -> None:
+        target = target_of("llama")
+        drafter = self.drafter(target)
+        first, other, again = (decode(target, drafter, PROMPTS[i], Sampling(), LENGTH) for i in (2, 4, 2))
+        assert (again.tokens, again.stats) == (first.tokens, first.stats)
+        assert other.tokens != first.tokens
+
+
+def _context(*tokens: int) -> Context:
+    return Context(list(tokens), torch.tensor(tokens[-1:]))
+
+
+def _branches(drafter: Lookahead, context: Context, limit: int) -> list[tuple[int, ...]]:
+    draft = drafter.draft(context, limit)
+    tokens = draft.tokens.tolist()
+    parents = draft.parents or range(-1, len(tokens) - 1)
+    return [tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))]
+
+
+def _said(drafter: Lookahead, context: Context, follows: dict[int, int]) -> Said:
+    """A target that says one thing behind each token, whatever came before."""
+    block = torch.cat((context.last, drafter.draft(context, 99).tokens))
+    return Said(block, torch.nn.functional.one_hot(torch.tensor([follows[int(token)] for token in block]), 40).float())
+
+
+def test_columns_of_the_window_become_ngrams() -> None:
+    drafter = Lookahead(2, 3, 2)
+    drafter.start((10, 11, 12, 13), None, None)  # type: ignore[arg-type]
+    context = _context(10, 11, 12, 13, 30)
+    follows = {token: token + 1 for token in range(39)}
+    # Nothing is known behind 30: the window alone, a chain of guesses out of the prompt.
+    assert _branches(drafter, context, 99) == [(10,), (10, 11), (10, 11, 12)]
+    drafter.hear(_said(drafter, context, follows))
+    rows = [(10,), (10, 11), (10, 11, 12), (10, 11), (10, 11, 12), (10, 11, 12, 13)]
+    assert _branches(drafter, context, 99) == rows
+    drafter.hear(_said(drafter, context, {token: token + 20 for token in range(13)} | {13: 33, 30: 0}))
+    # The guesses 10, 11, 12; then what the target said behind each, and behind that.
+    behind = {token: _branches(drafter, _context(token), 2) for token in (10, 11, 12, 13)}
+    assert behind == {10: [(11,), (11, 31), (11, 12)], 11: [(12,), (12, 32), (12, 13)], 12: [(13,), (13, 33)], 13: []}
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4])
+def test_a_window_that_does_not_fit_stays_away_and_comes_back(limit: int) -> None:
+    drafter = Lookahead(2, 3, 2)
+    drafter.start((1, 2, 3, 1, 2), None, None)  # type: ignore[arg-type]
+    context = _context(1, 2, 3, 1, 2)
+    branches = _branches(drafter, context, limit)
+    assert ((1, 2, 3) in branches) == (limit >= 3)
+    assert (3,) in branches
+    assert all(len(branch) <= limit for branch in branches)
+    if limit < 3:
+        drafter.hear(Said(torch.tensor([2, 3]), torch.zeros(2, 40)))  # of a pass that it asked nothing in
+    assert (1, 2, 3) in _branches(drafter, context, 99)
