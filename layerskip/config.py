@@ -134,7 +134,9 @@ class SpeculativeConfig:
             ``draft_length`` in depth.
         candidates: for ``token_recycling``: so many successors of a token are kept; for ``lookahead``: so many n-grams.
         window: for ``lookahead``: so many guesses go through a pass in each of ``draft_length`` rows, at least 1.
-        least_probability: for both kinds of trees: a branch ends where its probability falls below it, in [0, 1].
+        least_probability: for both kinds of trees: a branch ends where its probability falls below it, in [0, 1]; for
+            ``layer_skip``: a sibling has at least this probability.
+        siblings: for ``layer_skip``: so many other tokens may be verified beside each drafted one; 0 drafts chains.
         draft: for ``draft_model``: a hub id, folder or GGUF file, as ``load_target`` takes them.
         members: for ``cascade``: at least two configurations that draft; the first with a proposal drafts a round.
 
@@ -153,13 +155,14 @@ class SpeculativeConfig:
     tree_tokens: int = 8
     candidates: int = 4
     window: int = 5
+    siblings: int = 0
     least_probability: float = 0.05
     draft: str = ""
     members: tuple[SpeculativeConfig, ...] = ()
 
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "none": (),
-        "layer_skip": ("mask", "draft_length", "stop"),
+        "layer_skip": ("mask", "draft_length", "stop", "siblings", "least_probability"),
         "prompt_lookup": ("ngram_min", "ngram_max", "match", "draft_length"),
         "retrieval": ("datastore", "ngram_min", "ngram_max", "draft_length", "tree_tokens", "least_probability"),
         "token_recycling": ("draft_length", "tree_tokens", "candidates", "least_probability"),
@@ -178,6 +181,7 @@ class SpeculativeConfig:
         _check_integer("draft_length", self.draft_length, 1)
         for name in ("ngram_min", "ngram_max", "tree_tokens", "candidates", "window"):
             _check_integer(name, getattr(self, name), 1)
+        _check_integer("siblings", self.siblings, 0)
         _check_number("least_probability", self.least_probability, 0.0, 1.0)
         if self.ngram_max < self.ngram_min:
             raise ConfigError(f"ngram_max: {self.ngram_max} is below ngram_min, {self.ngram_min}")
@@ -187,6 +191,8 @@ class SpeculativeConfig:
         _check_type("mask", self.mask, str)
         _check_type("draft", self.draft, str)
         _check_type("datastore", self.datastore, str)
+        if self.kind == "layer_skip" and not self.siblings and self.least_probability != type(self).least_probability:
+            raise ConfigError("least_probability: says nothing without siblings")
         if self.kind == "draft_model" and not self.draft:
             raise ConfigError("draft: draft_model needs a hub id, a folder or a .gguf file")
         if self.kind == "cascade":
@@ -197,9 +203,14 @@ class SpeculativeConfig:
             raise ConfigError(str(error)) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration."""
+        """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration.
+
+        Of siblings nothing is said where there are none.
+        """
         fields: dict[str, Any] = {"kind": self.kind}
         for name in self._FIELDS[self.kind]:
+            if self.kind == "layer_skip" and not self.siblings and name in ("siblings", "least_probability"):
+                continue
             value = getattr(self, name)
             fields[name] = value.to_dict() if isinstance(value, StopRule) else value
         if self.members:
@@ -235,7 +246,8 @@ class SpeculativeConfig:
         if self.kind == "cascade":
             return "cascade: " + ", then ".join(member.label() for member in self.members)
         detail = {
-            "layer_skip": self.mask or "nothing skipped",
+            "layer_skip": (self.mask or "nothing skipped")
+            + (f", {self.siblings} siblings from {self.least_probability:g}" if self.siblings else ""),
             "prompt_lookup": f"{self.ngram_min}-{self.ngram_max}-gram, {self.match} match",
             "retrieval": f"{self.ngram_min}-{self.ngram_max}-gram, {self.datastore or 'own texts'}, trees of "
             f"{self.tree_tokens} from {self.least_probability:g}",

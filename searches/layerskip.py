@@ -89,13 +89,14 @@ class Plan:
 def supported(space: SearchSpace, target: Target) -> SearchSpace:
     """The space without the kinds that a target which otherwise decodes cannot verify, said in a line."""
     trees = [kind for kind in space.arms if kind in ("retrieval", "token_recycling", "lookahead")]
-    if not trees:
+    siblings = "layer_skip" in space.arms and space.siblings[1] > 0
+    if not trees and not siblings:
         return space
     try:
         tree_model(target.model)
     except UnsupportedModel as error:
-        print(f"space.kinds: {', '.join(trees)} left out: {error}")
-        return replace(space, kinds=[kind for kind in space.arms if kind not in trees])
+        print(f"space.kinds: {', '.join([*trees, 'siblings'])} left out: {error}")
+        return replace(space, kinds=[kind for kind in space.arms if kind not in trees], siblings=(0, 0))
     return space
 
 

@@ -86,6 +86,8 @@ class Prior:
         if foretold:
             predicted = self._oracle.speedup(config)
             return Judgement(predicted, min(most, predicted) * math.exp(error), to_beat)
+        if config.siblings:
+            return Judgement(None, most * math.exp(error), to_beat)  # what siblings are worth no scan tells
         # Another draft length or stop rule than were scanned: at most a little better than the best that were.
         (best,) = self._oracle.predict([mask])
         return Judgement(None, min(most, best.speedup) * math.exp(max(error, _FIRST_ERROR)), to_beat)

@@ -36,6 +36,7 @@ class SearchSpace:
         protect_first: so many first layers are never skipped.
         protect_last: so many last layers are never skipped.
         skip_length: shortest and longest draft of ``layer_skip``.
+        siblings: fewest and most other tokens that ``layer_skip`` verifies beside each drafted one.
         stops: the stop rules of ``layer_skip`` and ``draft_model``.
         lookup_length: shortest and longest draft of ``prompt_lookup``.
         ngram: shortest and longest n-gram of ``prompt_lookup`` and ``retrieval``.
@@ -58,6 +59,7 @@ class SearchSpace:
     protect_first: int = 2
     protect_last: int = 2
     skip_length: Range = (1, 8)
+    siblings: Range = (0, 2)
     stops: Sequence[str] = STOPS
     lookup_length: Range = (2, 16)
     ngram: Range = (1, 4)
@@ -86,6 +88,10 @@ class SearchSpace:
             whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
             if not whole or not 1 <= bounds[0] <= bounds[1]:
                 raise InputError(f"space.{name}: {bounds} is not a range of whole numbers from 1 on, such as [1,8]")
+        bounds = self.siblings
+        whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
+        if not whole or not 0 <= bounds[0] <= bounds[1]:
+            raise InputError(f"space.siblings: {bounds} is not a range of whole numbers from 0 on, such as [0,2]")
         for name in ("protect_first", "protect_last"):
             if type(getattr(self, name)) is not int:
                 raise InputError(f"space.{name}: {getattr(self, name)!r} is not a whole number")
@@ -137,7 +143,12 @@ class SearchSpace:
             mlp = {i for i in self._bits if trial.suggest_int(f"mlp_{i}", 0, 1)}
             mask = SkipMask.of(self.layers, attention, mlp).format()
             length = trial.suggest_int("skip_length", *self.skip_length)
-            return SpeculativeConfig(kind, length, mask=mask, stop=self._suggest_stop(trial, "skip"))
+            skip = SpeculativeConfig(kind, length, mask=mask, stop=self._suggest_stop(trial, "skip"))
+            siblings = trial.suggest_int("siblings", *self.siblings) if self.siblings[1] else 0
+            if not siblings:
+                return skip
+            probability = trial.suggest_float("sibling_probability", *_LEAST_PROBABILITY, log=True)
+            return replace(skip, siblings=siblings, least_probability=probability)
         if kind == "prompt_lookup":
             longest = trial.suggest_int("ngram_max", *self.ngram)
             # Its own name per upper end: a distribution whose bounds move is of no use to the samplers.
@@ -196,6 +207,10 @@ class SearchSpace:
             found |= {f"attention_{i}": int(mask.attention[i]) for i in self._bits}
             found |= {f"mlp_{i}": int(mask.mlp[i]) for i in self._bits}
             found |= {"skip_length": config.draft_length} | self._stop_params(config.stop, "skip")
+            if self.siblings[1]:
+                found["siblings"] = config.siblings
+            if config.siblings:
+                found["sibling_probability"] = config.least_probability
         elif config.kind == "prompt_lookup":
             found |= {
                 "ngram_max": config.ngram_max,

@@ -25,6 +25,14 @@ CONFIGS: list[dict[str, Any]] = [
     {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 5, "match": "first", "draft_length": 10},
     {"kind": "retrieval", "datastore": "d", "ngram_min": 2, "ngram_max": 4, "draft_length": 3, "tree_tokens": 6,
      "least_probability": 0.1},
+    {
+        "kind": "layer_skip",
+        "mask": "mlp:2",
+        "draft_length": 2,
+        "stop": {"kind": "length"},
+        "siblings": 3,
+        "least_probability": 0.2,
+    },
     {"kind": "lookahead", "draft_length": 3, "window": 2, "candidates": 2},
     {"kind": "token_recycling", "draft_length": 3, "tree_tokens": 6, "candidates": 2, "least_probability": 0.1},
     {

@@ -36,7 +36,9 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
                 view = skip_view(target.model, SkipMask.parse(config.mask, target.layers))
             except MaskError as error:
                 raise ConfigError(str(error)) from None
-            return LayerSkip(view, config.draft_length, config.stop)
+            if config.siblings:
+                tree_model(target.model)  # refuses by name
+            return LayerSkip(view, config.draft_length, config.stop, config.siblings, config.least_probability)
         case "prompt_lookup":
             return PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
         case "retrieval":

@@ -10,10 +10,19 @@ from ..cache import KVCache
 from ..draft import Draft
 from ..forward import forward
 from ..sampling import Chooser
+from .fan import Fan
 from .stopping import Stopper
 
 
-def draft_chain(model: nn.Module, cache: KVCache, pending: Tensor, limit: int, chooser: Chooser, stopper: Stopper) -> Draft:
+def draft_chain(
+    model: nn.Module,
+    cache: KVCache,
+    pending: Tensor,
+    limit: int,
+    chooser: Chooser,
+    stopper: Stopper,
+    fan: Fan | None = None,
+) -> Draft:
     """Draft up to ``limit`` tokens, and leave ``cache.length`` behind the last token that was fed.
 
     Args:
@@ -23,6 +32,7 @@ def draft_chain(model: nn.Module, cache: KVCache, pending: Tensor, limit: int, c
         limit: the most tokens to draft, at least 1.
         chooser: the target's choice of tokens, which the draft's must equal.
         stopper: when to stop before ``limit``.
+        fan: gives the tokens siblings; None leaves the chain alone.
     """
     tokens: list[Tensor] = []
     distributions: list[Tensor] = []
@@ -34,11 +44,14 @@ def draft_chain(model: nn.Module, cache: KVCache, pending: Tensor, limit: int, c
         fed = chooser.choose(distribution)
         tokens.append(fed)
         distributions.append(distribution)
+        if fan is not None:
+            fan.see(logits, block, distribution, fed)
         if len(tokens) == limit or stopper.stops(logits):
             break
         block = torch.cat((block, fed))
     probs = None if chooser.sampling.greedy else torch.cat(distributions)
-    return Draft(torch.cat(tokens), probs=probs)
+    chain = Draft(torch.cat(tokens), probs=probs)
+    return chain if fan is None else fan.spread(chain)
 
 
 def _fit(logits: Tensor, vocabulary: int) -> Tensor:

@@ -18,6 +18,7 @@ from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Said
 from .chain import draft_chain
+from .fan import Fan
 from .stopping import Stopper
 
 
@@ -28,14 +29,19 @@ class LayerSkip:
         view: the target with sub-layers skipped, as :func:`layerskip.view.skip_view` makes it.
         draft_length: the most tokens per round.
         stop: when to stop before that.
+        siblings: so many other tokens may be verified beside each drafted one; 0 drafts chains.
+        least_probability: that the draft must give to a sibling.
     """
 
-    tree_tokens = 0
-
-    def __init__(self, view: nn.Module, draft_length: int, stop: StopRule) -> None:
+    def __init__(
+        self, view: nn.Module, draft_length: int, stop: StopRule, siblings: int = 0, least_probability: float = 0.05
+    ) -> None:
         self.view = view
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
+        self.siblings, self.least_probability = siblings, least_probability
+        self.tree_tokens = draft_length * (1 + siblings) if siblings else 0
+        self._depth = 0  # of the last draft
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Take the target's cache; there is nothing to prefill."""
@@ -45,16 +51,17 @@ class LayerSkip:
     def draft(self, context: Context, limit: int) -> Draft:
         """Draft on the target's cache, then rewind it."""
         verified = self._cache.length
+        fan = Fan(self.siblings, self.least_probability, self._chooser) if self.siblings else None
+        limit = min(limit, self.draft_length)
         try:
-            return draft_chain(
-                self.view, self._cache, context.last, min(limit, self.draft_length), self._chooser, self.stopper
-            )
+            return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper, fan)
         finally:
+            self._depth = self._cache.length - verified
             self._cache.length = verified
 
     def observe(self, verdict: Verdict) -> None:
         """Adapt the stop rule."""
-        self.stopper.observe(len(verdict.drafted), verdict.accepted)
+        self.stopper.observe(self._depth, verdict.accepted)
 
     def hear(self, said: Said) -> None:
         """Nothing to learn."""

@@ -19,6 +19,7 @@ from tests.drafters.contract import (
     PROMPTS,
     SAMPLINGS,
     DrafterContract,
+    Recorder,
     generated,
     target_of,
     toy_target,
@@ -51,6 +52,32 @@ class TestAdaptive(DrafterContract):
     def drafter(self, target: Target) -> Drafter:
         stop = {"kind": "adaptive", "threshold": 0.5, "step": 0.5, "threshold_decay": 0.5}
         return _drafter(target, "attention:1", "attention:0", draft_length=4, stop=stop)
+
+
+class TestSiblings(DrafterContract):
+    trees = True
+
+    def drafter(self, target: Target) -> Drafter:
+        return _drafter(target, "attention:1;mlp:2", "mlp:0", draft_length=3, siblings=2, least_probability=0.05)
+
+
+def test_siblings_are_the_runners_up_of_an_unsure_draft() -> None:
+    """With nothing skipped the draft's distributions are the target's, which one teacher-forced pass tells."""
+    target, least = target_of("llama"), 0.15
+    for prompt in PROMPTS[1:4]:
+        drafter = Recorder(_drafter(target, "", "", draft_length=3, siblings=2, least_probability=least))
+        result = decode(target, drafter, prompt, Sampling(), LENGTH)
+        assert any(round.drafted > 3 for round in result.stats.rounds)
+        with torch.inference_mode():
+            logits = target.model(input_ids=torch.tensor([[*prompt, *result.tokens]]), use_cache=False).logits[0]
+        for context, branches in drafter.drafts:
+            chain = [branch for branch in branches if branch == max(branches, key=len)[: len(branch)]]
+            expected = []
+            for place in range(len(chain)):
+                probs = logits[len(context) - 1 + place].softmax(-1)
+                likely = [token for token in probs.argsort(descending=True).tolist() if probs[token] >= least]
+                expected += [(*chain[place][:-1], token) for token in likely[1:3]]
+            assert sorted(branches) == sorted([*chain, *expected])
 
 
 @FAMILIES

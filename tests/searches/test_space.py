@@ -20,6 +20,7 @@ SPACE = SearchSpace(layers=12, datastores=("notes",), drafts=("some/draft",))
         SpeculativeConfig(),
         SpeculativeConfig("layer_skip", 3, mask="attention:2,5;mlp:7", stop=StopRule("threshold", 0.35)),
         SpeculativeConfig("layer_skip", 8, mask="layers:2-9"),
+        SpeculativeConfig("layer_skip", 2, mask="mlp:4", siblings=2, least_probability=0.125),
         SpeculativeConfig("prompt_lookup", 5, ngram_min=2, ngram_max=4, match="first"),
         SpeculativeConfig(
             "cascade",
@@ -81,7 +82,8 @@ def test_what_cannot_be_verified_is_left_out_and_said(capsys: pytest.CaptureFixt
     assert supported(space, Target(build("llama"))) == space
     assert supported(space, Target(build("gpt_neo"))).arms == ("none", "layer_skip", "prompt_lookup", "cascade")
     assert (
-        "retrieval, token_recycling, lookahead left out: GPTNeoForCausalLM: cannot verify trees" in capsys.readouterr().out
+        "retrieval, token_recycling, lookahead, siblings left out: GPTNeoForCausalLM: cannot verify trees"
+        in capsys.readouterr().out
     )
 
 

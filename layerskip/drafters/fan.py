@@ -1,0 +1,74 @@
+"""Where a draft is unsure, what else might it have said? Siblings beside the tokens of a chain.
+
+SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference Acceleration (arXiv 2410.06916), section 4.3: every token of
+the chain has its runners-up verified beside it, more of them where the draft is less sure. How many depends on the draft's
+distribution alone; where tokens are drawn, siblings are drawn from it without those before them, as recursive rejection
+over siblings wants it (SpecInfer, arXiv 2305.09781).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from ..draft import Draft
+from ..sampling import Chooser, draw, upload
+
+
+class Fan:
+    """Collects the siblings of one chain while it is drafted.
+
+    Args:
+        siblings: the most of them beside a token, at least 1.
+        least_probability: tokens that the draft thinks less likely are none.
+        chooser: the decoding's.
+    """
+
+    def __init__(self, siblings: int, least_probability: float, chooser: Chooser) -> None:
+        self.siblings, self.least_probability, self.chooser = siblings, least_probability, chooser
+        self._tokens: list[Tensor] = []  # [siblings] each
+        self._widths: list[Tensor] = []  # [1] each
+        self._rows: list[Tensor] = []  # [siblings, V] each, where tokens are drawn
+
+    def see(self, logits: Tensor, block: Tensor, distribution: Tensor, chosen: Tensor) -> None:
+        """Find the siblings of a token, without waiting for the device.
+
+        Args:
+            logits: ``[1, V]`` behind the block.
+            block: as :meth:`Chooser.distribution` takes it.
+            distribution: what the chooser made of them.
+            chosen: ``[1]`` the token.
+        """
+        greedy = self.chooser.sampling.greedy
+        probs = self.chooser.penalise(logits, block).softmax(-1)[0] if greedy else distribution[0]
+        likely = (probs >= self.least_probability) & (probs > 0)
+        self._widths.append((likely.sum() - 1).clamp(0, self.siblings)[None])
+        left = probs.index_fill(0, chosen, 0.0)
+        if greedy:
+            self._tokens.append(left.topk(min(self.siblings, left.shape[0])).indices)
+            return
+        tokens, rows = [], []
+        for _ in range(self.siblings):
+            total = left.sum()
+            rows.append(torch.where(total > 0, left / total, probs))  # the latter beyond the width only
+            tokens.append(draw(rows[-1], self.chooser.generator)[None])
+            left = left.index_fill(0, tokens[-1], 0.0)
+        self._tokens.append(torch.cat(tokens))
+        self._rows.append(torch.stack(rows))
+
+    def spread(self, chain: Draft) -> Draft:
+        """The chain with its siblings, who come behind it; the device is waited for once."""
+        size, each = chain.tokens.shape[0], self._tokens[0].shape[0]
+        widths = torch.cat(self._widths).tolist()
+        wanted = [(place, rank) for place in range(size) for rank in range(min(widths[place], each))]
+        if not wanted:
+            return chain
+        chosen = upload([place * each + rank for place, rank in wanted], chain.tokens.device)
+        tokens = torch.cat((chain.tokens, torch.cat(self._tokens).index_select(0, chosen)))
+        parents = tuple(itertools.chain(range(-1, size - 1), (place - 1 for place, _ in wanted)))
+        probs = None
+        if chain.probs is not None:
+            probs = torch.cat((chain.probs, torch.cat(self._rows).index_select(0, chosen)))
+        return Draft(tokens, parents, probs)
