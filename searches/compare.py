@@ -211,6 +211,7 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
         ys = [point["held_out_speedup"] for point in curve]
         axes.step(xs, [*ys, ys[-1]], where="post", color=colors[name], label=None if name in labelled else name)
         labelled.add(name)
+    axes.axhline(1.0, color="0.8", zorder=0, label="plain decoding")
     axes.set(xscale="log", xlabel="seconds of search", ylabel="held-out speedup of what is claimed")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
