@@ -1,7 +1,8 @@
 """What was written before, and what followed? Texts in a suffix array: every place of any n-gram, in a few steps.
 
 REST: Retrieval-Based Speculative Decoding (arXiv 2311.08252), section 4.1. A datastore belongs to a tokenizer, lies in a
-folder of its own and is read from the disk as needed, so it may be larger than memory. libdivsufsort sorts it.
+folder of its own and is read from the disk as needed; building one takes some thirty bytes of memory a token. libdivsufsort
+sorts it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Datastore:
     Args:
         tokens: ``[N]`` int32: every text's tokens, plus one each, and 0 behind it.
         suffixes: ``[N]`` int32: where the endings of ``tokens`` begin, in lexicographic order.
-        about: what it was built of: ``texts``, ``tokens``, ``source``, ``vocabulary`` and ``tokenizer``.
+        about: what it was built of: how many ``texts`` and ``tokens``, the ``source``, the ids of the prompts whose outputs
+            are in it as ``prompts``, the ``digest`` of its tokens, ``vocabulary`` and ``tokenizer``.
     """
 
     tokens: NDArray[np.int32]
@@ -43,13 +45,16 @@ class Datastore:
     about: dict[str, Any]
 
     @classmethod
-    def build(cls, texts: Iterable[Sequence[int]], target: Target, source: str = "") -> Datastore:
+    def build(
+        cls, texts: Iterable[Sequence[int]], target: Target, source: str = "", prompts: Sequence[str] = ()
+    ) -> Datastore:
         """Sort texts.
 
         Args:
             texts: token ids of the target's tokenizer; empty ones are left out.
             target: whose ids they are.
             source: where they came from, for people.
+            prompts: ids of the prompts whose outputs are among the texts.
 
         Raises:
             ConfigError: there is nothing in them, more than can be sorted, or an id that the target does not have.
@@ -63,7 +68,8 @@ class Datastore:
         if joined.min() < 0 or joined.max() > target.vocabulary:
             raise ConfigError(f"corpus: has token ids outside the target's {target.vocabulary}")
         tokens = joined.astype(np.int32)
-        about = {"texts": len(parts), "tokens": len(tokens) - len(parts), "source": source} | _identity(target)
+        about = {"texts": len(parts), "tokens": len(tokens) - len(parts), "source": source, "prompts": list(prompts)}
+        about |= {"digest": hashlib.sha256(tokens.tobytes()).hexdigest()} | _identity(target)
         return cls(tokens, np.asarray(divsufsort(tokens), np.int32), about)
 
     def save(self, folder: Path) -> None:
@@ -103,10 +109,11 @@ class Datastore:
         tokens, suffixes = arrays
         if any(array.dtype != np.int32 or array.ndim != 1 or not len(array) for array in arrays):
             raise ConfigError(f"datastore: {folder} is damaged: its arrays are not rows of int32")
-        if len(tokens) != len(suffixes) or len(tokens) != about.get("tokens", 0) + about.get("texts", 0):
+        counts = [about.get(name) for name in ("tokens", "texts")]
+        if not all(isinstance(count, int) for count in counts) or not len(tokens) == len(suffixes) == sum(counts):
             raise ConfigError(f"datastore: {folder} is damaged: its parts are not equally long")
         for name, value in _identity(target).items():
-            if about.get(name) != value:
+            if value is not None and about.get(name) != value:
                 raise ConfigError(f"datastore: {folder} was built for another {name} than that of {target.name}")
         return cls(tokens, suffixes, about)
 
@@ -139,9 +146,5 @@ class Datastore:
 
 
 def _identity(target: Target) -> dict[str, Any]:
-    """What token ids mean something to."""
-    words = None
-    if target.tokenizer is not None:
-        text = json.dumps(sorted(target.tokenizer.get_vocab().items()))
-        words = hashlib.sha256(text.encode()).hexdigest()
-    return {"vocabulary": target.vocabulary, "tokenizer": words}
+    """What token ids mean something to; None of a target whose tokenizer nobody gave."""
+    return {"vocabulary": target.vocabulary, "tokenizer": target.tokenizer_digest}

@@ -114,6 +114,13 @@ class Target:
             found.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
         return found.hexdigest()
 
+    @functools.cached_property
+    def tokenizer_digest(self) -> str | None:
+        """SHA-256 over the tokenizer's words and their ids; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        return hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()
+
     @property
     def eos_ids(self) -> frozenset[int]:
         """The tokens that end a sequence; some models have several."""

@@ -1,8 +1,8 @@
 """What may be drafted from what was written before? Builds and inspects datastores for ``kind: retrieval``.
 
-``python -m searches.datastore corpus=notes output=store`` reads every text below a folder, or one file;
-``own=true`` adds what the target itself says to the tune prompts (kept, and made once). ``inspect=store`` describes a
-datastore, and ``ngram="..."`` says what followed a phrase in it.
+``python -m searches.datastore corpus=notes output=store`` reads every text below a folder, or one file; ``own=true`` adds
+what the target itself says to prompts (kept, and made once), which a study must not measure: it would find its own answers.
+``inspect=store`` describes a datastore, and ``ngram="..."`` says what followed a phrase in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from layerskip import Target
+from layerskip import PromptSet, Target
 from layerskip.datastore import Datastore
 from layerskip.passages import continue_prompts
 
@@ -46,7 +46,7 @@ def _build(config: DictConfig, target: Target) -> Datastore:
         raise InputError("corpus: names neither a file nor a folder, and own is false; there is nothing to build from")
     if target.tokenizer is None:
         raise InputError("target: has no tokenizer to read a corpus with")
-    texts, sources = [], []
+    texts, sources, answered = [], [], []
     if config.corpus is not None:
         sources.append(str(config.corpus))
         files = corpus_files(Path(config.corpus))
@@ -54,15 +54,15 @@ def _build(config: DictConfig, target: Target) -> Datastore:
             texts += [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in read(file)]
     if config.own:
         sources.append("the target's own outputs")
-        # Not those of held-out prompts, which are to tell what the datastore is worth.
-        prompts, _ = instantiate(config.prompts).split()
+        prompts: PromptSet = instantiate(config.prompts)
+        answered = [item.id for item in prompts]
         kept = Path(config.outputs) / "continuations"
         with tqdm(total=len(prompts), unit="prompt", desc="own outputs", disable=None) as bar:
             passages = continue_prompts(
                 target, prompts, instantiate(config.sampling), config.max_new_tokens, config.seed, kept, bar.update
             )
         texts += [passage.tokens for passage in passages]
-    found = Datastore.build(texts, target, " and ".join(sources))
+    found = Datastore.build(texts, target, " and ".join(sources), answered)
     found.save(Path(config.output))
     print(f"wrote {config.output}")
     return found
@@ -117,11 +117,12 @@ def followers(found: Datastore, phrase: str, target: Target) -> str:
     """What followed a phrase most often, as a Markdown table."""
     if target.tokenizer is None:
         raise InputError("ngram: the target has no tokenizer to read it with")
-    ngram = target.tokenizer(phrase, add_special_tokens=False)["input_ids"]
-    if not ngram:
+    # Behind a space a word is another token than at the beginning of a text.
+    readings = {tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (phrase, f" {phrase}")}
+    if () in readings:
         raise InputError("ngram: has no tokens")
-    times = len(found.places(ngram))
-    counts = Counter(tuple(part) for part in found.continuations(ngram, _LENGTH, 10_000))
+    times = sum(len(found.places(ngram)) for ngram in readings)
+    counts = Counter(tuple(part) for ngram in readings for part in found.continuations(ngram, _LENGTH, 10_000))
     lines = [f"{phrase!r} occurs {times} times", "", "| followed by | times |", "|---|---|"]
     lines += [f"| {target.tokenizer.decode(list(part))!r} | {count} |" for part, count in counts.most_common(_SHOWN)]
     return "\n".join(lines if times else lines[:1])

@@ -62,13 +62,15 @@ class Finalist:
         return self.stayed and is_lossless(self.held_out) and enough and self.low > 1.0
 
     @property
-    def complexity(self) -> tuple[int, int, int, int]:
-        """What ties are settled by: the kind of drafter, how many there are, how much they skip, and how far they draft."""
+    def complexity(self) -> tuple[int, int, int, int, int]:
+        """What ties are settled by: the kind of drafter, how many there are, how much they skip, whether they branch, and
+        how far they draft."""
         parts = self.config.members or (self.config,)
         return (
             max(_SIMPLEST.index(part.kind) for part in parts),
             len(parts),
             sum(sum(mask.count(part.mask)) for part in parts),
+            max(part.siblings for part in parts),
             max(part.draft_length for part in parts),
         )
 
@@ -117,7 +119,8 @@ def measure_finals(
             block = PromptSet(prompts.items[first : first + _BLOCK])
             own = seed + _HELD_OUT_SEED + 7919 * repeat + first
             rows += _block(bench, left, block, repeat, own, kept, on_prompt)
-            if len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK and len(rows) >= _LOOKS * looked:
+            last = first + _BLOCK >= len(prompts)  # behind it there may be another repeat to save
+            if len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK and (last or len(rows) >= _LOOKS * looked):
                 looked = len(rows)
                 left = {name: config for name, config in left.items() if not _is_behind(rows, left, name)}
         if len(left) <= 1:

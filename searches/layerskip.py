@@ -20,6 +20,7 @@ from optuna.storages import BaseStorage
 from tqdm import tqdm
 
 from layerskip import Export, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, UnsupportedModel
+from layerskip.datastore import Datastore
 from layerskip.environment import environment
 from layerskip.files import digest
 from layerskip.tree import tree_model
@@ -83,20 +84,34 @@ class Plan:
         for item in prompts:
             target.encode(item.messages())  # a chat template that refuses one shall do so now
         space = supported(instantiate(config.space, layers=target.layers), target)
+        space = replace(space, datastores=[open_datastore(name, target, prompts) for name in space.datastores])
         return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, Path(config.outputs))
+
+
+def open_datastore(name: str, target: Target, prompts: PromptSet) -> str:
+    """A datastore's absolute path.
+
+    Raises:
+        InputError: it holds the target's answers to prompts of the study.
+        ConfigError: it cannot be used.
+    """
+    known = set(Datastore.load(name, target).about.get("prompts", ())) & {item.id for item in prompts}
+    if known:
+        raise InputError(f"space.datastores: {name} holds the target's own answers to {len(known)} of the study's prompts")
+    return str(Path(name).resolve())
 
 
 def supported(space: SearchSpace, target: Target) -> SearchSpace:
     """The space without the kinds that a target which otherwise decodes cannot verify, said in a line."""
     trees = [kind for kind in space.arms if kind in ("retrieval", "token_recycling", "lookahead")]
-    siblings = "layer_skip" in space.arms and space.siblings[1] > 0
+    siblings = ["siblings"] if "layer_skip" in space.arms and space.siblings else []
     if not trees and not siblings:
         return space
     try:
         tree_model(target.model)
     except UnsupportedModel as error:
-        print(f"space.kinds: {', '.join([*trees, 'siblings'])} left out: {error}")
-        return replace(space, kinds=[kind for kind in space.arms if kind not in trees], siblings=(0, 0))
+        print(f"space.kinds: {', '.join(trees + siblings)} left out: {error}")
+        return replace(space, kinds=[kind for kind in space.arms if kind not in trees], siblings=0)
     return space
 
 
@@ -195,7 +210,10 @@ def _propose(oracle: ScanOracle | None, plan: Plan) -> list[SpeculativeConfig]:
         also = oracle.similar_masks(plan.space.skippable)
         found = propose(oracle, plan.space, plan.scanning.proposals, bar.update, also)
     lookups = propose_lookups(oracle, plan.space, plan.scanning.proposals.lookups)
-    return [prediction.config for prediction in (*lookups, *found)]
+    configs = [prediction.config for prediction in (*lookups, *found)]
+    if found and plan.space.siblings:
+        configs.insert(len(lookups) + 1, replace(found[0].config, siblings=plan.space.siblings))
+    return configs
 
 
 def _publish(
@@ -261,6 +279,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet) -> dict[str
         "target.device": target.device.type,
         "target.layers": target.layers,
         "prompts.digest": prompts.digest,
+        "space.datastores.digests": [Datastore.load(name, target).about["digest"] for name in config.space.datastores],
     }
 
 

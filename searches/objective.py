@@ -191,11 +191,13 @@ class Objective:
 
     @staticmethod
     def _is_behind(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
-        """Whether the leader's pace lies above the whole interval of this one's, on the prompts that both decoded.
+        """Whether plain decoding's or the leader's pace lies above the whole interval of this one's.
 
         The pruner's ranks see on how many prompts the leader is ahead, not by how much: a lookup that is far ahead on few
         may be the faster one in all.
         """
+        if Measurement.of(rows, BASELINE, _CANDIDATE).interval(confidence=_PRUNING)[1] < 1.0:
+            return True
         leader = next(iter(ranking(study)), None)
         if leader is None or leader.config == config:
             return False

@@ -22,6 +22,8 @@ from .standings import incumbent
 PREDICTED = "predicted_speedup"
 _FIRST_ERROR = 0.15
 """Log error assumed until enough configurations tell."""
+_SIBLINGS = 0.15
+"""Log speedup that siblings may add to a mask's best chain; no scan tells."""
 _LEAST_ERROR = 0.03
 _LEAST_CONFIGURATIONS = 4
 _DEVIATIONS = 2.0
@@ -86,11 +88,10 @@ class Prior:
         if foretold:
             predicted = self._oracle.speedup(config)
             return Judgement(predicted, min(most, predicted) * math.exp(error), to_beat)
-        if config.siblings:
-            return Judgement(None, most * math.exp(error), to_beat)  # what siblings are worth no scan tells
-        # Another draft length or stop rule than were scanned: at most a little better than the best that were.
+        # Another draft length or stop rule than were scanned, or siblings: at most a little better than the best that was.
         (best,) = self._oracle.predict([mask])
-        return Judgement(None, min(most, best.speedup) * math.exp(max(error, _FIRST_ERROR)), to_beat)
+        allowed = max(error, _FIRST_ERROR) + (_SIBLINGS if config.siblings else 0.0)
+        return Judgement(None, min(most, best.speedup) * math.exp(allowed), to_beat)
 
 
 def calibrated_error(trials: Iterable[FrozenTrial]) -> float:

@@ -193,7 +193,7 @@ class SimulatedOracle:
 
     def foretells(self, config: SpeculativeConfig) -> bool:
         """Layer skipping by any stop rule, and prompt lookups."""
-        return config.kind in ("layer_skip", "prompt_lookup")
+        return config.kind in ("layer_skip", "prompt_lookup") and not config.siblings
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """What is foretold of one configuration."""

@@ -36,7 +36,7 @@ class SearchSpace:
         protect_first: so many first layers are never skipped.
         protect_last: so many last layers are never skipped.
         skip_length: shortest and longest draft of ``layer_skip``.
-        siblings: fewest and most other tokens that ``layer_skip`` verifies beside each drafted one.
+        siblings: the most other tokens that ``layer_skip`` may verify beside each drafted one; 0 searches chains alone.
         stops: the stop rules of ``layer_skip`` and ``draft_model``.
         lookup_length: shortest and longest draft of ``prompt_lookup``.
         ngram: shortest and longest n-gram of ``prompt_lookup`` and ``retrieval``.
@@ -59,7 +59,7 @@ class SearchSpace:
     protect_first: int = 2
     protect_last: int = 2
     skip_length: Range = (1, 8)
-    siblings: Range = (0, 2)
+    siblings: int = 2
     stops: Sequence[str] = STOPS
     lookup_length: Range = (2, 16)
     ngram: Range = (1, 4)
@@ -88,10 +88,8 @@ class SearchSpace:
             whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
             if not whole or not 1 <= bounds[0] <= bounds[1]:
                 raise InputError(f"space.{name}: {bounds} is not a range of whole numbers from 1 on, such as [1,8]")
-        bounds = self.siblings
-        whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
-        if not whole or not 0 <= bounds[0] <= bounds[1]:
-            raise InputError(f"space.siblings: {bounds} is not a range of whole numbers from 0 on, such as [0,2]")
+        if type(self.siblings) is not int or self.siblings < 0:
+            raise InputError(f"space.siblings: {self.siblings!r} is not a whole number of at least 0")
         for name in ("protect_first", "protect_last"):
             if type(getattr(self, name)) is not int:
                 raise InputError(f"space.{name}: {getattr(self, name)!r} is not a whole number")
@@ -144,7 +142,7 @@ class SearchSpace:
             mask = SkipMask.of(self.layers, attention, mlp).format()
             length = trial.suggest_int("skip_length", *self.skip_length)
             skip = SpeculativeConfig(kind, length, mask=mask, stop=self._suggest_stop(trial, "skip"))
-            siblings = trial.suggest_int("siblings", *self.siblings) if self.siblings[1] else 0
+            siblings = trial.suggest_int("siblings", 0, self.siblings) if self.siblings else 0
             if not siblings:
                 return skip
             probability = trial.suggest_float("sibling_probability", *_LEAST_PROBABILITY, log=True)
@@ -207,7 +205,7 @@ class SearchSpace:
             found |= {f"attention_{i}": int(mask.attention[i]) for i in self._bits}
             found |= {f"mlp_{i}": int(mask.mlp[i]) for i in self._bits}
             found |= {"skip_length": config.draft_length} | self._stop_params(config.stop, "skip")
-            if self.siblings[1]:
+            if self.siblings:
                 found["siblings"] = config.siblings
             if config.siblings:
                 found["sibling_probability"] = config.least_probability

@@ -2,8 +2,8 @@
 
 SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference Acceleration (arXiv 2410.06916), section 4.3: every token of
 the chain has its runners-up verified beside it, more of them where the draft is less sure. How many depends on the draft's
-distribution alone; where tokens are drawn, siblings are drawn from it without those before them, as recursive rejection
-over siblings wants it (SpecInfer, arXiv 2305.09781).
+distribution alone; where tokens are drawn, siblings are drawn from its likely ones, without those before them, as recursive
+rejection over siblings wants it (SpecInfer, arXiv 2305.09781).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fan:
         probs = self.chooser.penalise(logits, block).softmax(-1)[0] if greedy else distribution[0]
         likely = (probs >= self.least_probability) & (probs > 0)
         self._widths.append((likely.sum() - 1).clamp(0, self.siblings)[None])
-        left = probs.index_fill(0, chosen, 0.0)
+        left = torch.where(likely, probs, 0.0).index_fill(0, chosen, 0.0)
         if greedy:
             self._tokens.append(left.topk(min(self.siblings, left.shape[0])).indices)
             return

@@ -7,7 +7,6 @@ everything that followed it becomes a trie, and the trie's most frequent branche
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from ..cache import KVCache
@@ -19,11 +18,10 @@ from ..verify import Verdict
 from .base import Context, Said
 
 _MOST = 32  # continuations of an n-gram from each source
-_MEMORY = 500_000  # tokens of earlier requests that are kept
 
 
 class Retrieval:
-    """Drafts what followed before; keeps the texts of all requests until it is told to forget.
+    """Drafts what followed before; keeps the texts it drafted for until it is told to forget.
 
     Args:
         datastore: what was written elsewhere; None where there is none.
@@ -32,6 +30,7 @@ class Retrieval:
         draft_length: the depth of a tree, at most.
         tree_tokens: the most tokens of one.
         least_probability: a branch ends where it followed less often than that.
+        memory: so many tokens of earlier texts are kept, some hundred bytes each; the oldest texts go first.
     """
 
     def __init__(
@@ -42,23 +41,25 @@ class Retrieval:
         draft_length: int,
         tree_tokens: int,
         least_probability: float,
+        memory: int = 100_000,
     ) -> None:
         self.datastore = datastore
         self.sizes = range(ngram_max, ngram_min - 1, -1)
         self.draft_length, self.tree_tokens, self.least_probability = draft_length, tree_tokens, least_probability
+        self.memory = memory
         self.forget()
 
     def forget(self) -> None:
         """Drop the texts of all requests; the datastore stays."""
         self._texts: list[list[int]] = [[]]
-        self._places: dict[tuple[int, ...], deque[tuple[int, int]]] = defaultdict(lambda: deque(maxlen=_MOST))
+        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # of each n-gram: text, and where it ends in it
         self._indexed = 0
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a new text behind those that are kept."""
         self._index()  # the last round of the text before
-        if sum(map(len, self._texts)) > _MEMORY:
-            self.forget()
+        if sum(map(len, self._texts)) > self.memory:
+            self._drop_oldest()
         self._texts.append([])
         self._indexed = 0
 
@@ -90,8 +91,26 @@ class Retrieval:
         for end in range(self._indexed, len(text)):
             for size in self.sizes:
                 if size <= end:
-                    self._places[tuple(text[end - size : end])].append((number, end))
+                    places = self._places.setdefault(tuple(text[end - size : end]), [])
+                    places.append((number, end))
+                    if len(places) > _MOST:
+                        del places[0]
         self._indexed = max(self._indexed, len(text))
+
+    def _drop_oldest(self) -> None:
+        """Keep the latest texts, as far as half of the memory reaches, and index them anew."""
+        kept: list[list[int]] = []
+        left = self.memory // 2
+        for text in reversed(self._texts):
+            left -= len(text)
+            if left < 0:
+                break
+            kept.insert(0, text)
+        self.forget()
+        for text in kept:
+            self._texts.append(text)
+            self._indexed = 0
+            self._index()
 
     def _continuations(self, ngram: tuple[int, ...], length: int) -> list[list[int]]:
         """The latest first, as of equally frequent branches the first wins."""

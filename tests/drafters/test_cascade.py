@@ -41,6 +41,27 @@ class TestLookupThenTrees(DrafterContract):
         return Cascade([lookup, copy.deepcopy(experienced(target))])
 
 
+class TestLookupThenWindow(DrafterContract):
+    """The second hears of passes that the first has drafted for, in which it asked nothing."""
+
+    trees = True
+    learns = True
+    samplings = SAMPLINGS[1:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        window = {"kind": "lookahead", "draft_length": 2, "window": 3, "candidates": 2}
+        return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, window]}), target)
+
+
+class TestLookupThenSiblings(DrafterContract):
+    trees = True
+    samplings = SAMPLINGS[1:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        skip = SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"], "siblings": 2}
+        return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, skip]}), target)
+
+
 class TestLookupThenDraftModel(DrafterContract):
     samplings = SAMPLINGS[1:2]
 

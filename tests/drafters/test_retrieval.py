@@ -124,6 +124,7 @@ def test_a_datastore_is_kept_and_belongs_to_its_tokens(tmp_path: Path) -> None:
     [
         ("datastore.json", b"{", "cannot read"),
         ("datastore.json", b'{"schema": "other"}', "is not a datastore of this version"),
+        ("datastore.json", b'{"schema": "layerskip.datastore/1", "tokens": null}', "its parts are not equally long"),
         ("tokens.npy", b"", "cannot read"),
         ("suffixes.npy", b"\x93NUMPY\x01\x00", "cannot read"),
         ("suffixes.npy", "shorter", "its parts are not equally long"),
@@ -152,3 +153,22 @@ def test_an_empty_corpus_is_refused() -> None:
         Datastore.build([[], []], target_of("llama"))
     with pytest.raises(ConfigError, match="corpus: has token ids outside"):
         Datastore.build([[99]], target_of("llama"))
+
+
+def test_the_oldest_texts_are_dropped_where_memory_ends() -> None:
+    drafter = Retrieval(None, 1, 2, 2, 4, 0.0, memory=20)
+    for first in range(0, 40, 4):
+        drafter.start((), None, None)  # type: ignore[arg-type]
+        drafter.propose([first, first + 1, first + 2, first + 3], 2)
+    drafter.start((), None, None)  # type: ignore[arg-type]
+    assert drafter.propose([36], 2) == ([37, 38], [-1, 0])
+    drafter.start((), None, None)  # type: ignore[arg-type]
+    assert drafter.propose([0], 2) == ([], [])
+    assert sum(map(len, drafter._texts)) <= 20 + 4
+    assert len(drafter._places) <= 2 * (20 + 4)
+
+
+def test_a_datastore_serves_a_target_whose_tokenizer_nobody_gave(tiny_target: Target, tmp_path: Path) -> None:
+    """As in transformers' generate, which has the model alone."""
+    Datastore.build([[3, 4, 5]], tiny_target).save(tmp_path / "store")
+    assert Datastore.load(tmp_path / "store", Target(tiny_target.model)).continuations([3], 2, 9) == [[4, 5]]

@@ -9,7 +9,7 @@ import pytest
 
 from layerskip import SpeculativeConfig, load_target
 from layerskip.drafters.build import build_drafter
-from tests.searches.programs import execute
+from tests.searches.programs import execute, quick
 
 
 def _common(folder: Path, outputs: Path) -> list[str]:
@@ -19,10 +19,12 @@ def _common(folder: Path, outputs: Path) -> list[str]:
 def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path: Path) -> None:
     corpus, store = tmp_path / "corpus", tmp_path / "store"
     (corpus / "deep").mkdir(parents=True)
-    (corpus / "deep" / "a.txt").write_text("the cat sat on the mat")
+    (corpus / "deep" / "a.txt").write_text("on the mat the cat sat in the rain")
     (corpus / "b.jsonl").write_text(json.dumps({"text": "the cat sat down"}) + "\n\n")
     (corpus / "ignored.bin").write_bytes(b"\xff")
-    more = [f"corpus={corpus}", "own=true", "max_new_tokens=6", f"output={store}", "ngram=the cat sat"]
+    (tmp_path / "earlier.jsonl").write_text('{"prompt": "the rain", "id": "a"}\n{"prompt": "a cat", "id": "b"}\n')
+    own = ["own=true", "prompts=jsonl", f"prompts.path={tmp_path / 'earlier.jsonl'}", "max_new_tokens=6"]
+    more = [f"corpus={corpus}", *own, f"output={store}", "ngram=the cat sat"]
     done = execute("datastore", *_common(tiny_folder, tmp_path), *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'the cat sat' occurs 2 times" in done.stdout
@@ -30,10 +32,10 @@ def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path
     config = SpeculativeConfig("retrieval", datastore=str(store))
     assert build_drafter(config, target).tree_tokens == config.tree_tokens
     about = json.loads((store / "datastore.json").read_text())
-    assert about["texts"] == 2 + 24  # the corpus, and one output for each tune prompt
+    assert about["texts"] == 2 + 2
     seen = execute("datastore", *_common(tiny_folder, tmp_path), f"inspect={store}", cwd=tmp_path)
     assert seen.returncode == 0, seen.stderr
-    assert f"{about['tokens']:,} tokens of 26 texts from {corpus} and the target's own outputs" in seen.stdout
+    assert f"{about['tokens']:,} tokens of 4 texts from {corpus} and the target's own outputs" in seen.stdout
 
 
 @pytest.mark.parametrize(
@@ -58,3 +60,18 @@ def test_bad_input_ends_in_one_line(tiny_folder: Path, tmp_path: Path, overrides
     assert done.stderr.startswith(f"error: {said}")
     assert not (tmp_path / "store").exists()
     assert not (tmp_path / ".store.partial").exists()
+
+
+def test_a_study_is_told_of_a_missing_datastore_before_it_begins(tiny_folder: Path, tmp_path: Path) -> None:
+    done = execute("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[nowhere]"), cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: datastore: cannot read nowhere: ")
+
+
+def test_a_study_does_not_measure_prompts_whose_answers_its_datastore_holds(tiny_folder: Path, tmp_path: Path) -> None:
+    own = ["own=true", "max_new_tokens=4", f"output={tmp_path / 'store'}"]
+    done = execute("datastore", *_common(tiny_folder, tmp_path), *own, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = execute("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[store]"), cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr == "error: space.datastores: store holds the target's own answers to 48 of the study's prompts\n"

@@ -62,3 +62,15 @@ def test_nobody_wins_who_is_not_faster() -> None:
     finals = measure_finals(run_known(bench, _lookup(4)), bench, PROMPTS, MeasureSettings(finalists=1), 0)
     assert finals.winner.config == SpeculativeConfig()
     assert report.verdict(finals).startswith("No drafting wins")
+
+
+def test_looks_become_rarer_as_prompts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking after every block would let chance end a race of many prompts."""
+    fast, close = _lookup(4), _lookup(6)
+    looks = []
+    monkeypatch.setattr("searches.finals._is_behind", lambda rows, configs, name: looks.append(len(rows)))
+    bench = Known({fast: 1.5, close: 1.5})
+    many = PromptSet.of([f"held-out {i}" for i in range(70)])
+    study = run_known(bench, fast, close)
+    measure_finals(study, bench, many, MeasureSettings(finalists=2, held_out_repeats=2), 0)
+    assert list(dict.fromkeys(looks)) == [12, 18, 24, 30, 42, 54, 70, 88, 112, 140]

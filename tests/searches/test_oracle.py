@@ -57,6 +57,7 @@ def test_a_prediction_is_the_real_decoders_counts_at_the_profiles_costs(tiny_tar
         assert expected[best.config] == pytest.approx(best.speedup)
         assert all(oracle.foretells(config) for config in expected)
         assert not oracle.foretells(SpeculativeConfig("layer_skip", 5, mask=text))  # deeper than scans
+        assert not oracle.foretells(SpeculativeConfig("layer_skip", 2, mask=text, siblings=1))  # scans follow chains
 
 
 def test_lookups_are_foretold_by_the_text(tiny_target: Target, tmp_path: Path) -> None:

@@ -155,6 +155,9 @@ def test_a_stop_rule_that_was_not_scanned_is_bounded_by_the_best_that_was() -> N
         study.add_trial(_trial(config, 0.9, 0.9))  # foretelling was right so far, where it foretold
     exact = Prior(oracle).judge(study, SpeculativeConfig("layer_skip", 2, mask="mlp:3"))
     other = Prior(oracle).judge(study, SpeculativeConfig("layer_skip", 2, mask="mlp:3", stop=StopRule("threshold", 0.85)))
+    tree = Prior(oracle).judge(study, SpeculativeConfig("layer_skip", 2, mask="mlp:3", siblings=2))
+    assert other is not None and tree is not None
+    assert tree.predicted is None and other.bound < tree.bound < 1.2 * other.bound
     assert exact is not None and other is not None
     assert other.predicted is None
     assert math.log(other.bound / exact.bound) == pytest.approx(0.15 - 0.03)

@@ -184,3 +184,24 @@ def test_who_is_behind_on_the_first_prompts_is_not_stopped_where_one_of_them_mak
     run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
     assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
     assert ranking(study)[0].config == steady
+
+
+def test_plain_decoding_is_measured_once_by_itself() -> None:
+    """It is measured beside every other trial anyway."""
+    bench = Known({})
+    study = run_known(bench, SpeculativeConfig(), SpeculativeConfig(), SpeculativeConfig())
+    assert ["table" in trial.user_attrs for trial in finished(study)] == [True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:WilcoxonPruner finds steps")
+def test_who_is_slower_than_plain_decoding_is_stopped_though_ahead_of_all_other_drafters() -> None:
+    slow, better = _lookup(4), _lookup(5)
+    bench = Known({slow: 0.7, better: 0.72})
+    prompts = PromptSet.of([f"prompt {i}" for i in range(24)])
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1))
+    for config in (SpeculativeConfig(), slow, better):
+        study.enqueue_trial(space.params(config))
+    objective = Objective(bench, space, prompts, MeasureSettings(prompts=24, survivor_prompts=24), seed=0)
+    run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
+    assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.PRUNED]
