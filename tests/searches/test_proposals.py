@@ -58,7 +58,7 @@ class Landscape:
         ]
 
     def foretells(self, config: SpeculativeConfig) -> bool:
-        return config.kind == "layer_skip" and config.stop.kind == "length"
+        return config.kind == "layer_skip" and config.stop.kind == "length" and not config.siblings
 
     def speedup(self, config: SpeculativeConfig) -> float:
         (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])
