@@ -109,8 +109,8 @@ class Datastore:
         tokens, suffixes = arrays
         if any(array.dtype != np.int32 or array.ndim != 1 or not len(array) for array in arrays):
             raise ConfigError(f"datastore: {folder} is damaged: its arrays are not rows of int32")
-        counts = [about.get(name) for name in ("tokens", "texts")]
-        if not all(isinstance(count, int) for count in counts) or not len(tokens) == len(suffixes) == sum(counts):
+        counts = [value for name in ("tokens", "texts") if isinstance(value := about.get(name), int)]
+        if len(counts) != 2 or not len(tokens) == len(suffixes) == sum(counts):
             raise ConfigError(f"datastore: {folder} is damaged: its parts are not equally long")
         for name, value in _identity(target).items():
             if value is not None and about.get(name) != value:
