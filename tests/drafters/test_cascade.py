@@ -58,7 +58,7 @@ class TestLookupThenSiblings(DrafterContract):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        skip = SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"], "siblings": 2}
+        skip = SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"], "siblings": 1}
         return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, skip]}), target)
 
 
