@@ -12,7 +12,7 @@ import torch
 from layerskip.cache import KVCache
 from layerskip.decode import Continuation, decode
 from layerskip.draft import Draft
-from layerskip.drafters.base import Context, Drafter, Said
+from layerskip.drafters.base import Context, Drafter, Learner, Said
 from layerskip.sampling import Chooser, Sampling
 from layerskip.stats import DecodeStats
 from layerskip.target import Target
@@ -130,7 +130,10 @@ class DrafterContract:
     """Whether its drafts branch."""
 
     learns = False
-    """Whether it keeps what it has learnt for the prompts that follow, and so drafts otherwise there."""
+    """Whether it drafts from what the target said on the way, so that the context alone does not tell what."""
+
+    remembers = False
+    """Whether what it has learnt lasts beyond the prompt, until it is told to forget."""
 
     samplings = SAMPLINGS
     """The laws that sampled tokens are held against."""
@@ -208,6 +211,19 @@ class DrafterContract:
                 assert (start, bool(drafted)) == (context, bool(expected))
                 one, other = ([b for b in branches if len(b) <= shared] for branches in (drafted, expected))
                 assert one == other
+
+    def test_what_was_learnt_serves_the_next_prompt(self) -> None:
+        if not self.remembers:
+            pytest.skip("it forgets by itself")
+        target = target_of("llama")
+        drafter = self.drafter(target)
+        assert isinstance(drafter, Learner)
+        drafter.forget()
+        first, again = (decode(target, drafter, PROMPTS[2], GREEDY, LENGTH) for _ in range(2))
+        assert again.tokens == first.tokens
+        assert len(again.stats.rounds) < len(first.stats.rounds)
+        drafter.forget()
+        assert decode(target, drafter, PROMPTS[2], GREEDY, LENGTH).stats == first.stats
 
     def test_a_callback_gets_the_tokens_of_every_round_in_order(self) -> None:
         target = target_of("llama")

@@ -10,14 +10,12 @@ import pytest
 
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.datastore import Datastore
-from layerskip.decode import decode
-from layerskip.drafters.base import Drafter, Learner
+from layerskip.drafters.base import Drafter
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.retrieval import Retrieval
-from layerskip.sampling import Sampling
 from layerskip.target import Target
 from layerskip.tree import path_to
-from tests.drafters.contract import LENGTH, PROMPTS, SAMPLINGS, DrafterContract, target_of, toy_target
+from tests.drafters.contract import SAMPLINGS, DrafterContract, target_of, toy_target
 
 SHAPE = {"ngram_min": 1, "ngram_max": 3, "draft_length": 4, "tree_tokens": 6, "least_probability": 0.0}
 
@@ -25,19 +23,10 @@ SHAPE = {"ngram_min": 1, "ngram_max": 3, "draft_length": 4, "tree_tokens": 6, "l
 class TestOwnTexts(DrafterContract):
     trees = True
     learns = True
+    remembers = True
 
     def drafter(self, target: Target) -> Drafter:
         return build_drafter(SpeculativeConfig.from_dict({"kind": "retrieval"} | SHAPE), target)
-
-    def test_what_was_written_serves_the_next_prompt(self) -> None:
-        target = target_of("llama")
-        drafter = self.drafter(target)
-        first, again = (decode(target, drafter, PROMPTS[2], Sampling(), LENGTH) for _ in range(2))
-        assert again.tokens == first.tokens
-        assert len(again.stats.rounds) < len(first.stats.rounds)
-        assert isinstance(drafter, Learner)
-        drafter.forget()
-        assert decode(target, drafter, PROMPTS[2], Sampling(), LENGTH).stats == first.stats
 
 
 class TestDatastore(DrafterContract):

@@ -10,12 +10,12 @@ import torch
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decode import decode
-from layerskip.drafters.base import Drafter, Learner, Said
+from layerskip.drafters.base import Drafter, Said
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.token_recycling import TokenRecycling
 from layerskip.sampling import Sampling
 from layerskip.target import Target
-from tests.drafters.contract import LENGTH, PROMPTS, DrafterContract, target_of
+from tests.drafters.contract import LENGTH, PROMPTS, DrafterContract
 
 
 def _fresh(target: Target) -> Drafter:
@@ -34,20 +34,11 @@ def experienced(target: Target) -> Drafter:
 class TestTokenRecycling(DrafterContract):
     trees = True
     learns = True
+    remembers = True
 
     def drafter(self, target: Target) -> Drafter:
         """One that has decoded before, so that it has something to draft."""
         return copy.deepcopy(experienced(target))
-
-    def test_what_was_learnt_serves_the_next_prompt(self) -> None:
-        target = target_of("llama")
-        drafter = _fresh(target)
-        first, again = (decode(target, drafter, PROMPTS[2], Sampling(), LENGTH) for _ in range(2))
-        assert again.tokens == first.tokens
-        assert len(again.stats.rounds) < len(first.stats.rounds)
-        assert isinstance(drafter, Learner)
-        drafter.forget()
-        assert decode(target, drafter, PROMPTS[2], Sampling(), LENGTH).stats == first.stats
 
 
 def _taught(tree_tokens: int = 9, least: float = 0.0) -> TokenRecycling:
