@@ -83,7 +83,11 @@ def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
 
 
 def _end(error: BaseException) -> NoReturn:
-    if isinstance(error, KeyboardInterrupt):
+    # Ctrl-C may reach a library while it cleans up, which then raises an error of its own over it.
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, KeyboardInterrupt):
+        link = link.__cause__ or link.__context__
+    if link is not None:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         sys.exit(INTERRUPTED)
     line = explain(error)
