@@ -84,10 +84,7 @@ def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
 
 def _end(error: BaseException) -> NoReturn:
     # Ctrl-C may reach a library while it cleans up, which then raises an error of its own over it.
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, KeyboardInterrupt):
-        link = link.__cause__ or link.__context__
-    if link is not None:
+    if any(isinstance(link, KeyboardInterrupt) for link in _causes(error)):
         print("interrupted; the same command goes on from here", file=sys.stderr)
         sys.exit(INTERRUPTED)
     line = explain(error)
@@ -100,12 +97,9 @@ def _end(error: BaseException) -> NoReturn:
 
 def explain(error: BaseException) -> str | None:
     """One line for an error that the user can mend; None for a defect, which deserves its traceback."""
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
-        causes.append(cause)
     if isinstance(error, _INPUT_ERRORS):
         return _one_line(error)
-    for link in causes:
+    for link in _causes(error):
         if isinstance(error, InstantiationException) and isinstance(link, _INPUT_ERRORS):
             return _one_line(link)
         if isinstance(link, OSError) and link.errno in _DISK_FULL:
@@ -116,6 +110,14 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, (HydraException, OmegaConfBaseException)) and not isinstance(error, InstantiationException):
         return _one_line(error)
     return None
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and what is underneath it, last raised first."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    return causes
 
 
 def _one_line(error: BaseException) -> str:

@@ -104,6 +104,8 @@ def measure_finals(
     """Measure a study's finalists on held-out prompts.
 
     Args:
+        prompts: kinds of work in turn, as :meth:`~layerskip.PromptSet.take` gives them: who leads on the first kind need
+            not lead on all.
         folder: keeps what was measured, prompt by prompt, and is not measured again; None keeps nothing.
         on_prompt: called for every prompt, kept or measured.
     """
@@ -113,7 +115,6 @@ def measure_finals(
     kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")
     rows: list[Row] = []
     left, looked = dict(configs), 0
-    prompts = prompts.take(None)  # all kinds of work in every block: who leads on the first two need not lead on all
     for repeat in range(settings.held_out_repeats):
         for first in range(0, len(prompts), _BLOCK):
             block = PromptSet(prompts.items[first : first + _BLOCK])

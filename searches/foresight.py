@@ -46,7 +46,7 @@ class ScanSettings:
     """
 
     enabled: bool = True
-    prompts: int | None = 8
+    prompts: int | None = 4
     screened_rows: int = 128
     max_rows: int | None = None
     thresholds: Sequence[float] = (0.5, 0.6, 0.7, 0.8, 0.9)

@@ -21,7 +21,7 @@ from .finals import measure_finals
 from .landscape import Landscape, draw_prompts
 from .objective import MeasureSettings, Objective
 from .prior import Prior
-from .proposals import ProposalSettings, propose, propose_lookups
+from .proposals import ProposalSettings, propose_all
 from .simulation import Machine, SimulatedBench, SimulatedOracle
 from .space import SearchSpace
 from .standings import configuration
@@ -121,9 +121,7 @@ def find_planted(seed: int, hopeless: bool, settings: PlantedSettings, search: S
     oracle = SimulatedOracle(landscape, space, tune.take(measuring.prompts))
     study = open_study(f"planted-{seed}", InMemoryStorage(), search.pruner, {})
     study.sampler = search.sampler(seed)
-    proposed = propose(oracle, space, search.proposals)
-    proposed += propose_lookups(oracle, space, search.proposals.lookups)
-    prepare(study, space, [found.config for found in proposed])
+    prepare(study, space, propose_all(oracle, space, search.proposals))
     objective = Objective(bench, space, tune, measuring, seed, prior=Prior(oracle))
     run_trials(study, objective, search.study, lambda _: None)
     winner = measure_finals(study, bench, held_out.take(measuring.held_out_prompts), measuring, seed).winner.config

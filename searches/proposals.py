@@ -24,6 +24,7 @@ from .oracle import Oracle, Prediction
 from .space import SearchSpace
 
 _AT_ONCE = 8  # masks asked about together
+_CLOSE = 0.99  # speedups that no profile tells apart
 _SLACK = 0.03  # a run may look this much worse than the best so far and still grow
 _PATIENCE = 2  # steps without a gain before a greedy search or a run ends
 _SHORTLIST = 4  # candidates of each greedy step
@@ -98,19 +99,39 @@ def propose_lookups(oracle: Oracle, space: SearchSpace, most: int) -> list[Predi
     return sorted(found, key=lambda prediction: -prediction.speedup)[:most]
 
 
+def propose_all(
+    oracle: Oracle,
+    space: SearchSpace,
+    settings: ProposalSettings,
+    on_mask: Callable[[], None] = lambda: None,
+    also: Sequence[SkipMask] = (),
+) -> list[SpeculativeConfig]:
+    """What a study tries first: lookups, as they are many times faster where the text repeats itself, then masks.
+
+    Arguments are those of :func:`propose`.
+    """
+    found = propose(oracle, space, settings, on_mask, also)
+    configs = [prediction.config for prediction in (*propose_lookups(oracle, space, settings.lookups), *found)]
+    if found and space.siblings:
+        configs.insert(len(configs) - len(found) + 1, replace(found[0].config, siblings=space.siblings))
+    return configs
+
+
 def expected_speedup(oracle: Oracle, mask: SkipMask, agreement: float, lengths: tuple[int, int]) -> tuple[float, int]:
-    """The best speedup over draft lengths, and its length, if every drafted token were accepted with the same chance.
+    """The best speedup over draft lengths, and the shortest that is close to it, if every drafted token were accepted with
+    the same chance.
 
     Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost of
     verification.
     """
     profile = oracle.profile
     shortest, longest = lengths
-    best = 0.0, shortest
+    found = {}
     for length in range(shortest, min(longest, profile.longest) + 1):
         tokens = sum(agreement**accepted for accepted in range(length + 1))
-        best = max(best, (tokens * profile.verify_seconds[0] / profile.round(mask, length), length))
-    return best
+        found[length] = tokens * profile.verify_seconds[0] / profile.round(mask, length)
+    best = max(found.values(), default=0.0)
+    return best, min((length for length, speedup in found.items() if speedup >= _CLOSE * best), default=shortest)
 
 
 def published_masks(layers: int, skippable: Sequence[int]) -> list[SkipMask]:

@@ -22,8 +22,9 @@ from layerskip.measurement import Sample
 from layerskip.prompts import PromptItem
 
 from .bench import BASELINE
+from .chances import Floats, threshold_of
 from .foresight import ScanSettings, scanned_stops
-from .landscape import Floats, Landscape, Work, threshold_of
+from .landscape import Landscape, Work
 from .oracle import Prediction
 from .space import SearchSpace
 

@@ -16,6 +16,7 @@ from layerskip import MaskError, SkipMask, SpeculativeConfig, StopRule
 from .application import InputError
 
 KINDS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "draft_model", "cascade")
+TREES = ("retrieval", "token_recycling", "lookahead")  # kinds that only draft trees
 STOPS = ("length", "threshold", "adaptive")
 Range = tuple[int, int]
 _LEAST_PROBABILITY = (0.005, 0.5)
@@ -148,9 +149,7 @@ class SearchSpace:
             probability = trial.suggest_float("sibling_probability", *_LEAST_PROBABILITY, log=True)
             return replace(skip, siblings=siblings, least_probability=probability)
         if kind == "prompt_lookup":
-            longest = trial.suggest_int("ngram_max", *self.ngram)
-            # Its own name per upper end: a distribution whose bounds move is of no use to the samplers.
-            shortest = trial.suggest_int(f"ngram_min_of_{longest}", self.ngram[0], longest)
+            shortest, longest = self._suggest_ngram(trial, "")
             return SpeculativeConfig(
                 kind,
                 trial.suggest_int("lookup_length", *self.lookup_length),
@@ -159,13 +158,13 @@ class SearchSpace:
                 match=str(trial.suggest_categorical("match", ("last", "first"))),
             )
         if kind == "retrieval":
-            longest = trial.suggest_int("retrieval_ngram_max", *self.ngram)
+            shortest, longest = self._suggest_ngram(trial, "retrieval_")
             return SpeculativeConfig(
                 kind,
                 trial.suggest_int("retrieval_length", *self.tree_length),
-                datastore=str(trial.suggest_categorical("datastore", ("", *self.datastores))),
-                ngram_min=trial.suggest_int(f"retrieval_ngram_min_of_{longest}", self.ngram[0], longest),
+                ngram_min=shortest,
                 ngram_max=longest,
+                datastore=str(trial.suggest_categorical("datastore", ("", *self.datastores))),
                 tree_tokens=trial.suggest_int("retrieval_tokens", *self.tree_tokens),
                 least_probability=trial.suggest_float("retrieval_probability", *_LEAST_PROBABILITY, log=True),
             )
@@ -187,6 +186,12 @@ class SearchSpace:
             return SpeculativeConfig(kind, length, draft=draft, stop=self._suggest_stop(trial, "model"))
         return SpeculativeConfig()
 
+    def _suggest_ngram(self, trial: optuna.trial.BaseTrial, prefix: str) -> tuple[int, int]:
+        longest = trial.suggest_int(f"{prefix}ngram_max", *self.ngram)
+        # Its own name per upper end: a distribution whose bounds move is of no use to the samplers.
+        shortest = trial.suggest_int(f"{prefix}ngram_min_of_{longest}", self.ngram[0], longest)
+        return shortest, longest
+
     def _suggest_stop(self, trial: optuna.trial.BaseTrial, prefix: str) -> StopRule:
         kind = str(trial.suggest_categorical(f"{prefix}_stop", tuple(self.stops)))
         if kind == "length":
@@ -204,27 +209,18 @@ class SearchSpace:
             mask = SkipMask.parse(config.mask, self.layers)
             found |= {f"attention_{i}": int(mask.attention[i]) for i in self._bits}
             found |= {f"mlp_{i}": int(mask.mlp[i]) for i in self._bits}
-            found |= {"skip_length": config.draft_length} | self._stop_params(config.stop, "skip")
+            found |= {"skip_length": config.draft_length} | _stop_params(config.stop, "skip")
             if self.siblings:
                 found["siblings"] = config.siblings
             if config.siblings:
                 found["sibling_probability"] = config.least_probability
         elif config.kind == "prompt_lookup":
-            found |= {
-                "ngram_max": config.ngram_max,
-                f"ngram_min_of_{config.ngram_max}": config.ngram_min,
-                "lookup_length": config.draft_length,
-                "match": config.match,
-            }
+            found |= {"lookup_length": config.draft_length, "match": config.match}
+            found |= _ngram_params(config, "")
         elif config.kind == "retrieval":
-            found |= {
-                "retrieval_ngram_max": config.ngram_max,
-                f"retrieval_ngram_min_of_{config.ngram_max}": config.ngram_min,
-                "retrieval_length": config.draft_length,
-                "retrieval_tokens": config.tree_tokens,
-                "retrieval_probability": config.least_probability,
-                "datastore": config.datastore,
-            }
+            found |= {"retrieval_length": config.draft_length, "retrieval_tokens": config.tree_tokens}
+            found |= {"retrieval_probability": config.least_probability, "datastore": config.datastore}
+            found |= _ngram_params(config, "retrieval_")
         elif config.kind == "token_recycling":
             found |= {"tree_length": config.draft_length, "tree_tokens": config.tree_tokens}
             found |= {"candidates": config.candidates, "least_probability": config.least_probability}
@@ -233,52 +229,8 @@ class SearchSpace:
             found |= {"lookahead_candidates": config.candidates}
         elif config.kind == "draft_model":
             found |= {"draft": config.draft, "model_length": config.draft_length}
-            found |= self._stop_params(config.stop, "model")
+            found |= _stop_params(config.stop, "model")
         return found | {"kind": config.kind}
-
-    def _stop_params(self, stop: StopRule, prefix: str) -> dict[str, int | float | str]:
-        found: dict[str, int | float | str] = {f"{prefix}_stop": stop.kind}
-        if stop.kind != "length":
-            found[f"{prefix}_threshold"] = stop.threshold
-        return found
-
-    def starting_points(self, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
-        """What a study tries first: no drafting, one of each cheap drafter, single skips, contiguous runs, sparse masks.
-
-        What is proposed comes before the masks that merely have structure.
-
-        Random masks skip half of all sub-layers and never recover; structure is where a search can start from.
-        """
-        points = [SpeculativeConfig()]
-        if "prompt_lookup" in self.arms:
-            points += [self._lookup(8, 3), self._lookup(4, 2)]
-        if "retrieval" in self.arms:
-            longest = self._clip(4, self.ngram)
-            length, size = self._clip(8, self.tree_length), self._clip(12, self.tree_tokens)
-            retrieval = SpeculativeConfig("retrieval", length, ngram_min=self.ngram[0], ngram_max=longest, tree_tokens=size)
-            points += [replace(retrieval, datastore=name) for name in ("", *self.datastores)]
-        if "token_recycling" in self.arms:
-            length, size, candidates = (
-                self._clip(value, bounds)
-                for value, bounds in ((6, self.tree_length), (8, self.tree_tokens), (4, self.candidates))
-            )
-            recycling = SpeculativeConfig("token_recycling", length, tree_tokens=size, candidates=candidates)
-            points.append(recycling)
-            if "cascade" in self.arms:
-                sure = replace(self._lookup(8, 4), ngram_min=self._clip(2, self.ngram))
-                points.append(SpeculativeConfig("cascade", members=(sure, recycling)))
-        if "lookahead" in self.arms:
-            length, window, candidates = (
-                self._clip(value, bounds)
-                for value, bounds in ((2, self.lookahead_length), (4, self.window), (4, self.candidates))
-            )
-            points.append(SpeculativeConfig("lookahead", length, window=window, candidates=candidates))
-        if "draft_model" in self.arms:
-            points += [SpeculativeConfig("draft_model", self._clip(4, self.model_length), draft=d) for d in self.drafts]
-        points += proposed
-        if "layer_skip" in self.arms:
-            points += [self._skip(mask) for mask in (*self.masks, *self._structured_masks())]
-        return list(dict.fromkeys(points))
 
     def lookups(self) -> list[SpeculativeConfig]:
         """Every prompt lookup of the space; none where it has none."""
@@ -293,26 +245,13 @@ class SearchSpace:
             for length in lengths
         ]
 
-    def _lookup(self, length: int, longest: int) -> SpeculativeConfig:
-        longest = self._clip(longest, self.ngram)
-        length = self._clip(length, self.lookup_length)
-        return SpeculativeConfig("prompt_lookup", length, ngram_min=self.ngram[0], ngram_max=longest)
 
-    def _skip(self, mask: str) -> SpeculativeConfig:
-        stop = StopRule("adaptive", 0.6) if "adaptive" in self.stops else StopRule(self.stops[0])
-        return SpeculativeConfig("layer_skip", self._clip(4, self.skip_length), mask=mask, stop=stop)
+def _ngram_params(config: SpeculativeConfig, prefix: str) -> dict[str, int | float | str]:
+    return {f"{prefix}ngram_max": config.ngram_max, f"{prefix}ngram_min_of_{config.ngram_max}": config.ngram_min}
 
-    def _structured_masks(self) -> list[str]:
-        """Early single skips, early contiguous runs, and every third or fourth sub-layer."""
-        bits, count = self._bits, len(self._bits)
-        early = bits[count // 6]
-        masks = [f"attention:{early}", f"mlp:{bits[count // 4]}"]
-        for length in sorted({max(1, round(self.layers * share)) for share in (0.1, 0.25, 0.4)}):
-            masks.append(f"layers:{early}-{min(early + length, bits[-1] + 1) - 1}")
-        masks.append("attention:" + ",".join(map(str, bits[1::3])) if count > 1 else f"attention:{bits[0]}")
-        masks.append("layers:" + ",".join(map(str, bits[2::4])) if count > 2 else f"layers:{bits[0]}")
-        return masks
 
-    @staticmethod
-    def _clip(value: int, bounds: Range) -> int:
-        return min(max(value, bounds[0]), bounds[1])
+def _stop_params(stop: StopRule, prefix: str) -> dict[str, int | float | str]:
+    found: dict[str, int | float | str] = {f"{prefix}_stop": stop.kind}
+    if stop.kind != "length":
+        found[f"{prefix}_threshold"] = stop.threshold
+    return found

@@ -17,6 +17,7 @@ from typing import Protocol
 import optuna
 
 from layerskip import Measurement, PromptSet, SkipMask, SpeculativeConfig, StopRule
+from layerskip.measurement import Sample
 
 from .bench import BASELINE, Bench
 from .composition import gp_sampler
@@ -44,6 +45,9 @@ class Race:
         space: which layers may be skipped, where a strategy protects some.
         foresee: makes an oracle; its time counts.
         clock: seconds since some moment.
+        claims: when what was claimed.
+        measured: how many measurements there were.
+        speedups: of every configuration that was measured.
     """
 
     bench: Bench
@@ -56,10 +60,11 @@ class Race:
     clock: Callable[[], float] = time.monotonic
     claims: list[tuple[float, SpeculativeConfig]] = field(default_factory=list)
     measured: int = 0
+    speedups: dict[SpeculativeConfig, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._start = self.clock()
-        self._best = 0.0
+        self._rows: dict[SpeculativeConfig, list[dict[str, Sample]]] = {}
 
     @property
     def spent(self) -> float:
@@ -67,22 +72,27 @@ class Race:
         return self.clock() - self._start
 
     def measure(self, config: SpeculativeConfig) -> float:
-        """Decode with a configuration; claim it if it is the fastest so far.
+        """Decode with a configuration, and claim whichever is the fastest now; replicates of one are pooled.
 
         Raises:
             TimeUp: the budget is spent; a measurement that ran over it does not count.
         """
         self.check()
-        rows = []
+        rows = list(self._rows.get(config, ()))
         for row in self.bench.compare({_CANDIDATE: config}, self.prompts, 1, self.seed + self.measured):
             rows.append(row)
             self.check()
         self.measured += 1
-        speedup = Measurement.of(rows, BASELINE, _CANDIDATE).speedup
-        if speedup > self._best:
-            self._best = speedup
-            self.claim(config)
-        return speedup
+        self._rows[config] = rows
+        self.speedups[config] = Measurement.of(rows, BASELINE, _CANDIDATE).speedup
+        if not self.claims or self.claims[-1][1] != self.leader:
+            self.claim(self.leader)
+        return self.speedups[config]
+
+    @property
+    def leader(self) -> SpeculativeConfig:
+        """The fastest of what was measured so far."""
+        return max(self.speedups, key=lambda config: self.speedups[config])
 
     def claim(self, config: SpeculativeConfig) -> None:
         """Say what would be exported from now on.
@@ -100,7 +110,7 @@ class Race:
 
 
 class Strategy(Protocol):
-    """Searches until its race raises TimeUp, or until it has nothing more to try."""
+    """Searches until its race raises TimeUp."""
 
     def __call__(self, race: Race) -> None: ...
 
@@ -170,12 +180,15 @@ def swift(race: Race, ratio: float = 0.45, every: int = 25) -> None:
 
 
 def ours(race: Race, settings: ProposalSettings | None = None) -> None:
-    """What looks fastest is claimed as soon as it does, then what is foretold to be fastest, then really measured."""
+    """What looks fastest is claimed as soon as it does, then what is foretold to be fastest, then what is measured to be:
+    the leader again and again, as it may lead by luck."""
     oracle = race.foresee()
     found = propose(oracle, race.space, settings or ProposalSettings(), race.check, on_best=race.claim)
     race.claim(found[0].config)
     for prediction in found:
         race.measure(prediction.config)
+    while True:
+        race.measure(race.leader)
 
 
 STRATEGIES: dict[str, Strategy] = {

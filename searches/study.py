@@ -30,6 +30,7 @@ from .kept import drop_partial_line
 from .objective import Objective
 from .space import SearchSpace
 from .standings import FINISHED, ranking
+from .starts import starting_points
 
 FORESIGHT_SECONDS = "foresight_seconds"
 SETTINGS = "settings"
@@ -158,7 +159,7 @@ def prepare(study: optuna.Study, space: SearchSpace, proposed: Sequence[Speculat
                 study.enqueue_trial(choices, user_attrs={"retry_of": trial.number})
         if trial.state == TrialState.RUNNING:
             study.tell(trial.number, state=TrialState.FAIL)
-    for config in space.starting_points(proposed):
+    for config in starting_points(space, proposed):
         study.enqueue_trial(space.params(config), skip_if_exists=True)
 
 

@@ -28,6 +28,13 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
         TargetError: the draft model cannot be loaded.
     """
     check_rewind(target.model)
+    drafter = _build(config, target)
+    if drafter.tree_tokens:
+        tree_model(target.model)  # refuses by name
+    return drafter
+
+
+def _build(config: SpeculativeConfig, target: Target) -> Drafter:
     match config.kind:
         case "none":
             return NoDraft()
@@ -36,21 +43,16 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
                 view = skip_view(target.model, SkipMask.parse(config.mask, target.layers))
             except MaskError as error:
                 raise ConfigError(str(error)) from None
-            if config.siblings:
-                tree_model(target.model)  # refuses by name
             return LayerSkip(view, config.draft_length, config.stop, config.siblings, config.least_probability)
         case "prompt_lookup":
             return PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
         case "retrieval":
-            tree_model(target.model)  # refuses by name
             datastore = Datastore.load(config.datastore, target) if config.datastore else None
             shape = config.draft_length, config.tree_tokens, config.least_probability
             return Retrieval(datastore, config.ngram_min, config.ngram_max, *shape)
         case "token_recycling":
-            tree_model(target.model)  # refuses by name
             return TokenRecycling(config.draft_length, config.tree_tokens, config.candidates, config.least_probability)
         case "lookahead":
-            tree_model(target.model)  # refuses by name
             return Lookahead(config.draft_length, config.window, config.candidates)
         case "draft_model":
             draft = target.load_draft(config.draft)

@@ -126,10 +126,10 @@ def test_finals_are_measured_once(tiny_target: Target, tmp_path: Path) -> None:
             return bench.compare(configs, prompts, repeats, seed)
 
     again = measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, tmp_path)
-    assert measured == [item.id for item in PROMPTS.take(None)][1:]
+    assert measured == [item.id for item in PROMPTS][1:]
     assert {f.config for f in again.finalists} == {f.config for f in finals.finalists}
     assert measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, tmp_path) == again
-    assert measured == [item.id for item in PROMPTS.take(None)][1:]
+    assert measured == [item.id for item in PROMPTS][1:]
 
 
 def _finalist(config: SpeculativeConfig, speedup: float, low: float, verdict: str = "exact", **more: Any) -> Finalist:

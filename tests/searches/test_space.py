@@ -7,8 +7,9 @@ import pytest
 
 from layerskip import SpeculativeConfig, StopRule, Target
 from searches.application import InputError
-from searches.layerskip import supported
+from searches.plan import supported
 from searches.space import SearchSpace
+from searches.starts import starting_points
 from tests.families import build
 
 SPACE = SearchSpace(layers=12, datastores=("notes",), drafts=("some/draft",))
@@ -42,9 +43,9 @@ def test_params_lead_back_to_the_configuration(config: SpeculativeConfig) -> Non
 
 def test_an_enqueued_configuration_is_what_the_trial_gets() -> None:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
-    for config in SPACE.starting_points():
+    for config in starting_points(SPACE):
         study.enqueue_trial(SPACE.params(config))
-    assert [SPACE.suggest(study.ask()) for _ in SPACE.starting_points()] == SPACE.starting_points()
+    assert [SPACE.suggest(study.ask()) for _ in starting_points(SPACE)] == starting_points(SPACE)
 
 
 def test_random_trials_stay_within_the_space() -> None:
@@ -90,7 +91,7 @@ def test_what_cannot_be_verified_is_left_out_and_said(capsys: pytest.CaptureFixt
 def test_no_drafting_is_always_an_arm_and_the_first_point() -> None:
     space = SearchSpace(layers=12, kinds=("prompt_lookup",))
     assert space.arms == ("none", "prompt_lookup")
-    assert space.starting_points()[0] == SpeculativeConfig()
+    assert starting_points(space)[0] == SpeculativeConfig()
 
 
 def test_draft_models_need_a_list() -> None:
@@ -98,7 +99,7 @@ def test_draft_models_need_a_list() -> None:
 
 
 def test_starting_points_hold_single_skips_runs_and_sparse_masks() -> None:
-    masks = [config.mask for config in SPACE.starting_points() if config.kind == "layer_skip"]
+    masks = [config.mask for config in starting_points(SPACE) if config.kind == "layer_skip"]
     assert any(mask.startswith("attention:") and mask.count(",") == 0 for mask in masks)
     assert any(mask.startswith("mlp:") for mask in masks)
     assert sum("-" in mask and mask.startswith("layers:") for mask in masks) >= 2

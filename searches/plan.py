@@ -1,0 +1,108 @@
+"""What does a composed configuration ask for? Every part of a study made and checked, and everything that names it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from layerskip import PromptSet, Sampling, Target, UnsupportedModel
+from layerskip.datastore import Datastore
+from layerskip.files import digest
+from layerskip.tree import tree_model
+
+from .application import InputError
+from .foresight import ScanSettings
+from .objective import MeasureSettings, check_seed
+from .space import TREES, SearchSpace
+from .study import StudySettings
+
+_WITHOUT_EFFECT = ("outputs", "study", "tracking")
+"""Parts of the configuration that do not change what a trial measures."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A composed study: every part of its configuration, made."""
+
+    settings: StudySettings
+    measuring: MeasureSettings
+    scanning: ScanSettings
+    sampling: Sampling
+    target: Target
+    prompts: PromptSet
+    space: SearchSpace
+    seed: int
+    outputs: Path
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Plan:
+        """Make the parts, the cheap ones first, so that a mistake in them is told at once."""
+        check_seed(config.seed)
+        settings, measuring, scanning = (instantiate(config[part]) for part in ("study", "measure", "scan"))
+        sampling: Sampling = instantiate(config.sampling)
+        prompts: PromptSet = instantiate(config.prompts)
+        prompts.split()  # refuses a set that is too small to hold anything out
+        target: Target = instantiate(config.target)
+        for item in prompts:
+            target.encode(item.messages())  # a chat template that refuses one shall do so now
+        space = supported(instantiate(config.space, layers=target.layers), target)
+        space = replace(space, datastores=[open_datastore(name, target, prompts) for name in space.datastores])
+        return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, Path(config.outputs))
+
+
+def open_datastore(name: str, target: Target, prompts: PromptSet) -> str:
+    """A datastore's absolute path.
+
+    Raises:
+        InputError: it holds the target's answers to prompts of the study.
+        ConfigError: it cannot be used.
+    """
+    known = set(Datastore.load(name, target).about.get("prompts", ())) & {item.id for item in prompts}
+    if known:
+        raise InputError(f"space.datastores: {name} holds the target's own answers to {len(known)} of the study's prompts")
+    return str(Path(name).resolve())
+
+
+def supported(space: SearchSpace, target: Target) -> SearchSpace:
+    """The space without the kinds that a target which otherwise decodes cannot verify, said in a line."""
+    trees = [kind for kind in space.arms if kind in TREES]
+    siblings = ["siblings"] if "layer_skip" in space.arms and space.siblings else []
+    if not trees and not siblings:
+        return space
+    try:
+        tree_model(target.model)
+    except UnsupportedModel as error:
+        print(f"space.kinds: {', '.join(trees + siblings)} left out: {error}")
+        return replace(space, kinds=[kind for kind in space.arms if kind not in trees], siblings=0)
+    return space
+
+
+def describe(config: DictConfig, target: Target, prompts: PromptSet) -> dict[str, Any]:
+    """Everything that changes what a trial measures, flat and with plain values."""
+    parts = {k: v for k, v in OmegaConf.to_container(config, resolve=True).items() if k not in _WITHOUT_EFFECT}  # type: ignore[union-attr]
+    flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
+    flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
+    return flat | {
+        "target.digest": target.digest,
+        "target.dtype": target.dtype,
+        "target.device": target.device.type,
+        "target.layers": target.layers,
+        "prompts.digest": prompts.digest,
+        "space.datastores.digests": [Datastore.load(name, target).about["digest"] for name in config.space.datastores],
+    }
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {k: v for name, part in value.items() for k, v in _flatten(part, f"{prefix}.{name}" if prefix else name).items()}
+
+
+def default_name(config: DictConfig, flat: dict[str, Any]) -> str:
+    """A study's name: the same command gives the same, and a command that measures something else another."""
+    target = Path(config.target.get("name") or config.target.path).name.removesuffix(".gguf")
+    return f"{target}-{flat['sampler'].removesuffix('Sampler').lower()}-seed{config.seed}-{digest(flat)[:6]}"

@@ -1,0 +1,69 @@
+"""What does a study try first? What is cheap, what has structure, and what was foretold.
+
+Random masks skip half of all layers and never recover; structure is where a search can start from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from layerskip import SpeculativeConfig, StopRule
+
+from .space import Range, SearchSpace
+
+
+def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
+    """No drafting, one of each cheap drafter, what is proposed, then single skips, contiguous runs and sparse masks."""
+    arms = space.arms
+    points = [SpeculativeConfig()]
+    if "prompt_lookup" in arms:
+        points += [_lookup(space, 8, 3), _lookup(space, 4, 2)]
+    if "retrieval" in arms:
+        length, size, longest = _clip((8, space.tree_length), (12, space.tree_tokens), (4, space.ngram))
+        retrieval = SpeculativeConfig("retrieval", length, ngram_min=space.ngram[0], ngram_max=longest, tree_tokens=size)
+        points += [replace(retrieval, datastore=name) for name in ("", *space.datastores)]
+    if "token_recycling" in arms:
+        length, size, kept = _clip((6, space.tree_length), (8, space.tree_tokens), (4, space.candidates))
+        recycling = SpeculativeConfig("token_recycling", length, tree_tokens=size, candidates=kept)
+        points.append(recycling)
+        if "cascade" in arms:
+            (shortest,) = _clip((2, space.ngram))
+            points.append(
+                SpeculativeConfig("cascade", members=(replace(_lookup(space, 8, 4), ngram_min=shortest), recycling))
+            )
+    if "lookahead" in arms:
+        length, window, kept = _clip((2, space.lookahead_length), (4, space.window), (4, space.candidates))
+        points.append(SpeculativeConfig("lookahead", length, window=window, candidates=kept))
+    if "draft_model" in arms:
+        (length,) = _clip((4, space.model_length))
+        points += [SpeculativeConfig("draft_model", length, draft=draft) for draft in space.drafts]
+    points += proposed
+    if "layer_skip" in arms:
+        stop = StopRule("adaptive", 0.6) if "adaptive" in space.stops else StopRule(space.stops[0])
+        (length,) = _clip((4, space.skip_length))
+        masks = (*space.masks, *_structured_masks(space))
+        points += [SpeculativeConfig("layer_skip", length, mask=mask, stop=stop) for mask in masks]
+    return list(dict.fromkeys(points))
+
+
+def _lookup(space: SearchSpace, length: int, longest: int) -> SpeculativeConfig:
+    length, longest = _clip((length, space.lookup_length), (longest, space.ngram))
+    return SpeculativeConfig("prompt_lookup", length, ngram_min=space.ngram[0], ngram_max=longest)
+
+
+def _structured_masks(space: SearchSpace) -> Iterable[str]:
+    """Early single skips, early contiguous runs, and every third or fourth sub-layer."""
+    bits, count = space.skippable, len(space.skippable)
+    early = bits[count // 6]
+    yield f"attention:{early}"
+    yield f"mlp:{bits[count // 4]}"
+    for length in sorted({max(1, round(space.layers * share)) for share in (0.1, 0.25, 0.4)}):
+        yield f"layers:{early}-{min(early + length, bits[-1] + 1) - 1}"
+    yield "attention:" + ",".join(map(str, bits[1::3] or bits[:1]))
+    yield "layers:" + ",".join(map(str, bits[2::4] or bits[:1]))
+
+
+def _clip(*wanted: tuple[int, Range]) -> list[int]:
+    """Each value, or the end of its range that is next to it."""
+    return [min(max(value, low), high) for value, (low, high) in wanted]
