@@ -20,13 +20,13 @@ from torch import nn
 
 from .anatomy import anatomy
 from .cache import KVCache
+from .clock import now
 from .config import StopRule
 from .draft import Draft
 from .drafters.chain import draft_chain
 from .drafters.stopping import Stopper, confidence
 from .forward import forward
 from .mask import SkipMask
-from .measure import now
 from .replay import Counts
 from .sampling import Chooser, Sampling, upload
 from .target import Target

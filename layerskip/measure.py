@@ -1,4 +1,4 @@
-"""How fast is a configuration, truly? The only clock in the program.
+"""How fast is a configuration, truly?
 
 Contenders decode the same prompts, one after the other in a random order that changes from prompt to prompt, so drift of
 the machine falls on all alike. The device is synchronised around every reading, prefill and decoding are timed apart, and
@@ -9,13 +9,11 @@ those behind them. Each comparison carries its own verdict on losslessness.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
+from .clock import Clocked, now
 from .config import SpeculativeConfig
 from .decode import Continuation, decode
 from .drafters.base import Drafter, Learner
@@ -53,17 +51,16 @@ class Contender(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class Decoder:
     """Our decoding loop with one drafter, as a contender. The drafter's state carries on from prompt to prompt."""
 
-    target: Target
-    drafter: Drafter
+    def __init__(self, target: Target, drafter: Drafter) -> None:
+        self.target, self.drafter = target, Clocked(drafter, target.device)
 
     def forget(self) -> None:
         """Let the drafter forget what it has learnt from earlier prompts."""
-        if isinstance(self.drafter, Learner):
-            self.drafter.forget()
+        if isinstance(self.drafter.drafter, Learner):
+            self.drafter.drafter.forget()
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
@@ -227,12 +224,6 @@ def _timed(
         decode_seconds=end - prefilled,
         peak_memory_bytes=memory.read(),
         stats=continuation.stats,
+        draft_seconds=contender.drafter.seconds if isinstance(contender, Decoder) else 0.0,
     )
     return continuation, sample
-
-
-def now(device: torch.device) -> float:
-    """Seconds on the clock once the device has done all that it was asked."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()

@@ -32,6 +32,7 @@ class Sample:
         peak_memory_bytes: device memory on CUDA, process memory on a CPU.
         stats: the rounds.
         lossless: compared with the reference's output.
+        draft_seconds: those of ``decode_seconds`` that drafting took; 0.0 for a peer, who does not say.
     """
 
     prompt_id: str
@@ -43,6 +44,7 @@ class Sample:
     peak_memory_bytes: int
     stats: DecodeStats
     lossless: Losslessness = Losslessness(0)
+    draft_seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -79,6 +81,7 @@ class Sample:
             max(p.peak_memory_bytes for p in parts),
             DecodeStats.join(p.stats for p in parts),
             Losslessness.join(p.lossless for p in parts),
+            sum(p.draft_seconds for p in parts),
         )
 
 
@@ -182,6 +185,12 @@ class Measurement:
         return Losslessness.join(s.lossless for s in self.candidate)
 
     @property
+    def draft_share(self) -> float:
+        """The share of the candidate's decoding that drafting took."""
+        seconds = sum(s.decode_seconds for s in self.candidate)
+        return sum(s.draft_seconds for s in self.candidate) / seconds if seconds else 0.0
+
+    @property
     def peak_memory_bytes(self) -> int:
         """The candidate's peak."""
         return max((s.peak_memory_bytes for s in self.candidate), default=0)
@@ -199,6 +208,7 @@ class Measurement:
             "acceptance_rate": stats.acceptance_rate,
             "acceptance_by_position": list(stats.acceptance_by_position),
             "tokens_per_round": stats.tokens_per_round,
+            "draft_share": self.draft_share,
             "prompts": len({s.prompt_id for s in self.candidate}),
             "tokens": sum(s.tokens for s in self.candidate),
             "prefill_seconds": sum(s.prefill_seconds for s in self.candidate),

@@ -121,20 +121,30 @@ def _result(rows: list[Mapping[str, Sample]], name: str, rival: str | None) -> d
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """A record as Markdown, its conditions below it."""
+    """A record as Markdown: all prompts, then kind of work by kind of work, then the conditions."""
     lines = [
-        "| decoding | tokens/s | x plain | 95 % interval | acceptance | tokens/round | output | x rival (transformers) |",
-        "|---|---|---|---|---|---|---|---|",
+        "| decoding | tokens/s | x plain | 95 % interval | acceptance | tokens/round | drafting | memory | output "
+        "| x rival (transformers) |",
+        "|" + "---|" * 10,
     ]
-    for name, found in record["results"].items():
+    results = record["results"]
+    for name, found in results.items():
         rival = found.get("rival")
         against = f"{rival['speedup']:.2f} ({rival['low']:.2f} to {rival['high']:.2f})" if rival else ""
         acceptance = f"{found['acceptance_rate']:.2f}" if found["acceptance_rate"] else ""
+        drafting = f"{found['draft_share']:.0%}" if found["acceptance_rate"] and found["draft_share"] else ""
+        memory = (found["peak_memory_bytes"] - found["baseline_peak_memory_bytes"]) / 2**20
         lines.append(
             f"| {name} | {found['tokens_per_second']:.1f} | {found['speedup']:.2f} "
             f"| {found['speedup_low']:.2f} to {found['speedup_high']:.2f} | {acceptance} "
-            f"| {found['tokens_per_round']:.2f} | {found['losslessness']['verdict'].replace('_', '-')} | {against} |"
+            f"| {found['tokens_per_round']:.2f} | {drafting} | {memory:+.0f} MB "
+            f"| {found['losslessness']['verdict'].replace('_', '-')} | {against} |"
         )
+    kinds = sorted({kind for found in results.values() for kind in found["speedup_by_category"]})
+    lines += ["", f"| x plain, by kind of work | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
+    for name, found in results.items():
+        shown = [f"{found['speedup_by_category'][kind]:.2f}" for kind in kinds]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
     where, versions = record["environment"], record["environment"]["versions"]
     prompts = record["prompts"]
     lines += [

@@ -36,6 +36,7 @@ _METRICS = (
     "speedup_high",
     "acceptance_rate",
     "tokens_per_round",
+    "draft_share",
     "peak_memory_bytes",
     "prefill_seconds",
     "decode_seconds",

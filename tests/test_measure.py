@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from layerskip import DecodeStats, PromptSet, Round, Sampling, SpeculativeConfig, Target, load_target, measure
+from layerskip import DecodeStats, Measurement, PromptSet, Round, Sampling, SpeculativeConfig, Target, load_target, measure
 from layerskip.cache import KVCache
 from layerskip.decode import Continuation
 from layerskip.draft import Draft
@@ -259,3 +260,20 @@ def test_repeats_are_samples_of_their_own(tiny_target: Target) -> None:
     measured = measure(tiny_target, PROMPTS.take(2), CONFIGS[2], max_new_tokens=4, repeats=3)
     assert [s.prompt_id for s in measured.candidate] == [item.id for item in PROMPTS.take(2)] * 3
     assert measured.to_dict()["prompts"] == 2
+
+
+class _Slow(NoDraft):
+    """Takes its time."""
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        time.sleep(0.01)
+        return super().draft(context, limit)
+
+
+def test_what_drafts_take_is_part_of_what_decoding_takes(tiny_target: Target) -> None:
+    contenders = {"baseline": Decoder(tiny_target, NoDraft()), "candidate": Decoder(tiny_target, _Slow())}
+    measurement = Measurement.of(interleave(tiny_target, PROMPTS.take(2), contenders, TASK), "baseline", "candidate")
+    for sample in measurement.candidate:
+        # The last token is never drafted for: a round adds one of the target's own.
+        assert 0.01 * (sample.decoded_tokens - 1) <= sample.draft_seconds < sample.decode_seconds
+    assert 0 <= Measurement(measurement.baseline, measurement.baseline).draft_share < measurement.draft_share < 1

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ..cache import KVCache
 from ..draft import Draft
 from ..growth import grow
-from ..sampling import Chooser, upload
+from ..sampling import Chooser, most_likely, upload
 from ..verify import Verdict
 from .base import Context, Said
 
@@ -82,7 +82,7 @@ class Lookahead:
         if self._asked is None:
             return
         asked = upload(self._asked, said.logits.device)
-        self._rows.append(said.logits.index_select(0, asked).argmax(-1).tolist())
+        self._rows.append(most_likely(said.logits.index_select(0, asked)).tolist())
         self._asked = None
         if len(self._rows) > self.draft_length:
             for column in zip(*self._rows, strict=True):

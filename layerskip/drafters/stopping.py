@@ -7,14 +7,20 @@ when sampling, and verifying one more token costs next to nothing.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..config import StopRule
 
+_ROWS = 8
+
 
 def confidence(logits: Tensor) -> Tensor:
     """``[n]`` float32 of ``[n, V]`` logits: the probability of each row's most likely token."""
-    return logits.float().softmax(-1).amax(-1)
+    # On a CPU a few rows at a time: what they unfold to then stays in its caches, and takes a quarter of the time.
+    rows = _ROWS if logits.device.type == "cpu" else max(1, logits.shape[0])
+    parts = [logits[first : first + rows] for first in range(0, max(1, logits.shape[0]), rows)]
+    return torch.cat([part.float().softmax(-1).amax(-1) for part in parts])
 
 
 class Stopper:

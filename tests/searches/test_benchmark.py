@@ -47,6 +47,8 @@ def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  #
     }  # fmt: skip
     assert {found["losslessness"]["verdict"] for found in results.values()} == {"exact"}
     assert all(name in record["printed"] for name in results)
+    assert 0 < results["layer_skip"]["draft_share"] < 1
+    assert results["transformers_assistant"]["draft_share"] == 0  # nobody asked it
 
 
 def test_a_draft_model_and_the_skip_it_was_cut_from_are_accepted_alike(record: dict) -> None:  # type: ignore[type-arg]

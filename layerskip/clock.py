@@ -1,0 +1,71 @@
+"""What time is it for a device, and how long do drafts take? The only clock in the library."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .cache import KVCache
+from .draft import Draft
+from .drafters.base import Context, Drafter, Said
+from .sampling import Chooser
+from .verify import Verdict
+
+
+def now(device: torch.device) -> float:
+    """Seconds on the clock once the device has done all that it was asked."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+class Clocked:
+    """A drafter, and how long its drafts take.
+
+    By the device's own clock where it has one: waiting for the device would slow it down.
+    """
+
+    def __init__(self, drafter: Drafter, device: torch.device) -> None:
+        self.drafter, self.device = drafter, device
+        self.tree_tokens = drafter.tree_tokens
+        self._readings: list[tuple[Any, Any]] = []
+
+    @property
+    def seconds(self) -> float:
+        """What drafting and learning took since the last start, the start itself left out."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return sum(float(start.elapsed_time(end)) for start, end in self._readings) / 1000
+        return sum(float(end - start) for start, end in self._readings)
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Begin a prompt."""
+        self._readings = []
+        self.drafter.start(prompt, cache, chooser)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """The drafter's own."""
+        start = self._read()
+        draft = self.drafter.draft(context, limit)
+        self._readings.append((start, self._read()))
+        return draft
+
+    def observe(self, verdict: Verdict) -> None:
+        """Pass it on."""
+        self.drafter.observe(verdict)
+
+    def hear(self, said: Said) -> None:
+        """Pass it on."""
+        start = self._read()
+        self.drafter.hear(said)
+        self._readings.append((start, self._read()))
+
+    def _read(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
