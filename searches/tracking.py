@@ -205,7 +205,7 @@ def _summary(config: SpeculativeConfig) -> dict[str, str]:
         fields |= {f"member_{place}_{key}": value for key, value in _summary(member).items()}
     if config.kind == "layer_skip":
         fields["skipped_attention"], fields["skipped_mlp"] = mask.count(config.mask)
-    if config.kind in ("layer_skip", "draft_model"):
+    if "stop" in fields:
         fields |= {"stop": config.stop.kind}
         if config.stop.kind != "length":
             fields["threshold"] = config.stop.threshold

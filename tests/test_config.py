@@ -93,6 +93,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (LOOKUP | {"ngram_min": 4, "ngram_max": 3}, "ngram_max"),
     (LOOKUP | {"match": "longest"}, "match"),
     ({"kind": "draft_model"}, "draft"),
+    ({"kind": "cross_tokenizer"}, "draft"),
     (DRAFT_MODEL | {"draft": ""}, "draft"),
     (DRAFT_MODEL | {"draft": 7}, "draft"),
     (RECYCLING | {"tree_tokens": 0}, "tree_tokens"),

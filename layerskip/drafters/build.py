@@ -7,10 +7,12 @@ from ..config import ConfigError, SpeculativeConfig
 from ..datastore import Datastore
 from ..mask import MaskError, SkipMask
 from ..target import Target
+from ..translation import Translation, UnalignedTokenizers
 from ..tree import tree_model
 from ..view import decoding_view, skip_view
 from .base import Drafter, NoDraft
 from .cascade import Cascade
+from .cross_tokenizer import CrossTokenizer
 from .draft_model import DraftModel
 from .layer_skip import LayerSkip
 from .lookahead import Lookahead
@@ -55,13 +57,28 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
         case "lookahead":
             return Lookahead(config.draft_length, config.window, config.candidates)
         case "draft_model":
-            draft = target.load_draft(config.draft)
-            try:
-                check_rewind(draft.model)
-            except UnsupportedModel as error:
-                raise UnsupportedModel(f"draft: {error}") from error
+            draft = _draft_model(config, target)
             return DraftModel(decoding_view(draft.model), draft.layers, config.draft_length, config.stop)
+        case "cross_tokenizer":
+            draft = _draft_model(config, target, same_tokenizer=False)
+            assert target.tokenizer is not None
+            assert draft.tokenizer is not None
+            try:
+                translation = Translation(target.tokenizer, draft.tokenizer)
+            except UnalignedTokenizers as error:
+                raise ConfigError(f"draft: {config.draft} cannot draft for {target.name}: {error}") from error
+            view, width = decoding_view(draft.model), draft.vocabulary
+            return CrossTokenizer(view, draft.layers, width, translation, config.draft_length, config.stop)
         case "cascade":
             return Cascade([build_drafter(member, target) for member in config.members])
         case other:
             raise ConfigError(f"kind: {other!r} has no drafter")
+
+
+def _draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: bool = True) -> Target:
+    draft = target.load_draft(config.draft, same_tokenizer)
+    try:
+        check_rewind(draft.model)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"draft: {error}") from error
+    return draft

@@ -20,6 +20,7 @@ NEEDED = {
     "target/local": ["target.path=/some/folder"],
     "prompts/jsonl": ["prompts.path=some.jsonl"],
     "drafter/draft_model": ["contenders.draft_model.draft=some/draft"],
+    "drafter/cross_tokenizer": ["contenders.cross_tokenizer.draft=some/draft"],
 }
 
 
@@ -53,7 +54,7 @@ def test_an_unknown_override_is_refused() -> None:
         compose("layerskip", ["study.n_trails=3"])
 
 
-@pytest.mark.parametrize("target", ["smollm2", "hub", "local"])
+@pytest.mark.parametrize("target", ["smollm2", "gemma3", "hub", "local"])
 def test_verify_takes_every_target_in_the_exports_dtype(target: str) -> None:
     with initialize_config_dir(CONF, version_base="1.3"):
         own = compose("verify").target

@@ -12,7 +12,7 @@ from searches.space import SearchSpace
 from searches.starts import starting_points
 from tests.families import build
 
-SPACE = SearchSpace(layers=12, datastores=("notes",), drafts=("some/draft",))
+SPACE = SearchSpace(layers=12, datastores=("notes",), drafts=("some/draft",), cross_drafts=("other/draft",))
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,7 @@ SPACE = SearchSpace(layers=12, datastores=("notes",), drafts=("some/draft",))
         SpeculativeConfig("token_recycling", 5, tree_tokens=12, candidates=3, least_probability=0.25),
         SpeculativeConfig("lookahead", 3, window=6, candidates=5),
         SpeculativeConfig("draft_model", 2, draft="some/draft", stop=StopRule("adaptive", 0.6)),
+        SpeculativeConfig("cross_tokenizer", 3, draft="other/draft", stop=StopRule("threshold", 0.3)),
     ],
 )
 def test_params_lead_back_to_the_configuration(config: SpeculativeConfig) -> None:
@@ -65,6 +66,7 @@ def test_random_trials_stay_within_the_space() -> None:
         "token_recycling",
         "lookahead",
         "draft_model",
+        "cross_tokenizer",
         "cascade",
     }
 
@@ -95,7 +97,7 @@ def test_no_drafting_is_always_an_arm_and_the_first_point() -> None:
 
 
 def test_draft_models_need_a_list() -> None:
-    assert "draft_model" not in SearchSpace(layers=12).arms
+    assert not {"draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).arms)
 
 
 def test_starting_points_hold_single_skips_runs_and_sparse_masks() -> None:

@@ -1,0 +1,123 @@
+"""Drafting with a smaller model of another tokenizer, on its own cache.
+
+Greedy drafts are spelled anew in the target's tokens: universal assisted generation. Where tokens are drawn, the model
+drafts from the tokens that both vocabularies have, so that q is known token by token: token-level intersection, Timor et al.
+(arXiv 2502.05202), algorithm 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache import KVCache
+from ..config import StopRule
+from ..draft import Draft
+from ..forward import forward
+from ..sampling import Chooser, upload
+from ..translation import Translation, common_prefix
+from ..verify import Verdict
+from .base import Context, Said
+from .chain import draft_chain
+from .stopping import Stopper
+
+_SPELLED_LONGER = 4  # times as many tokens as the target's: beyond that, nothing is drafted
+
+
+class CrossTokenizer:
+    """Drafts with a model that reads other tokens.
+
+    Args:
+        model: a causal language model.
+        layers: how many decoder layers it has.
+        vocabulary: the width of its logits.
+        translation: between the target's tokens and its own.
+        draft_length: the most tokens, of its own, per round.
+        stop: when to stop before that.
+    """
+
+    tree_tokens = 0
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: int,
+        vocabulary: int,
+        translation: Translation,
+        draft_length: int,
+        stop: StopRule,
+    ) -> None:
+        self.model, self.layers, self.vocabulary = model, layers, vocabulary
+        self.translation, self.draft_length = translation, draft_length
+        self.stopper = Stopper(stop)
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Prefill the model's own cache with the prompt as it spells it."""
+        device = next(self.model.parameters()).device
+        self._law = _Shared(chooser, self.vocabulary, self.translation, device)
+        self._heard, self._known = len(prompt), self.translation.to_draft(prompt)
+        self._prefill(cache.max_length - len(prompt), cache.static_shapes, device)
+        self.stopper.start()
+
+    def _prefill(self, new_tokens: int, static_shapes: bool, device: torch.device) -> None:
+        room = len(self._known) + _SPELLED_LONGER * (new_tokens + self.draft_length)
+        self._cache = KVCache(self.layers, room, static_shapes, device)
+        self._fed = self._known[:-1]
+        if self._fed:
+            forward(self.model, upload(self._fed, device), self._cache, last=1)
+        self._cache.length = len(self._fed)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """Spell what was committed, feed what is new of it, draft, and spell that in the target's tokens."""
+        device = context.last.device
+        self._known = known = self.translation.to_draft(context.tokens, self._heard, self._known)
+        self._heard = len(context.tokens)
+        length = min(limit, self.draft_length)
+        if not known or len(known) + length > self._cache.max_length:
+            return Draft.empty(device)
+        self._cache.length = min(common_prefix(self._fed, known), len(known) - 1)
+        pending = upload(known[self._cache.length :], device)
+        chain = draft_chain(self.model, self._cache, pending, length, self._law, self.stopper)
+        drafted = chain.tokens.tolist()
+        self._fed = [*known, *drafted[:-1]]
+        if chain.probs is not None:
+            return self._law.translate(chain.tokens, chain.probs)
+        tokens = self.translation.to_target(context.tokens, known, drafted)[:limit]
+        return Draft(upload(tokens, device)) if tokens else Draft.empty(device)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Tell the stop rule; what was rejected is overwritten when the next context is spelled."""
+        self.stopper.observe(len(verdict.drafted), verdict.accepted)
+
+    def hear(self, said: Said) -> None:
+        """Nothing to learn."""
+
+
+class _Shared(Chooser):
+    """Chooses the draft's tokens as the target's are; where they are drawn, only such as the target has, too.
+
+    The repetition penalty is left out: it is of the target's tokens, and q may be any law.
+    """
+
+    def __init__(self, chooser: Chooser, vocabulary: int, translation: Translation, device: torch.device) -> None:
+        super().__init__(replace(chooser.sampling, repetition_penalty=1.0), vocabulary, device)
+        self.generator = chooser.generator
+        self._width = chooser.vocabulary
+        own, theirs = zip(*(p for p in translation.shared if p[0] < self._width and p[1] < vocabulary), strict=True)
+        self._own, self._theirs = upload(own, device), upload(theirs, device)
+        self._in_target = torch.full((vocabulary,), -1, device=device).index_copy(0, self._theirs, self._own)
+
+    def distribution(self, logits: Tensor, block: Tensor, parents: Sequence[int] | None = None) -> Tensor:
+        """As the target's chooser, over the draft's tokens."""
+        if not self.sampling.greedy:
+            logits = logits.masked_fill(self._in_target < 0, -float("inf"))
+        return super().distribution(logits, block, parents)
+
+    def translate(self, tokens: Tensor, probs: Tensor) -> Draft:
+        """Drawn tokens ``[K]`` and their laws ``[K, V']`` as the target's."""
+        found = probs.new_zeros(probs.shape[0], self._width).index_copy(1, self._own, probs.index_select(1, self._theirs))
+        return Draft(self._in_target.index_select(0, tokens), probs=found)

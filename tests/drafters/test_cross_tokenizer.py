@@ -1,0 +1,139 @@
+"""Drafting with a model of another tokenizer: the contract, spelling back and forth, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import string
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from layerskip.config import ConfigError, SpeculativeConfig, StopRule
+from layerskip.decode import decode
+from layerskip.drafters.base import Drafter
+from layerskip.drafters.build import build_drafter
+from layerskip.drafters.cross_tokenizer import CrossTokenizer
+from layerskip.sampling import Sampling
+from layerskip.target import Target, TargetError, load_target
+from layerskip.translation import Translation, UnalignedTokenizers
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, target_of, toy_target
+from tests.drafters.test_draft_model import _like
+from tests.tiny import save_tiny, tokenizer
+
+LETTERS = string.ascii_lowercase
+
+
+def _spelling(pieces: str, pairs: tuple[str, ...] = (), end: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of single letters, and of some pairs of them."""
+    words = {piece: number for number, piece in enumerate([*pieces, *pairs])}
+    model = Tokenizer(models.BPE(words, [(pair[0], pair[1]) for pair in pairs]))
+    model.decoder = decoders.Fuse()
+    if end is not None:
+        model.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=end)
+
+
+def _respelled(model: PreTrainedModel, rows: list[int]) -> PreTrainedModel:
+    """The same model over another vocabulary: token i of it is about token ``rows[i]`` of the old one."""
+    torch.manual_seed(3)
+    old = model.config.vocab_size
+    fields = model.config.to_diff_dict() | {"vocab_size": len(rows), "eos_token_id": None}
+    other = type(model)(type(model.config)(**fields)).eval()
+    weights = model.state_dict()
+    with torch.no_grad():
+        for name, ours in other.state_dict().items():
+            worded = weights[name].shape[:1] == (old,)
+            ours.copy_(weights[name][rows] if worded else weights[name])
+            if worded:
+                ours[old:] += 0.1 * torch.randn_like(ours[old:])  # two tokens of one row would tie
+    return other
+
+
+class TestOtherLetters(DrafterContract):
+    """The draft counts its letters from the end, and has tokens for pairs of them; the target's eos is a letter to it."""
+
+    learns = False
+
+    def drafter(self, target: Target) -> Drafter:
+        size = target.vocabulary
+        letters = LETTERS[:size]
+        pairs = (letters[3] + letters[4], letters[2] + letters[0])
+        own = _spelling(letters, end="b" if target is toy_target() else None)
+        rows = [*reversed(range(size)), 4, 0]
+        model = _respelled(_like(target), rows)
+        translation = Translation(own, _spelling(letters[::-1], pairs, "b" if target is toy_target() else None))
+        return CrossTokenizer(model, target.layers, len(rows), translation, 3, StopRule())
+
+
+def test_texts_are_spelled_as_each_tokenizer_does() -> None:
+    letters, pairs = _spelling("abcdef"), _spelling("fedcba", ("ab", "cd"))
+    translation = Translation(letters, pairs)
+    known = translation.to_draft([0, 1, 2])
+    assert pairs.decode(known) == "abc"
+    longer = translation.to_draft([0, 1, 2, 3, 0], 3, known)  # "cd" has become one token
+    assert longer == pairs("abcda")["input_ids"]
+    assert translation.to_target([0, 1, 2], known, pairs("dab")["input_ids"]) == [3, 0, 1]
+
+
+def test_one_after_the_other_is_spelled_as_all_at_once() -> None:
+    """Real spelling: byte-level tokens with merges that reach across any border, characters cut in two among them."""
+    ours = tokenizer(chat=False)
+    text = "the quick brown fox — the naïve ox in the inn! on a thin " * 3
+    tokens = ours(text)["input_ids"]
+    translation = Translation(ours, ours)
+    known: list[int] = []
+    for end in range(1, len(tokens) + 1):
+        known = translation.to_draft(tokens[:end], end - 1, known)
+    assert known == tokens
+
+
+def test_the_target_as_its_own_draft_is_always_accepted() -> None:
+    target = target_of("llama")
+    spelling = _spelling(LETTERS[: target.vocabulary])
+    drafter = CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(spelling, spelling), 3, StopRule())
+    for sampling in (GREEDY, Sampling(1.0), Sampling(0.7, top_k=4)):
+        for prompt in PROMPTS:
+            result = decode(target, drafter, prompt, sampling, LENGTH, seed=0)
+            assert result.stats.acceptance_rate == 1.0
+            assert len(result.stats.rounds) == 6
+
+
+def test_a_configuration_names_the_draft(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device="cpu")
+    draft = save_tiny(tmp_path / "draft", seed=2)
+    config = SpeculativeConfig.from_dict({"kind": "cross_tokenizer", "draft": str(draft), "draft_length": 2})
+    plain = decode(target, build_drafter(SpeculativeConfig(), target), target.encode("Hello there"), GREEDY, 12)
+    result = decode(target, build_drafter(config, target), target.encode("Hello there"), GREEDY, 12)
+    assert result.tokens == plain.tokens
+    assert result.stats.drafted > 0
+
+
+def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
+    bare = copy.copy(target)
+    object.__setattr__(bare, "tokenizer", None)
+    object.__setattr__(bare, "name", "bare")
+    target._drafts["bare"] = bare
+    config = SpeculativeConfig("cross_tokenizer", draft="bare")
+    with pytest.raises(TargetError, match="^draft: bare has no tokenizer"):
+        build_drafter(config, target)
+
+
+def test_tokenizers_that_share_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnalignedTokenizers, match="share no token"):
+        Translation(_spelling("abc"), _spelling("xyz"))
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
+    draft = load_target(str(save_tiny(tmp_path / "draft")), dtype="float32", device="cpu")
+    target._drafts["greek"] = Target(draft.model, _spelling("αβγδ"), "greek")
+    with pytest.raises(ConfigError, match="^draft: greek cannot draft for .*share no token"):
+        build_drafter(SpeculativeConfig("cross_tokenizer", draft="greek"), target)
+
+
+def test_a_tokenizer_that_does_not_give_back_its_text_is_refused() -> None:
+    lossy = _spelling("abcdef")
+    lossy.backend_tokenizer.decoder = decoders.Replace("a", "b")
+    with pytest.raises(UnalignedTokenizers, match="give back"):
+        Translation(_spelling("aab"[:2]), lossy)
