@@ -2,7 +2,7 @@
 
 from .anatomy import UnsupportedModel
 from .checkpoint import save_draft_checkpoint
-from .config import ConfigError, SpeculativeConfig, StopRule
+from .config import AcceptRule, ConfigError, SpeculativeConfig, StopRule
 from .export import Export, ExportError
 from .generation import Generation, generate
 from .mask import MaskError, SkipMask
@@ -14,6 +14,7 @@ from .stats import DecodeStats, Round
 from .target import Target, TargetError, load_target
 
 __all__ = [
+    "AcceptRule",
     "ConfigError",
     "DecodeStats",
     "Export",

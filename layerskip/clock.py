@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .cache import KVCache
 from .draft import Draft
-from .drafters.base import Context, Drafter, Said
+from .drafters.base import Context, Drafter, Reader, Said
 from .sampling import Chooser
 from .verify import Verdict
 
@@ -31,6 +32,7 @@ class Clocked:
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         self.drafter, self.device = drafter, device
         self.tree_tokens = drafter.tree_tokens
+        self.modules = drafter.modules if isinstance(drafter, Reader) else ()
         self._readings: list[tuple[Any, Any]] = []
 
     @property
@@ -52,6 +54,11 @@ class Clocked:
         draft = self.drafter.draft(context, limit)
         self._readings.append((start, self._read()))
         return draft
+
+    def read(self, features: Tensor) -> None:
+        """Pass it on; a drafter that reads nothing is not asked."""
+        assert isinstance(self.drafter, Reader)
+        self.drafter.read(features)
 
     def observe(self, verdict: Verdict) -> None:
         """Pass it on."""

@@ -12,93 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .mask import MaskError, normalise
+from .rules import EXACT, NEVER, AcceptRule, ConfigError, StopRule, check_integer, check_number, check_type, refuse_unknown
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be obeyed; the message names the field."""
-
-
-def _refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    for name in fields:
-        if name not in known:
-            raise ConfigError(f"{prefix}{name}: not a field of {owner}; it has {', '.join(known)}")
-
-
-def _check_type(name: str, value: Any, wanted: type) -> None:
-    if not isinstance(value, wanted):
-        raise ConfigError(f"{name}: {value!r} is not a {wanted.__name__}")
-
-
-def _check_integer(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}: {value!r} is not a whole number of at least {least}")
-
-
-def _check_number(name: str, value: Any, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ConfigError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
-
-
-@dataclass(frozen=True)
-class StopRule:
-    """When does a drafter stop before ``draft_length``?
-
-    ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
-    token) is below ``threshold``. ``adaptive``: the same, with a threshold that follows the acceptance rate as in Draft &
-    Verify (arXiv 2309.08168), section 3.3: after every round ``rate = acceptance_decay * rate + (1 - acceptance_decay) *
-    accepted / drafted``; the threshold moves up by ``step`` where the rate is at most ``target_acceptance``, else down,
-    smoothed by ``threshold_decay``.
-
-    Args:
-        kind: ``length``, ``threshold`` or ``adaptive``.
-        threshold: confidence in [0, 1]; for ``adaptive`` the first one.
-        target_acceptance: acceptance rate that ``adaptive`` steers to, in [0, 1].
-        step: how far ``adaptive`` moves the threshold per round, in [0, 1].
-        acceptance_decay: weight of the past in the acceptance rate, in [0, 1].
-        threshold_decay: weight of the past in the threshold, in [0, 1].
-        carry: whether ``adaptive`` carries its threshold from prompt to prompt, or starts each anew.
-    """
-
-    kind: str = "length"
-    threshold: float = 0.6
-    target_acceptance: float = 0.9
-    step: float = 0.01
-    acceptance_decay: float = 0.5
-    threshold_decay: float = 0.9
-    carry: bool = True
-
-    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "length": (),
-        "threshold": ("threshold",),
-        "adaptive": ("threshold", "target_acceptance", "step", "acceptance_decay", "threshold_decay", "carry"),
-    }
-
-    def __post_init__(self) -> None:
-        if self.kind not in self._FIELDS:
-            raise ConfigError(f"stop.kind: {self.kind!r} is not one of {', '.join(self._FIELDS)}")
-        for stray in dataclasses.fields(self):
-            if stray.name not in ("kind", *self._FIELDS[self.kind]) and getattr(self, stray.name) != stray.default:
-                raise ConfigError(f"stop.{stray.name}: does not belong to stop rule {self.kind}")
-        for name in self._FIELDS["adaptive"][:-1]:
-            _check_number(f"stop.{name}", getattr(self, name), 0.0, 1.0)
-        _check_type("stop.carry", self.carry, bool)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields that this kind of rule reads, as plain values."""
-        return {"kind": self.kind} | {name: getattr(self, name) for name in self._FIELDS[self.kind]}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any] | str) -> StopRule:
-        """Build from plain values, or from the name of a kind alone; unknown and foreign fields are refused by name."""
-        if isinstance(fields, str):
-            return cls(kind=fields)
-        if not isinstance(fields, Mapping):
-            raise ConfigError(f"stop: {fields!r} is neither the name of a rule nor a table of its fields")
-        kind = fields.get("kind", "length")
-        if not isinstance(kind, str) or kind not in cls._FIELDS:
-            raise ConfigError(f"stop.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
-        _refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"stop rule {kind}", "stop.")
-        return cls(**fields)
+__all__ = ["AcceptRule", "ConfigError", "SpeculativeConfig", "StopRule"]
 
 
 def _member(index: int, fields: Any) -> SpeculativeConfig:
@@ -112,7 +28,7 @@ def _check_members(members: Any) -> None:
     if not isinstance(members, tuple) or len(members) < 2:
         raise ConfigError("members: a cascade needs at least two configurations")
     for member in members:
-        if not isinstance(member, SpeculativeConfig) or member.kind in ("none", "cascade"):
+        if not isinstance(member, SpeculativeConfig) or member.kind in ("none", "cascade") or not member.lossless:
             raise ConfigError(f"members: {member!r} is no configuration of a single drafter")
 
 
@@ -122,22 +38,26 @@ class SpeculativeConfig:
 
     Args:
         kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup``, ``retrieval``, ``token_recycling``,
-            ``lookahead``, ``draft_model``, ``cross_tokenizer`` or ``cascade``.
+            ``lookahead``, ``eagle``, ``medusa``, ``draft_model``, ``cross_tokenizer`` or ``cascade``.
         draft_length: the most tokens drafted per round, at least 1.
         mask: for ``layer_skip``: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
-        stop: for ``layer_skip``, ``draft_model`` and ``cross_tokenizer``: when to stop before ``draft_length``.
+        stop: for ``layer_skip``, ``eagle``, ``draft_model`` and ``cross_tokenizer``: when to stop before ``draft_length``.
         ngram_min: for ``prompt_lookup`` and ``retrieval``: the shortest n-gram looked up, at least 1.
         ngram_max: for both: the longest, tried first.
         match: for ``prompt_lookup``: of several matches in the context, the ``last`` or the ``first``.
         datastore: for ``retrieval``: the folder of a :class:`~layerskip.datastore.Datastore`; empty for none.
-        tree_tokens: for ``retrieval`` and ``token_recycling``: the most tokens of a draft, a tree of at most
-            ``draft_length`` in depth.
-        candidates: for ``token_recycling``: so many successors of a token are kept; for ``lookahead``: so many n-grams.
+        tree_tokens: for ``retrieval``, ``token_recycling``, ``eagle`` and ``medusa``: the most tokens of a draft, a tree of
+            at most ``draft_length`` in depth.
+        candidates: for ``token_recycling``: so many successors of a token are kept; for ``lookahead``: so many n-grams; for
+            ``eagle``: so many branches grow at once, each by so many tokens, and 1 drafts chains; for ``medusa``: so many
+            tokens of each head.
         window: for ``lookahead``: so many guesses go through a pass in each of ``draft_length`` rows, at least 1.
-        least_probability: for both kinds of trees: a branch ends where its probability falls below it, in [0, 1]; for
+        least_probability: for all kinds of trees: a branch ends where its probability falls below it, in [0, 1]; for
             ``layer_skip``: a sibling has at least this probability.
         siblings: for ``layer_skip``: so many other tokens may be verified beside each drafted one; 0 drafts chains.
+        head: for ``eagle`` and ``medusa``: the folder of a trained head.
         draft: for ``draft_model`` and ``cross_tokenizer``: a hub id, folder or GGUF file, as ``load_target`` takes them.
+        accept: for all that draft: which drafted tokens pass; any rule but ``exact`` changes the output.
         members: for ``cascade``: at least two configurations that draft; the first with a proposal drafts a round.
 
     Raises:
@@ -147,7 +67,7 @@ class SpeculativeConfig:
     kind: str = "none"
     draft_length: int = 4
     mask: str = ""
-    stop: StopRule = StopRule()
+    stop: StopRule = NEVER
     ngram_min: int = 1
     ngram_max: int = 3
     match: str = "last"
@@ -157,7 +77,9 @@ class SpeculativeConfig:
     window: int = 5
     siblings: int = 0
     least_probability: float = 0.05
+    head: str = ""
     draft: str = ""
+    accept: AcceptRule = EXACT
     members: tuple[SpeculativeConfig, ...] = ()
 
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -167,6 +89,8 @@ class SpeculativeConfig:
         "retrieval": ("datastore", "ngram_min", "ngram_max", "draft_length", "tree_tokens", "least_probability"),
         "token_recycling": ("draft_length", "tree_tokens", "candidates", "least_probability"),
         "lookahead": ("draft_length", "window", "candidates"),
+        "eagle": ("head", "draft_length", "stop", "candidates", "tree_tokens", "least_probability"),
+        "medusa": ("head", "draft_length", "candidates", "tree_tokens", "least_probability"),
         "draft_model": ("draft", "draft_length", "stop"),
         "cross_tokenizer": ("draft", "draft_length", "stop"),
         "cascade": ("members",),
@@ -176,26 +100,35 @@ class SpeculativeConfig:
         if self.kind not in self._FIELDS:
             raise ConfigError(f"kind: {self.kind!r} is not one of {', '.join(self._FIELDS)}")
         for field in dataclasses.fields(self):
-            foreign = field.name not in ("kind", *self._FIELDS[self.kind])
+            foreign = field.name not in self._known(self.kind)
             if foreign and getattr(self, field.name) != field.default:
                 raise ConfigError(f"{field.name}: does not belong to kind {self.kind}")
-        _check_integer("draft_length", self.draft_length, 1)
+        check_integer("draft_length", self.draft_length, 1)
         for name in ("ngram_min", "ngram_max", "tree_tokens", "candidates", "window"):
-            _check_integer(name, getattr(self, name), 1)
-        _check_integer("siblings", self.siblings, 0)
-        _check_number("least_probability", self.least_probability, 0.0, 1.0)
+            check_integer(name, getattr(self, name), 1)
+        check_integer("siblings", self.siblings, 0)
+        check_number("least_probability", self.least_probability, 0.0, 1.0)
         if self.ngram_max < self.ngram_min:
             raise ConfigError(f"ngram_max: {self.ngram_max} is below ngram_min, {self.ngram_min}")
         if self.match not in ("last", "first"):
             raise ConfigError(f"match: {self.match!r} is neither 'last' nor 'first'")
-        _check_type("stop", self.stop, StopRule)
-        _check_type("mask", self.mask, str)
-        _check_type("draft", self.draft, str)
-        _check_type("datastore", self.datastore, str)
+        check_type("stop", self.stop, StopRule)
+        check_type("accept", self.accept, AcceptRule)
+        check_type("mask", self.mask, str)
+        check_type("draft", self.draft, str)
+        check_type("head", self.head, str)
+        check_type("datastore", self.datastore, str)
         if self.kind == "layer_skip" and not self.siblings and self.least_probability != type(self).least_probability:
             raise ConfigError("least_probability: says nothing without siblings")
         if "draft" in self._FIELDS[self.kind] and not self.draft:
             raise ConfigError(f"draft: {self.kind} needs a hub id, a folder or a .gguf file")
+        if "head" in self._FIELDS[self.kind] and not self.head:
+            raise ConfigError(f"head: {self.kind} needs the folder of a trained head")
+        if self.kind == "eagle" and self.candidates > 1 and self.stop.kind != "length":
+            raise ConfigError("stop: a tree ends by its least_probability")
+        for name in ("tree_tokens", "least_probability") if self.kind == "eagle" and self.candidates == 1 else ():
+            if getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(f"{name}: says nothing of chains, which candidates: 1 asks for")
         if self.kind == "cascade":
             _check_members(self.members)
         try:
@@ -203,17 +136,31 @@ class SpeculativeConfig:
         except MaskError as error:
             raise ConfigError(str(error)) from None
 
+    @classmethod
+    def _known(cls, kind: str) -> tuple[str, ...]:
+        return ("kind", *cls._FIELDS[kind], *(("accept",) if kind != "none" else ()))
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output is the target's own."""
+        return self.accept.lossless
+
     def to_dict(self) -> dict[str, Any]:
         """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration.
 
-        Of siblings nothing is said where there are none.
+        Of siblings nothing is said where there are none, of trees nothing where chains are drafted. What changes the output
+        says ``lossless: false``.
         """
         fields: dict[str, Any] = {"kind": self.kind}
         for name in self._FIELDS[self.kind]:
             if self.kind == "layer_skip" and not self.siblings and name in ("siblings", "least_probability"):
                 continue
+            if self.kind == "eagle" and self.candidates == 1 and name in ("tree_tokens", "least_probability"):
+                continue
             value = getattr(self, name)
             fields[name] = value.to_dict() if isinstance(value, StopRule) else value
+        if not self.lossless:
+            fields |= {"accept": self.accept.to_dict(), "lossless": False}
         if self.members:
             fields["members"] = [member.to_dict() for member in self.members]
         return fields
@@ -230,8 +177,13 @@ class SpeculativeConfig:
         kind = fields.get("kind", "none")
         if not isinstance(kind, str) or kind not in cls._FIELDS:
             raise ConfigError(f"kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
-        _refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"kind {kind}")
+        refuse_unknown(fields, (*cls._known(kind), "lossless"), f"kind {kind}")
         values = dict(fields)
+        said = values.pop("lossless", None)
+        if "accept" in values:
+            values["accept"] = AcceptRule.from_dict(values["accept"])
+        if said is not None and said is not values.get("accept", AcceptRule()).lossless:
+            raise ConfigError(f"lossless: {said!r} is not what its rule of acceptance makes it")
         if "stop" in values:
             values["stop"] = StopRule.from_dict(values["stop"])
         if "members" in values:
@@ -244,8 +196,9 @@ class SpeculativeConfig:
         """A short name for tables and logs."""
         if self.kind == "none":
             return "no drafting"
+        lossy = "" if self.lossless else f", LOSSY: {self.accept.kind}"
         if self.kind == "cascade":
-            return "cascade: " + ", then ".join(member.label() for member in self.members)
+            return "cascade: " + ", then ".join(member.label() for member in self.members) + lossy
         detail = {
             "layer_skip": (self.mask or "nothing skipped")
             + (f", {self.siblings} siblings from {self.least_probability:g}" if self.siblings else ""),
@@ -254,8 +207,10 @@ class SpeculativeConfig:
             f"{self.tree_tokens} from {self.least_probability:g}",
             "token_recycling": f"trees of {self.tree_tokens}, {self.candidates} candidates, from {self.least_probability:g}",
             "lookahead": f"window of {self.window}, {self.candidates} candidates",
+            "eagle": self.head + (f", trees of {self.tree_tokens}, {self.candidates} wide" if self.candidates > 1 else ""),
+            "medusa": f"{self.head}, trees of {self.tree_tokens}, {self.candidates} candidates",
             "draft_model": self.draft,
             "cross_tokenizer": self.draft,
         }[self.kind]
         stop = "" if self.stop.kind == "length" else f", {self.stop.kind} {self.stop.threshold:g}"
-        return f"{self.kind.replace('_', ' ')} ({detail}; length {self.draft_length}{stop})"
+        return f"{self.kind.replace('_', ' ')} ({detail}; length {self.draft_length}{stop}{lossy})"

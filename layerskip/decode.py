@@ -13,8 +13,11 @@ import torch
 
 from .cache import KVCache
 from .draft import Draft
-from .drafters.base import Context, Drafter, Said
+from .drafters.base import Context, Drafter, Reader, Said
+from .features import Features
 from .forward import forward
+from .lossy import accept_lossy
+from .rules import EXACT, AcceptRule
 from .sampling import Chooser, Sampling, upload
 from .stats import DecodeStats, Round
 from .target import Target
@@ -52,6 +55,7 @@ def decode(
     seed: int | None = None,
     eos_ids: frozenset[int] | None = None,
     static_shapes: bool = False,
+    accept: AcceptRule = EXACT,
 ) -> Continuation:
     """Continue a prompt with exactly the tokens that the target alone would give.
 
@@ -67,6 +71,7 @@ def decode(
         seed: makes sampling repeatable.
         eos_ids: what ends the sequence; the target's own where None.
         static_shapes: see :class:`~layerskip.cache.KVCache`.
+        accept: which drafted tokens pass; any rule but the exact one changes the output.
 
     Raises:
         ValueError: the prompt is empty or ``max_new_tokens`` is below 1.
@@ -81,14 +86,20 @@ def decode(
     chooser.observe(prompt)
     ending = _Ending(target.eos_ids if eos_ids is None else eos_ids, len(prompt) + max_new_tokens, stops)
 
+    reader = drafter if isinstance(drafter, Reader) and drafter.modules else None
+    features = Features(reader.modules if reader is not None else ())
+
     block = upload(prompt, device)
-    logits = forward(model, block, cache, last=1)
+    with features.of(model):
+        logits = forward(model, block, cache, last=1)
     verdict = verify(Draft.empty(device), chooser.distribution(logits, block[-1:]), chooser.generator)
     cache.length = len(prompt)
     context = Context(list(prompt), verdict.last)
     committed = ending.commit(context.tokens, [verdict.next_token])
     if ending.reason is None:
         drafter.start(prompt, cache, chooser)
+        if reader is not None:
+            reader.read(features.read())
     if on_prefill is not None:
         on_prefill(1)
     chooser.observe(committed)
@@ -103,20 +114,29 @@ def decode(
         draft = drafter.draft(context, limit) if limit > 0 else Draft.empty(device)
         block = torch.cat((context.last, draft.tokens))
         if draft.parents is None:
-            logits = forward(model, block, cache, last=block.shape[0])
+            with features.of(model):
+                logits = forward(model, block, cache, last=block.shape[0])
             distribution = chooser.distribution(logits, block)
         else:
             trees = trees or tree_model(target.model)
-            logits = trees.run(block, draft.parents, cache)
+            with features.of(trees.view):
+                logits = trees.run(block, draft.parents, cache)
             distribution = chooser.distribution(logits, block, draft.parents)
-        verdict = verify(draft, distribution, chooser.generator)
-        if verdict.path is not None:
-            cache.gather([0, *(node + 1 for node in verdict.path)])
+        if accept.lossless:
+            verdict = verify(draft, distribution, chooser.generator)
+        else:
+            verdict = accept_lossy(draft, distribution, logits, accept, chooser.generator)
+        kept = None if verdict.path is None else [0, *(node + 1 for node in verdict.path)]
+        if kept is not None:
+            cache.gather(kept)
         cache.length += verdict.accepted + 1
         committed = ending.commit(context.tokens, verdict.committed)
         context.last = verdict.last
         chooser.observe(committed)
         if ending.reason is None:
+            if reader is not None:
+                found = features.read()
+                reader.read(found[: verdict.accepted + 1] if kept is None else found[upload(kept, device)])
             drafter.observe(verdict)
             drafter.hear(Said(block, logits))
         drafted, accepted = len(verdict.drafted), verdict.accepted

@@ -41,7 +41,7 @@ def generate(
     callback: Callable[[list[int]], None] | None = None,
     seed: int | None = None,
 ) -> Generation:
-    """Continue a prompt; the output is the target's own, whatever drafts it.
+    """Continue a prompt; the output is the target's own, whatever drafts it, unless the configuration says it is lossy.
 
     Args:
         target: as :func:`layerskip.load_target` gives it.
@@ -61,7 +61,15 @@ def generate(
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
     stops = StopStrings(target, strings) if strings else None
     continuation = decode(
-        target, drafter, tokens, sampling or Sampling(), max_new_tokens, stops=stops, callback=callback, seed=seed
+        target,
+        drafter,
+        tokens,
+        sampling or Sampling(),
+        max_new_tokens,
+        stops=stops,
+        callback=callback,
+        seed=seed,
+        accept=(config or SpeculativeConfig()).accept,
     )
     return Generation(continuation.tokens, target.decode(continuation.tokens), continuation.stats, continuation.finish)
 

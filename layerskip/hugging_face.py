@@ -87,6 +87,7 @@ def custom_generate(
             stops=_stops(stopping_criteria, input_ids.device),
             callback=callback,
             eos_ids=_eos_ids(generation_config),
+            accept=config.accept,
         )
         new: Any = torch.tensor([continuation.tokens], dtype=input_ids.dtype, device=input_ids.device)
         sequences = torch.cat((input_ids, new), dim=1)

@@ -22,6 +22,7 @@ from .lossless import Losslessness, find_divergence
 from .measurement import Measurement, Sample
 from .memory import PeakMemory
 from .prompts import PromptError, PromptItem, PromptSet
+from .rules import EXACT, AcceptRule
 from .sampling import Sampling
 from .target import Target
 
@@ -54,8 +55,8 @@ class Contender(Protocol):
 class Decoder:
     """Our decoding loop with one drafter, as a contender. The drafter's state carries on from prompt to prompt."""
 
-    def __init__(self, target: Target, drafter: Drafter) -> None:
-        self.target, self.drafter = target, Clocked(drafter, target.device)
+    def __init__(self, target: Target, drafter: Drafter, accept: AcceptRule = EXACT) -> None:
+        self.target, self.drafter, self.accept = target, Clocked(drafter, target.device), accept
 
     def forget(self) -> None:
         """Let the drafter forget what it has learnt from earlier prompts."""
@@ -65,7 +66,7 @@ class Decoder:
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
         """The decoder that a configuration asks for; raises as :func:`build_drafter`."""
-        return cls(target, build_drafter(config, target))
+        return cls(target, build_drafter(config, target), config.accept)
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> Continuation:
         return decode(
@@ -76,6 +77,7 @@ class Decoder:
             task.max_new_tokens,
             on_prefill=on_prefill,
             seed=task.seed,
+            accept=self.accept,
         )
 
 

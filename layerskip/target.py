@@ -122,11 +122,19 @@ class Target:
         config = {k: v for k, v in self.model.config.to_dict().items() if k not in _NOT_IDENTITY}
         said = [self.architecture, self.dtype, sorted(self.eos_ids), config]
         found = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+        return self._hash_weights(found, self.model.dtype)
+
+    @functools.cached_property
+    def weights_digest(self) -> str:
+        """SHA-256 over the same weights as bfloat16 has them: a model has one, whatever dtype it is loaded in."""
+        return self._hash_weights(hashlib.sha256(self.architecture.encode()), torch.bfloat16)
+
+    def _hash_weights(self, found: Any, dtype: torch.dtype) -> str:
         for name, weight in self.model.state_dict().items():
             flat = weight.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
+            sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].to(dtype).float().cpu().numpy()
             found.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
-        return found.hexdigest()
+        return str(found.hexdigest())
 
     @functools.cached_property
     def tokenizer_digest(self) -> str | None:

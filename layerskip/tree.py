@@ -32,6 +32,9 @@ class TreeModel:
     Args:
         model: the target's.
 
+    Attributes:
+        view: a second tree of modules over its tensors, which the passes run through.
+
     Raises:
         UnsupportedModel: its sub-layers cannot be found, its attention takes no mask by name, or a branch of a tree does
             not give what the same tokens give in a chain.
@@ -43,11 +46,11 @@ class TreeModel:
         if getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", False):
             raise self._refusal("its queries are scaled by where they lie in a block, not by their positions")
         self._layers = len(found.blocks)
-        self._twin = twin(model)
+        self.view = twin(model)
         self._shape: tuple[Tensor, Tensor] | None = None  # of the pass at work: depths and ancestors of its block
         self._length = 0
         self._masks: dict[int, tuple[Any, Tensor]] = {}
-        blocks = self._twin.get_submodule(found.path)
+        blocks = self.view.get_submodule(found.path)
         for index, block in enumerate(found.blocks):
             for name in block.attention:
                 child = blocks.get_submodule(f"{index}.{name}")
@@ -92,7 +95,7 @@ class TreeModel:
         depths, ancestors = depths_and_ancestors(tuple(parents), block.device)
         self._shape, self._length, self._masks = (depths, ancestors), cache.length, {}
         try:
-            return forward(self._twin, block, cache, last=block.shape[0], positions=depths + cache.length)
+            return forward(self.view, block, cache, last=block.shape[0], positions=depths + cache.length)
         finally:
             self._shape, self._masks = None, {}
 

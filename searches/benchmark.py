@@ -100,11 +100,11 @@ def _contenders(
 
 
 def _present(group: DictConfig) -> dict[str, Any]:
-    """Those that are not left out, with null or for want of a draft model."""
+    """Those that are not left out, with null or for want of a draft model or a head."""
     return {
         str(name): fields
         for name, fields in group.items()
-        if fields is not None and ("draft" not in fields or fields.draft is not None)
+        if fields is not None and all(fields.get(name, "") is not None for name in ("draft", "head"))
     }
 
 
@@ -140,12 +140,14 @@ def table(record: Mapping[str, Any]) -> str:
         against = f"{rival['speedup']:.2f} ({rival['low']:.2f} to {rival['high']:.2f})" if rival else ""
         acceptance = f"{found['acceptance_rate']:.2f}" if found["acceptance_rate"] else ""
         drafting = f"{found['draft_share']:.0%}" if found["acceptance_rate"] and found["draft_share"] else ""
+        kept = record["configs"].get(name, {}).get("lossless", True)
+        output = found["losslessness"]["verdict"].replace("_", "-") if kept else "lossy"
         memory = (found["peak_memory_bytes"] - found["baseline_peak_memory_bytes"]) / 2**20
         lines.append(
             f"| {name} | {found['tokens_per_second']:.1f} | {found['speedup']:.2f} "
             f"| {found['speedup_low']:.2f} to {found['speedup_high']:.2f} | {acceptance} "
             f"| {found['tokens_per_round']:.2f} | {drafting} | {memory:+.0f} MB "
-            f"| {found['losslessness']['verdict'].replace('_', '-')} | {against} |"
+            f"| {output} | {against} |"
         )
     kinds = sorted({kind for found in results.values() for kind in found["speedup_by_category"]})
     lines += ["", f"| x plain, by kind of work | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]

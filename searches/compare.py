@@ -135,7 +135,7 @@ def _search(
     }
 
 
-def _thinned(claims: Sequence[Any], most: int = 4) -> list[Any]:
+def _thinned(claims: Sequence[Any], most: int = 3) -> list[Any]:
     """The first, the last, and some claims in between: each costs a measurement on held-out prompts."""
     places: Any = np.unique(np.linspace(0, len(claims) - 1, most).round().astype(int)) if claims else []
     return [claims[place] for place in places]

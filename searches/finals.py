@@ -31,14 +31,8 @@ _BLOCK = 6  # prompts measured at once
 _LOOKS = 1.25  # so many times the prompts of the last look are decoded before the next one
 _LEAVING = 0.999  # confidence at which a configuration leaves; well above the verdict's, as it is looked at again and again
 _SIMPLEST = (
-    "none",
-    "prompt_lookup",
-    "retrieval",
-    "token_recycling",
-    "lookahead",
-    "layer_skip",
-    "draft_model",
-    "cross_tokenizer",
+    *("none", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip"),
+    *("medusa", "eagle", "draft_model", "cross_tokenizer"),
 )
 
 Row = Mapping[str, Sample]
@@ -68,7 +62,8 @@ class Finalist:
     def eligible(self) -> bool:
         """Whether it kept the output, and its interval, over enough prompts to be one, lies above 1."""
         enough = self.held_out["prompts"] >= LEAST_PROMPTS
-        return self.stayed and is_lossless(self.held_out) and enough and self.low > 1.0
+        keeps = is_lossless(self.held_out) or not self.config.lossless
+        return self.stayed and keeps and enough and self.low > 1.0
 
     @property
     def complexity(self) -> tuple[int, int, int, int, int]:
@@ -181,7 +176,8 @@ def _block(
 def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:
     """Whether a configuration's paired interval lies wholly below the pace of the leader, which kept the output."""
     measured = {other: Measurement.of(rows, BASELINE, other) for other in configs}
-    leader = max(configs, key=lambda other: (measured[other].lossless.verdict != "different", measured[other].speedup))
+    changed = {other: measured[other].lossless.verdict == "different" and configs[other].lossless for other in configs}
+    leader = max(configs, key=lambda other: (not changed[other], measured[other].speedup))
     return name != leader and Measurement.of(rows, leader, name).interval(confidence=_LEAVING)[1] < 1.0
 
 

@@ -121,13 +121,13 @@ class Objective:
         known = standings(trial.study.get_trials(deepcopy=False, states=FINISHED)).get(config)
         enough = _REPLICATES if config.kind != "none" else 1  # plain decoding is measured beside every other trial
         if known is not None and known.complete >= enough and not self._leads(trial.study, config):
-            self._record(trial, nothing, _KNOWN, time.monotonic() - start)
+            self._record(trial, config, nothing, _KNOWN, time.monotonic() - start)
             return known.speedup_on(self._first_ids)
         judgement = self._judge(trial.study, config) if known is None else None
         if judgement is not None:
             trial.set_user_attr(PREDICTED, judgement.predicted)
             if judgement.hopeless:
-                self._record(trial, nothing, judgement.reason(), time.monotonic() - start)
+                self._record(trial, config, nothing, judgement.reason(), time.monotonic() - start)
                 raise optuna.TrialPruned(judgement.reason())
         reason = None
         try:
@@ -139,7 +139,7 @@ class Objective:
         if reason == "out of memory":
             _free()  # not before here: the handled error would still hold what it failed on
         measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
-        self._record(trial, measurement, reason, time.monotonic() - start)
+        self._record(trial, config, measurement, reason, time.monotonic() - start)
         if reason is not None:
             raise optuna.TrialPruned(reason)
         pooled = known or Standing(config)
@@ -235,14 +235,21 @@ class Objective:
                     self._pace.setdefault(name, []).append(pace)
         return self._pace.setdefault(prompt_id, [])
 
-    def _record(self, trial: optuna.Trial, measurement: Measurement, reason: str | None, seconds: float) -> None:
+    def _record(
+        self,
+        trial: optuna.Trial,
+        config: SpeculativeConfig,
+        measurement: Measurement,
+        reason: str | None,
+        seconds: float,
+    ) -> None:
         trial.set_user_attr("seconds", seconds)
         if reason is not None:
             trial.set_user_attr("reason", reason)
         changed = False
         if measurement.candidate:
             verdict = measurement.lossless.verdict
-            changed = verdict == "different"
+            changed = verdict == "different" and config.lossless
             trial.set_user_attr("measurement", measurement.to_dict())
             trial.set_user_attr("table", measurement.table())
             if changed and self.bench.exact:

@@ -150,7 +150,8 @@ class ScanOracle:
     def foretells(self, config: SpeculativeConfig) -> bool:
         """Prompt lookups whose verification was timed, and chains of layer skipping up to the depth of scans."""
         longest = {"prompt_lookup": self._profile.longest, "layer_skip": min(self._scanner.depth, self._profile.longest)}
-        return not config.siblings and config.draft_length <= longest.get(config.kind, 0)
+        chain = not config.siblings and config.lossless
+        return chain and config.draft_length <= longest.get(config.kind, 0)
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Count a configuration's rounds; its mask is scanned unless it was."""

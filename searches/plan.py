@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,17 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet) -> dict[str
         "target.layers": target.layers,
         "prompts.digest": prompts.digest,
         "space.datastores.digests": [Datastore.load(name, target).about["digest"] for name in config.space.datastores],
+        "space.heads.digests": [_head_digest(name) for name in (*config.space.eagle_heads, *config.space.medusa_heads)],
     }
+
+
+def _head_digest(folder: str) -> str:
+    """What a trained head is, whatever lies in its folder tomorrow."""
+    try:
+        files = sorted(Path(folder).glob("*.safetensors"))
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else ""
+    except OSError as error:
+        raise InputError(f"space: cannot read the head {folder}: {error}") from None
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

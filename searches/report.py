@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ _COLORS = {
     "retrieval": "tab:olive",
     "token_recycling": "tab:purple",
     "lookahead": "tab:pink",
+    "eagle": "tab:brown",
+    "medusa": "gold",
     "draft_model": "tab:green",
     "cross_tokenizer": "tab:cyan",
     "cascade": "tab:red",
@@ -63,10 +65,11 @@ def summary(
             f"{stable.overlap:.2f} of what they skip, where chance gives {stable.chance:.2f}.",
             "",
         ]
-    took = [trial.user_attrs["seconds"] for trial in trials if "measurement" in trial.user_attrs]
+    whole = [trial for trial in trials if trial.state == TrialState.COMPLETE and "measurement" in trial.user_attrs]
+    took = [trial.user_attrs["seconds"] for trial in whole]
     if scan_seconds is not None and took:
         cost = 64 * scan_seconds / statistics.fmean(took)
-        lines += [f"Scanning a mask took {scan_seconds:.1f} seconds: 64 cost as much as {cost:.1f} trials that decode.", ""]
+        lines += [f"Scanning a mask took {scan_seconds:.1f} seconds: 64 cost as much as {cost:.1f} whole trials.", ""]
     if seeds is not None:
         lines += [
             f"The best masks of {seeds.seeds} seeds share {seeds.overlap:.2f} of what they skip, where chance gives "
@@ -126,7 +129,7 @@ def verdict(finals: Finals) -> str:
     return (
         f"{winner.config.label()} wins: {held_out['speedup']:.2f} x plain decoding on held-out prompts "
         f"(95 % interval {held_out['speedup_low']:.2f} to {held_out['speedup_high']:.2f}), "
-        f"output {_VERDICTS[held_out['losslessness']['verdict']]}."
+        f"output {_output(winner.config, held_out)}."
     )
 
 
@@ -138,20 +141,25 @@ _VERDICTS = {
 }
 
 
+def _output(config: SpeculativeConfig, found: Mapping[str, Any]) -> str:
+    """What became of the output, in words."""
+    return _VERDICTS[found["losslessness"]["verdict"]] if config.lossless else "LOSSY"
+
+
 def _finals_table(finals: Finals) -> list[str]:
-    rows = [("no drafting", 1.0, finals.baseline)]
-    rows += [(f.config.label(), f.search_speedup, f.held_out) for f in finals.finalists]
+    rows = [("no drafting", 1.0, finals.baseline, _output(SpeculativeConfig(), finals.baseline))]
+    rows += [(f.config.label(), f.search_speedup, f.held_out, _output(f.config, f.held_out)) for f in finals.finalists]
     lines = [
         "## Finalists (held-out prompts)",
         "",
         "| configuration | speedup | 95 % interval | tokens/s | acceptance | tokens/round | in the search | output |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for label, before, found in rows:
+    for label, before, found, output in rows:
         lines.append(
             f"| {label} | {found['speedup']:.3f} | {found['speedup_low']:.3f} to {found['speedup_high']:.3f} "
             f"| {found['tokens_per_second']:.1f} | {found['acceptance_rate']:.2f} | {found['tokens_per_round']:.2f} "
-            f"| {before:.3f} | {_VERDICTS[found['losslessness']['verdict']]} |"
+            f"| {before:.3f} | {output} |"
         )
     return lines
 

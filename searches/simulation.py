@@ -194,7 +194,7 @@ class SimulatedOracle:
 
     def foretells(self, config: SpeculativeConfig) -> bool:
         """Layer skipping by any stop rule, and prompt lookups."""
-        return config.kind in ("layer_skip", "prompt_lookup") and not config.siblings
+        return config.kind in ("layer_skip", "prompt_lookup") and not config.siblings and config.lossless
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """What is foretold of one configuration."""

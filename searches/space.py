@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 
 import optuna
 
-from layerskip import MaskError, SkipMask, SpeculativeConfig, StopRule
+from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig, StopRule
 
 from .application import InputError
 
 KINDS = (
     *("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead"),
-    *("draft_model", "cross_tokenizer", "cascade"),
+    *("eagle", "medusa", "draft_model", "cross_tokenizer", "cascade"),
 )
-TREES = ("retrieval", "token_recycling", "lookahead")  # kinds that only draft trees
+TREES = ("retrieval", "token_recycling", "lookahead", "eagle", "medusa")  # kinds that draft trees
 STOPS = ("length", "threshold", "adaptive")
 Range = tuple[int, int]
 _LEAST_PROBABILITY = (0.005, 0.5)
@@ -51,10 +51,13 @@ class SearchSpace:
         candidates: fewest and most successors, or n-grams, kept of a token.
         lookahead_length: shortest and longest draft of ``lookahead``.
         window: fewest and most guesses in each row of its window.
+        eagle_heads: folders of trained heads to choose from; without any, ``eagle`` is left out.
+        medusa_heads: the same for ``medusa``.
         drafts: the draft models to choose from; without any, ``draft_model`` is left out.
         cross_drafts: those of another tokenizer; without any, ``cross_tokenizer`` is left out.
         model_length: shortest and longest draft of both.
         masks: further masks to try first, in text form.
+        allow_lossy: whether rules of acceptance that change the output are searched, too, and may win.
 
     Raises:
         InputError: a field is out of range.
@@ -75,10 +78,13 @@ class SearchSpace:
     lookahead_length: Range = (1, 4)
     window: Range = (1, 8)
     datastores: Sequence[str] = ()
+    eagle_heads: Sequence[str] = ()
+    medusa_heads: Sequence[str] = ()
     drafts: Sequence[str] = ()
     cross_drafts: Sequence[str] = ()
     model_length: Range = (1, 8)
     masks: Sequence[str] = ()
+    allow_lossy: bool = False
     _bits: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +101,8 @@ class SearchSpace:
             whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
             if not whole or not 1 <= bounds[0] <= bounds[1]:
                 raise InputError(f"space.{name}: {bounds} is not a range of whole numbers from 1 on, such as [1,8]")
+        if type(self.allow_lossy) is not bool:
+            raise InputError(f"allow_lossy: {self.allow_lossy!r} is neither true nor false")
         if type(self.siblings) is not int or self.siblings < 0:
             raise InputError(f"space.siblings: {self.siblings!r} is not a whole number of at least 0")
         for name in ("protect_first", "protect_last"):
@@ -126,11 +134,16 @@ class SearchSpace:
         return {"draft_model": self.drafts, "cross_tokenizer": self.cross_drafts}
 
     @property
+    def heads(self) -> dict[str, Sequence[str]]:
+        """The trained heads of each kind that has some."""
+        return {"eagle": self.eagle_heads, "medusa": self.medusa_heads}
+
+    @property
     def arms(self) -> tuple[str, ...]:
         """The kinds that a trial chooses from."""
         chosen = {"none", *self.kinds}
-        for kind, drafts in self.models.items():
-            if not drafts:
+        for kind, found in (self.models | self.heads).items():
+            if not found:
                 chosen.discard(kind)
         if "prompt_lookup" not in chosen or not chosen & set(_SECONDS):
             chosen.discard("cascade")
@@ -143,7 +156,13 @@ class SearchSpace:
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         """The configuration that a trial proposes."""
-        return self._suggest(trial, str(trial.suggest_categorical("kind", self.arms)))
+        config = self._suggest(trial, str(trial.suggest_categorical("kind", self.arms)))
+        if not self.allow_lossy or config.kind == "none":
+            return config
+        rule = str(trial.suggest_categorical("accept", ("exact", "threshold", "typical")))
+        if rule == "threshold":
+            return replace(config, accept=AcceptRule(rule, trial.suggest_float("accept_threshold", 0.05, 0.95, step=0.05)))
+        return replace(config, accept=AcceptRule(rule))
 
     def _suggest(self, trial: optuna.trial.BaseTrial, kind: str) -> SpeculativeConfig:
         if kind == "cascade":
@@ -192,12 +211,27 @@ class SearchSpace:
             length, window = (trial.suggest_int(name, *getattr(self, name)) for name in ("lookahead_length", "window"))
             kept = trial.suggest_int("lookahead_candidates", *self.candidates)
             return SpeculativeConfig(kind, length, window=window, candidates=kept)
+        if kind in self.heads:
+            return self._suggest_head(trial, kind)
         if kind in self.models:
             prefix = _MODEL_PREFIXES[kind]
             draft = str(trial.suggest_categorical(f"{prefix}draft", tuple(self.models[kind])))
             length = trial.suggest_int(f"{prefix}model_length", *self.model_length)
             return SpeculativeConfig(kind, length, draft=draft, stop=self._suggest_stop(trial, f"{prefix}model"))
         return SpeculativeConfig()
+
+    def _suggest_head(self, trial: optuna.trial.BaseTrial, kind: str) -> SpeculativeConfig:
+        head = str(trial.suggest_categorical(f"{kind}_head", tuple(self.heads[kind])))
+        config = SpeculativeConfig(kind, trial.suggest_int(f"{kind}_length", *self.model_length), head=head, candidates=2)
+        width = trial.suggest_int(f"{kind}_candidates", max(2, self.candidates[0]), max(2, self.candidates[1]))
+        if kind == "eagle" and not trial.suggest_int("eagle_tree", 0, 1):
+            return replace(config, candidates=1, stop=self._suggest_stop(trial, kind))
+        return replace(
+            config,
+            candidates=width,
+            tree_tokens=trial.suggest_int(f"{kind}_tokens", *self.tree_tokens),
+            least_probability=trial.suggest_float(f"{kind}_probability", *_LEAST_PROBABILITY, log=True),
+        )
 
     def _suggest_ngram(self, trial: optuna.trial.BaseTrial, prefix: str) -> tuple[int, int]:
         longest = trial.suggest_int(f"{prefix}ngram_max", *self.ngram)
@@ -240,10 +274,22 @@ class SearchSpace:
         elif config.kind == "lookahead":
             found |= {"lookahead_length": config.draft_length, "window": config.window}
             found |= {"lookahead_candidates": config.candidates}
+        elif config.kind in self.heads:
+            kind, tree = config.kind, config.candidates > 1
+            found |= {f"{kind}_head": config.head, f"{kind}_length": config.draft_length}
+            found[f"{kind}_candidates"] = max(config.candidates, self.candidates[0], 2)
+            if kind == "eagle":
+                found |= {"eagle_tree": int(tree)} | ({} if tree else _stop_params(config.stop, kind))
+            if tree:
+                found |= {f"{kind}_tokens": config.tree_tokens, f"{kind}_probability": config.least_probability}
         elif config.kind in self.models:
             prefix = _MODEL_PREFIXES[config.kind]
             found |= {f"{prefix}draft": config.draft, f"{prefix}model_length": config.draft_length}
             found |= _stop_params(config.stop, f"{prefix}model")
+        if self.allow_lossy and config.kind != "none":
+            found["accept"] = config.accept.kind
+            if config.accept.kind == "threshold":
+                found["accept_threshold"] = config.accept.threshold
         return found | {"kind": config.kind}
 
     def lookups(self) -> list[SpeculativeConfig]:

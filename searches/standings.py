@@ -39,6 +39,11 @@ class Standing:
     seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
+    def keeps(self) -> bool:
+        """Whether it kept the output, or never meant to, which only a search that was allowed to proposes."""
+        return self.lossless or not self.config.lossless
+
+    @property
     def speedup(self) -> float:
         """Pooled speedup over plain decoding on all its prompts; 1.0 where nothing was decoded."""
         return self.speedup_on(self.seconds)
@@ -87,7 +92,7 @@ def standings(trials: Iterable[FrozenTrial]) -> dict[SpeculativeConfig, Standing
 def ranking(study: optuna.Study) -> list[Standing]:
     """Configurations that drafted, kept the output and were measured to the end at least once, best first."""
     found = standings(study.get_trials(deepcopy=False, states=FINISHED))
-    chosen = [s for s in found.values() if s.complete and s.lossless and s.config.kind != "none"]
+    chosen = [s for s in found.values() if s.complete and s.keeps and s.config.kind != "none"]
     return sorted(chosen, key=functools.cmp_to_key(_compare), reverse=True)
 
 

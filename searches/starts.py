@@ -35,6 +35,12 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
     if "lookahead" in arms:
         length, window, kept = _clip((2, space.lookahead_length), (4, space.window), (4, space.candidates))
         points.append(SpeculativeConfig("lookahead", length, window=window, candidates=kept))
+    for kind, heads in space.heads.items():
+        length, width, size = _clip((5, space.model_length), (4, space.candidates), (12, space.tree_tokens))
+        tree = SpeculativeConfig(kind, length, candidates=max(2, width), tree_tokens=size, head="one")
+        points += [replace(tree, head=head) for head in heads if kind in arms]
+        if kind == "eagle" and kind in arms:
+            points += [SpeculativeConfig(kind, length, candidates=1, head=head) for head in heads]
     for kind, drafts in space.models.items():
         (length,) = _clip((4, space.model_length))
         points += [SpeculativeConfig(kind, length, draft=draft) for draft in drafts if kind in arms]

@@ -74,7 +74,9 @@ class Tracker:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"tracking.uri: cannot open {without_password(self.uri)}: {reason}") from error
 
-    def open_study(self, name: str, identity: str, params: Mapping[str, Any], tags: Mapping[str, Any]) -> str:
+    def open_study(
+        self, name: str, identity: str, params: Mapping[str, Any], tags: Mapping[str, Any], role: str = "study"
+    ) -> str:
         """Open the run of a study, or go on with it.
 
         Args:
@@ -82,18 +84,19 @@ class Tracker:
             identity: tells it from others of that name.
             params: settings, flat; repeated on every trial's run, since MLflow's filters drop parents.
             tags: what describes the study run alone.
+            role: what it is, if not a study.
 
         Returns:
             Its run id.
         """
         self._study, self._identity = name, identity
         self._params = {key: str(value)[:500] for key, value in params.items()}
-        runs = self._search(f"tags.study_id = '{identity}' and tags.role = 'study'")
+        runs = self._search(f"tags.study_id = '{identity}' and tags.role = '{role}'")
         if runs:
             self.run_id = runs[0].info.run_id
             self._client.update_run(self.run_id, status="RUNNING")
         else:
-            own = {"study": name, "study_id": identity, "role": "study"} | {key: str(value) for key, value in tags.items()}
+            own = {"study": name, "study_id": identity, "role": role} | {key: str(value) for key, value in tags.items()}
             self.run_id = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
             self._client.log_batch(self.run_id, params=[Param(k, v) for k, v in self._params.items()])
         self._recorded = self._drop_unfinished()
@@ -164,10 +167,10 @@ class Tracker:
         self.log_file(file)
         self.finish()
 
-    def log(self, run_id: str, metrics: Mapping[str, float], params: Mapping[str, str] | None = None) -> None:
+    def log(self, run_id: str, metrics: Mapping[str, float], params: Mapping[str, str] | None = None, step: int = 0) -> None:
         """Write metrics and parameters in one batch; what is not finite is left out, as stores turn it into numbers."""
         now = int(time.time() * 1000)
-        values = [Metric(k, float(v), now, 0) for k, v in metrics.items() if math.isfinite(v) and abs(v) < _LARGEST]
+        values = [Metric(k, float(v), now, step) for k, v in metrics.items() if math.isfinite(v) and abs(v) < _LARGEST]
         self._client.log_batch(run_id, metrics=values, params=[Param(k, v) for k, v in (params or {}).items()])
 
     def tag(self, tags: Mapping[str, Any]) -> None:

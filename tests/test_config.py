@@ -50,7 +50,7 @@ RECYCLING = {"kind": "token_recycling"}
 DRAFT_MODEL = {"kind": "draft_model", "draft": "d"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "medusa"}, "kind"),
+    ({"kind": "hydra"}, "kind"),
     ({"kind": ""}, "kind"),
     ({"kind": None}, "kind"),
     ({"kind": ["none"]}, "kind"),
@@ -94,6 +94,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (LOOKUP | {"match": "longest"}, "match"),
     ({"kind": "draft_model"}, "draft"),
     ({"kind": "cross_tokenizer"}, "draft"),
+    ({"kind": "eagle"}, "head"),
+    ({"kind": "medusa"}, "head"),
+    ({"kind": "medusa", "head": "m", "stop": "length"}, "stop"),
+    ({"kind": "eagle", "head": "e", "stop": {"kind": "threshold", "threshold": 0.5}}, "stop"),
+    ({"kind": "eagle", "head": "e", "candidates": 1, "tree_tokens": 9}, "tree_tokens"),
     (DRAFT_MODEL | {"draft": ""}, "draft"),
     (DRAFT_MODEL | {"draft": 7}, "draft"),
     (RECYCLING | {"tree_tokens": 0}, "tree_tokens"),

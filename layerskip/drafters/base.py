@@ -88,6 +88,25 @@ class Learner(Protocol):
         """Be as if there had been no prompt before."""
 
 
+@runtime_checkable
+class Reader(Protocol):
+    """What drafts from the target's hidden states.
+
+    Attributes:
+        modules: names of the target's sub-modules whose outputs it reads; none where it reads nothing after all.
+    """
+
+    modules: tuple[str, ...]
+
+    def read(self, features: Tensor) -> None:
+        """Hear the hidden states behind tokens that were committed.
+
+        Args:
+            features: ``[n, F]``, module beside module: of the prompt right after ``start``; then, before every ``observe``,
+                of the sequence's last token and the accepted ones, which the next context continues.
+        """
+
+
 class NoDraft:
     """Proposes nothing: the loop is then plain decoding, the baseline of every comparison."""
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from ..anatomy import UnsupportedModel, check_rewind
 from ..config import ConfigError, SpeculativeConfig
 from ..datastore import Datastore
+from ..eagle import load_eagle
 from ..mask import MaskError, SkipMask
+from ..medusa import load_medusa
+from ..readout import Readout
 from ..target import Target
 from ..translation import Translation, UnalignedTokenizers
 from ..tree import tree_model
@@ -14,8 +17,10 @@ from .base import Drafter, NoDraft
 from .cascade import Cascade
 from .cross_tokenizer import CrossTokenizer
 from .draft_model import DraftModel
+from .eagle import Eagle
 from .layer_skip import LayerSkip
 from .lookahead import Lookahead
+from .medusa import Medusa
 from .prompt_lookup import PromptLookup
 from .retrieval import Retrieval
 from .token_recycling import TokenRecycling
@@ -56,6 +61,15 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
             return TokenRecycling(config.draft_length, config.tree_tokens, config.candidates, config.least_probability)
         case "lookahead":
             return Lookahead(config.draft_length, config.window, config.candidates)
+        case "eagle":
+            head = load_eagle(config.head, target)
+            readout, embeddings = Readout(target, head.tokens), target.model.get_input_embeddings()
+            tree = config.candidates, config.tree_tokens, config.least_probability
+            return Eagle(head, embeddings, readout, config.draft_length, config.stop, *tree)
+        case "medusa":
+            heads = load_medusa(config.head, target)
+            tree = config.candidates, config.tree_tokens, config.least_probability
+            return Medusa(heads, Readout(target, heads.tokens), config.draft_length, *tree)
         case "draft_model":
             draft = _draft_model(config, target)
             return DraftModel(decoding_view(draft.model), draft.layers, config.draft_length, config.stop)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from ..cache import KVCache
 from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
-from .base import Context, Drafter, Learner, Said
+from .base import Context, Drafter, Learner, Reader, Said
 
 
 class Cascade:
@@ -25,6 +27,10 @@ class Cascade:
     def __init__(self, members: Sequence[Drafter]) -> None:
         self.members = tuple(members)
         self.tree_tokens = max(member.tree_tokens for member in members)
+        self._readers = [member for member in members if isinstance(member, Reader) and member.modules]
+        if len({reader.modules for reader in self._readers}) > 1:
+            raise ValueError("members: they read different hidden states")
+        self.modules = self._readers[0].modules if self._readers else ()
         self._drafted: Drafter | None = None
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -48,6 +54,11 @@ class Cascade:
         for member in self.members:
             if isinstance(member, Learner):
                 member.forget()
+
+    def read(self, features: Tensor) -> None:
+        """Tell every member that reads."""
+        for reader in self._readers:
+            reader.read(features)
 
     def observe(self, verdict: Verdict) -> None:
         """Tell the member whose draft it was."""

@@ -12,7 +12,7 @@ import torch
 from layerskip.cache import KVCache
 from layerskip.decode import Continuation, decode
 from layerskip.draft import Draft
-from layerskip.drafters.base import Context, Drafter, Learner, Said
+from layerskip.drafters.base import Context, Drafter, Learner, Reader, Said
 from layerskip.sampling import Chooser, Sampling
 from layerskip.stats import DecodeStats
 from layerskip.target import Target
@@ -109,6 +109,14 @@ class Recorder:
     @property
     def tree_tokens(self) -> int:
         return self.drafter.tree_tokens
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.drafter.modules if isinstance(self.drafter, Reader) else ()
+
+    def read(self, features: torch.Tensor) -> None:
+        assert isinstance(self.drafter, Reader)
+        self.drafter.read(features)
 
     def observe(self, verdict: Verdict) -> None:
         self.drafter.observe(verdict)

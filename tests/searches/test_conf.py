@@ -20,6 +20,8 @@ NEEDED = {
     "target/local": ["target.path=/some/folder"],
     "prompts/jsonl": ["prompts.path=some.jsonl"],
     "drafter/draft_model": ["contenders.draft_model.draft=some/draft"],
+    "drafter/eagle": ["contenders.eagle.head=some/head"],
+    "drafter/medusa": ["contenders.medusa.head=some/head"],
     "drafter/cross_tokenizer": ["contenders.cross_tokenizer.draft=some/draft"],
 }
 

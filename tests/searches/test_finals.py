@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import optuna
 import pytest
 
-from layerskip import PromptSet, SpeculativeConfig
+from layerskip import AcceptRule, PromptSet, SpeculativeConfig
+from layerskip.lossless import Divergence, Losslessness
+from layerskip.measurement import Sample
 from searches import report
 from searches.finals import measure_finals
-from searches.objective import MeasureSettings
+from searches.objective import MeasureSettings, Objective
+from searches.space import SearchSpace
 from searches.stability import SeedStability, Stability
+from searches.study import StudySettings, run_trials
 from tests.searches.test_racing import Known, run_known
 
 PROMPTS = PromptSet.of([f"held-out {i}" for i in range(24)])
@@ -74,3 +82,30 @@ def test_looks_become_rarer_as_prompts_add_up(monkeypatch: pytest.MonkeyPatch) -
     study = run_known(bench, fast, close)
     measure_finals(study, bench, many, MeasureSettings(finalists=2, held_out_repeats=2), 0)
     assert list(dict.fromkeys(looks)) == [12, 18, 24, 30, 42, 54, 70, 88, 112, 140]
+
+
+class _Changing(Known):
+    """What is lossy changes every output."""
+
+    def compare(
+        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+    ) -> Iterator[dict[str, Sample]]:
+        for row in super().compare(configs, prompts, repeats, seed):
+            changed = Losslessness(1, (Divergence("x", 1, 9.0, 0.0),))
+            lossy = {name: row[name].judged(changed) for name, config in configs.items() if not config.lossless}
+            yield row | lossy
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_what_changes_the_output_wins_only_where_it_is_allowed(allowed: bool) -> None:
+    exact, lossy = _lookup(4), replace(_lookup(4), accept=AcceptRule("threshold", 0.25))
+    bench = _Changing({exact: 1.2, lossy: 2.0})
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"], allow_lossy=allowed)
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for config in (exact, lossy):
+        study.enqueue_trial(space.params(config))
+    objective = Objective(bench, space, PROMPTS, MeasureSettings(prompts=3), seed=0)
+    run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None)
+    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=2), 0)
+    assert finals.winner.config == (lossy if allowed else exact)
+    assert ("output LOSSY" in report.verdict(finals)) == allowed

@@ -12,7 +12,14 @@ from searches.space import SearchSpace
 from searches.starts import starting_points
 from tests.families import build
 
-SPACE = SearchSpace(layers=12, datastores=("notes",), drafts=("some/draft",), cross_drafts=("other/draft",))
+SPACE = SearchSpace(
+    layers=12,
+    datastores=("notes",),
+    drafts=("some/draft",),
+    cross_drafts=("other/draft",),
+    eagle_heads=("e",),
+    medusa_heads=("m",),
+)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +41,9 @@ SPACE = SearchSpace(layers=12, datastores=("notes",), drafts=("some/draft",), cr
         SpeculativeConfig("token_recycling", 5, tree_tokens=12, candidates=3, least_probability=0.25),
         SpeculativeConfig("lookahead", 3, window=6, candidates=5),
         SpeculativeConfig("draft_model", 2, draft="some/draft", stop=StopRule("adaptive", 0.6)),
+        SpeculativeConfig("eagle", 6, head="e", candidates=1, stop=StopRule("threshold", 0.4)),
+        SpeculativeConfig("eagle", 5, head="e", candidates=3, tree_tokens=9, least_probability=0.02),
+        SpeculativeConfig("medusa", 3, head="m", candidates=5, tree_tokens=20, least_probability=0.1),
         SpeculativeConfig("cross_tokenizer", 3, draft="other/draft", stop=StopRule("threshold", 0.3)),
     ],
 )
@@ -65,6 +75,8 @@ def test_random_trials_stay_within_the_space() -> None:
         "retrieval",
         "token_recycling",
         "lookahead",
+        "eagle",
+        "medusa",
         "draft_model",
         "cross_tokenizer",
         "cascade",
@@ -97,7 +109,7 @@ def test_no_drafting_is_always_an_arm_and_the_first_point() -> None:
 
 
 def test_draft_models_need_a_list() -> None:
-    assert not {"draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).arms)
+    assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).arms)
 
 
 def test_starting_points_hold_single_skips_runs_and_sparse_masks() -> None:
@@ -111,7 +123,7 @@ def test_starting_points_hold_single_skips_runs_and_sparse_masks() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"kinds": ("eagle",)}, "space.kinds"),
+        ({"kinds": ("hydra",)}, "space.kinds"),
         ({"stops": ("never",)}, "space.stops"),
         ({"skip_length": (0, 4)}, "space.skip_length"),
         ({"ngram": (3, 2)}, "space.ngram"),

@@ -1,0 +1,161 @@
+"""Drafting with a trained head over the target's hidden states, in chains or in trees that follow its confidence.
+
+EAGLE (arXiv 2401.15077), algorithm 1, drafts chains; EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees
+(arXiv 2406.16858), section 4, grows trees level by level from the branches most likely to be accepted, and keeps the best of
+all. The head has a cache of its own, of one layer, which rejected tokens leave as they leave the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import KVCache
+from ..config import StopRule
+from ..draft import Draft
+from ..eagle import EagleHead
+from ..readout import Readout
+from ..sampling import Chooser, upload
+from ..verify import Verdict
+from .base import Context, Said
+from .chain import draft_chain
+from .stopping import Stopper
+
+
+class Eagle:
+    """Drafts with a head.
+
+    Args:
+        head: the trained one.
+        embeddings: the target's.
+        readout: the target's output layer over what is drafted from.
+        draft_length: the most tokens of a chain, or the depth of a tree.
+        stop: when a chain stops before that.
+        candidates: with 1 chains are drafted; with more, so many successors of each of so many branches are looked at.
+        tree_tokens: the most tokens of a tree.
+        least_probability: a branch ends where the head thinks it less likely.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        embeddings: nn.Module,
+        readout: Readout,
+        draft_length: int,
+        stop: StopRule,
+        candidates: int = 1,
+        tree_tokens: int = 8,
+        least_probability: float = 0.0,
+    ) -> None:
+        self.head, self.readout = head, readout
+        self.embeddings = embeddings
+        self.modules = head.shape.modules
+        self.draft_length, self.candidates, self.least_probability = draft_length, candidates, least_probability
+        self.tree_tokens = tree_tokens if candidates > 1 else 0
+        self.stopper = Stopper(stop)
+        self._step = _Step(head, embeddings, readout)
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Begin with an empty cache; the prompt's hidden states are read next."""
+        self._chooser = chooser
+        device = self.head.fc.weight.device
+        room = cache.max_length + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
+        self._cache = KVCache(1, room, cache.static_shapes, device)
+        self._pending: list[Tensor] = []
+        self.stopper.start()
+
+    def read(self, features: Tensor) -> None:
+        """Keep the hidden states until the tokens behind them are known, all but whose own the next context says."""
+        self._pending.append(features)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """Read what was committed, and go on from there."""
+        verified = self._cache.length
+        features = self.head.fuse(torch.cat(self._pending))
+        count = features.shape[0]
+        tokens = context.last if count == 1 else upload(context.tokens[-count:], context.last.device)
+        depth = min(limit, self.draft_length)
+        self._pending = []
+        self._step.features = features
+        try:
+            if not self.tree_tokens:
+                return draft_chain(self._step, self._cache, tokens, depth, self._chooser, self.stopper)
+            return self._grow(tokens, depth)
+        finally:
+            self._cache.length = verified + count
+
+    def observe(self, verdict: Verdict) -> None:
+        """Adapt the stop rule."""
+        self.stopper.observe(len(verdict.drafted), verdict.accepted)
+
+    def hear(self, said: Said) -> None:
+        """Nothing to learn."""
+
+    def _grow(self, tokens: Tensor, depth: int) -> Draft:
+        """A tree, level by level: the likeliest branches go on, and the likeliest of all tokens are kept."""
+        cache, width = self._cache, self.candidates
+        hidden = self.head(self.embeddings(tokens)[None], self._step.features[None], cache)[0, -1:]
+        cache.length += tokens.shape[0]
+        begin = cache.length
+        nodes: list[tuple[float, int, int]] = []  # chance, token, parent
+        fed: dict[int, int] = {}  # row of the cache, from ``begin`` on, of every node that was fed
+        ways: list[list[int]] = []  # rows from the root to each node's parent
+        front, chances = [-1], [1.0]
+        for level in range(depth):
+            probs, places = self.readout(hidden).float().softmax(-1).topk(min(width, self.readout.weight.shape[0]), dim=-1)
+            born: list[int] = []
+            for parent, chance, found, successors in zip(front, chances, probs.tolist(), places.tolist(), strict=True):
+                way = [] if parent < 0 else [*ways[parent], fed[parent]]
+                for probability, place in zip(found, successors, strict=True):
+                    if chance * probability >= self.least_probability:
+                        born.append(len(nodes))
+                        nodes.append((chance * probability, self.readout.token(place), parent))
+                        ways.append(way)
+            best = sorted(born, key=lambda node: -nodes[node][0])[:width]
+            if level + 1 == depth or not best:
+                break
+            parents = [front.index(nodes[node][2]) for node in best]
+            for row, node in enumerate(best):
+                fed[node] = cache.length - begin + row
+            before = hidden[upload(parents, hidden.device)]
+            hidden = self._feed([nodes[node][1] for node in best], before, [ways[node] for node in best], begin, level)
+            front, chances = best, [nodes[node][0] for node in best]
+        kept = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))[: self.tree_tokens]
+        kept.sort()  # a parent is never less likely than its children, so it is among them and comes before
+        number = {-1: -1} | {node: place for place, node in enumerate(kept)}
+        return Draft.of_tree([nodes[node][1] for node in kept], [number[nodes[node][2]] for node in kept], tokens.device)
+
+    def _feed(self, tokens: list[int], features: Tensor, ways: list[list[int]], begin: int, level: int) -> Tensor:
+        """Hidden states behind some nodes of one level, each seeing the sequence and its own branch."""
+        cache, count, device = self._cache, len(tokens), features.device
+        keys = cache.max_length if cache.static_shapes else cache.length + count
+        rows = [[begin + row for row in way] + [cache.length + place] for place, way in enumerate(ways)]
+        seen = torch.zeros(count, keys, dtype=torch.bool)
+        seen[:, :begin] = True
+        for place, row in enumerate(rows):
+            seen[place, row] = True
+        positions = torch.full((1, count), begin + level, device=device)
+        embedded = self.embeddings(upload(tokens, device))[None]
+        hidden: Tensor = self.head(embedded, features[None], cache, positions, seen[None, None].to(device))
+        cache.length += count
+        return hidden[0]
+
+
+class _Step(nn.Module):
+    """The head as a model that says what follows a block, fed with its own outputs behind the target's."""
+
+    def __init__(self, head: EagleHead, embeddings: nn.Module, readout: Readout) -> None:
+        super().__init__()
+        self._parts = (head, embeddings, readout)  # a tuple, so that they are not this module's own
+        self.features = torch.empty(0)
+
+    def forward(self, input_ids: Tensor, past_key_values: KVCache, **_: Any) -> SimpleNamespace:
+        """``[1, n]`` tokens to ``[1, 1, V]`` logits behind the last of them."""
+        head, embeddings, readout = self._parts
+        hidden = head(embeddings(input_ids), self.features[None], past_key_values)[0, -1:]
+        self.features = hidden
+        return SimpleNamespace(logits=readout.spread(readout(hidden))[None])

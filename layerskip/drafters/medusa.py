@@ -1,0 +1,71 @@
+"""Drafting with several heads at once: a tree of what each thinks likely, from one hidden state.
+
+Medusa (arXiv 2401.10774), section 2.1.2; candidates are the products of the heads' own likely tokens, the likeliest branches
+first, and verified exactly. No pass of any model drafts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..cache import KVCache
+from ..draft import Draft
+from ..growth import grow
+from ..medusa import MedusaHeads
+from ..readout import Readout
+from ..sampling import Chooser
+from ..verify import Verdict
+from .base import Context, Said
+
+
+class Medusa:
+    """Drafts with heads.
+
+    Args:
+        heads: the trained ones.
+        readout: the target's output layer over what is drafted from.
+        draft_length: how many heads draft; no more than there are.
+        candidates: so many tokens of each head are looked at.
+        tree_tokens: the most tokens of a tree.
+        least_probability: a branch ends where the heads think it less likely.
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        readout: Readout,
+        draft_length: int,
+        candidates: int,
+        tree_tokens: int,
+        least_probability: float,
+    ) -> None:
+        self.heads, self.readout = heads, readout
+        self.modules = heads.shape.modules
+        self.draft_length, self.candidates = min(draft_length, heads.shape.heads), candidates
+        self.tree_tokens, self.least_probability = tree_tokens, least_probability
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Nothing to prepare; the prompt's hidden states are read next."""
+
+    def read(self, features: Tensor) -> None:
+        """Keep the last hidden state: that before the sequence's last token."""
+        self._hidden = features[-1]
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """A tree of the heads' likely tokens."""
+        logits = self.readout(self.heads(self._hidden))[: min(limit, self.draft_length)]
+        probs, places = logits.float().softmax(-1).topk(min(self.candidates, logits.shape[-1]), dim=-1)
+        levels = [
+            [(self.readout.token(place), probability, level + 1) for place, probability in zip(*row, strict=True)]
+            for level, row in enumerate(zip(places.tolist(), probs.tolist(), strict=True))
+        ]
+        tokens, parents = grow(0, levels.__getitem__, len(levels), self.tree_tokens, self.least_probability)
+        return Draft.of_tree(tokens, parents, context.last.device)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Nothing to learn."""
+
+    def hear(self, said: Said) -> None:
+        """Nothing to learn."""

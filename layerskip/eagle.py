@@ -1,0 +1,221 @@
+"""What would the target think next? A one-layer model over its hidden states, that says so without running it.
+
+EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv 2401.15077), section 4.1: the embedding of a token
+beside the hidden state before it, through one linear map and one decoder layer, gives about the hidden state behind the
+token; the target's own output layer reads it. EAGLE-3 (arXiv 2503.01840) lets it read three of the target's layers and its
+own outputs. The layer is transformers' Llama layer, whatever the target's family.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+
+from .anatomy import anatomy
+from .cache import KVCache
+from .config import ConfigError
+from .heads import load_head
+from .target import Target
+
+KIND = "eagle"
+_PUBLISHED = ("model.safetensors", "config.json")
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """What an EAGLE head is made from.
+
+    Args:
+        hidden: H, the width of the target's hidden states.
+        intermediate: width of the layer's MLP.
+        heads: attention heads.
+        key_value_heads: of keys and values.
+        head_dim: width of each.
+        modules: names of the target's sub-modules that it reads; one gives H numbers, three are fused first.
+        vocabulary: how many of the target's tokens it drafts from; None for all of them.
+        bias: whether the linear map has one.
+        rope_theta: base of the rotary positions.
+        rms_norm_eps: of the layer's norms.
+    """
+
+    hidden: int
+    intermediate: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    modules: tuple[str, ...]
+    vocabulary: int | None = None
+    bias: bool = True
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-5
+
+    @classmethod
+    def of(cls, target: Target, three_layers: bool = False, vocabulary: int | None = None) -> EagleShape:
+        """A head like one of the target's own layers."""
+        config = target.model.config.get_text_config(decoder=True)
+        hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+        return cls(
+            hidden,
+            int(getattr(config, "intermediate_size", None) or 4 * hidden),
+            heads,
+            int(getattr(config, "num_key_value_heads", None) or heads),
+            int(getattr(config, "head_dim", None) or hidden // heads),
+            read_modules(target, three_layers),
+            vocabulary,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> EagleShape:
+        """The shape that :meth:`to_dict` wrote, though JSON has lists for tuples."""
+        return cls(**fields | {"modules": tuple(fields["modules"])})
+
+
+def read_modules(target: Target, three_layers: bool = False) -> tuple[str, ...]:
+    """The sub-modules that a head reads: the model without its output layer, or a low, a middle and a high layer."""
+    if not three_layers:
+        return (target.model.base_model_prefix,)
+    found, layers = anatomy(target.model), target.layers
+    chosen = sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)})
+    return tuple(f"{found.path}.{index}" for index in chosen)
+
+
+class EagleHead(nn.Module):
+    """The trained part.
+
+    Args:
+        shape: what it is made from.
+        tokens: ``[v]`` int64, the target's tokens that it drafts from, in the order of its logits; None for all.
+    """
+
+    def __init__(self, shape: EagleShape, tokens: Tensor | None = None) -> None:
+        super().__init__()
+        self.tokens: Tensor | None
+        self.shape = shape
+        width = len(shape.modules)
+        config = LlamaConfig(
+            vocab_size=1,  # embeddings are the target's
+            bos_token_id=None,
+            eos_token_id=None,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=1,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.key_value_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=2**20,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+            rms_norm_eps=shape.rms_norm_eps,
+        )
+        config._attn_implementation = "sdpa"
+        self.fuse = nn.Linear(width * shape.hidden, shape.hidden, bias=False) if width > 1 else nn.Identity()
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
+        self.body = LlamaModel(config)
+        # The published layer reads the linear map's output as it is, and gives what the output layer reads.
+        layer: Any = self.body.layers[0]
+        layer.input_layernorm = nn.Identity()
+        if width == 1:
+            self.body.norm = nn.Identity()  # type: ignore[assignment]
+        # It begins as its linear map alone, which can be fitted in closed form.
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
+        self.register_buffer("tokens", tokens)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        features: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states behind some tokens.
+
+        Args:
+            embeddings: ``[B, n, H]`` of the tokens.
+            features: ``[B, n, H]`` before each: the target's, fused, or the head's own.
+            cache: its keys and values of what comes before, written behind ``length``; None where that is all.
+            positions: ``[B, n]`` int64, if not one behind the other.
+            visible: ``[B, 1, n, keys]`` bool: what each sees, if not all before it.
+
+        Returns:
+            ``[B, n, H]``.
+        """
+        found = self.body(
+            inputs_embeds=self.fc(torch.cat((embeddings, features), -1)),
+            past_key_values=cache,
+            position_ids=positions,
+            attention_mask=visible,
+            use_cache=cache is not None,
+        )
+        return found.last_hidden_state  # type: ignore[no-any-return]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its own tensors, as they are saved."""
+        return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("body.embed_tokens")}
+
+
+def load_eagle(folder: str | Path, target: Target) -> EagleHead:
+    """A head for a target, in its dtype and on its device; one in its authors' published layout is taken as well.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or it was made for another target.
+    """
+    folder = Path(folder)
+    published = all((folder / name).is_file() for name in _PUBLISHED)
+    shape, weights = _read_published(folder, target) if published else _read_own(folder, target)
+    head = EagleHead(shape, weights.pop("tokens", None))
+    try:
+        missing, unknown = head.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise ConfigError(f"head: {folder} does not fit: {' '.join(str(error).split())[:200]}") from error
+    lost = [name for name in missing if name not in ("tokens", "body.embed_tokens.weight")]
+    if lost or unknown:
+        raise ConfigError(f"head: {folder} is damaged: {', '.join([*lost, *unknown][:3])}")
+    if shape.hidden != target.model.config.get_text_config(decoder=True).hidden_size:
+        raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} numbers a token")
+    return head.to(target.device, target.model.dtype).eval()
+
+
+def _read_own(folder: Path, target: Target) -> tuple[EagleShape, dict[str, Tensor]]:
+    fields, weights = load_head(folder, KIND, target)
+    try:
+        return EagleShape.from_dict(fields), weights
+    except (TypeError, KeyError) as error:
+        raise ConfigError(f"head: {folder} is damaged: its shape has {error}") from error
+
+
+def _read_published(folder: Path, target: Target) -> tuple[EagleShape, dict[str, Tensor]]:
+    """EAGLE-1's own files: a Llama configuration of one layer, and names as that code gave them."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "model.safetensors")
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        shape = EagleShape(
+            hidden,
+            int(config["intermediate_size"]),
+            heads,
+            int(config.get("num_key_value_heads") or heads),
+            int(config.get("head_dim") or hidden // heads),
+            read_modules(target),
+            bias="fc.bias" in weights,
+            rope_theta=float(config.get("rope_theta") or 10_000.0),
+            rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"head: cannot read {folder}: {' '.join(str(error).split())}") from error
+    if weights.get("embed_tokens.weight", torch.empty(target.vocabulary, 0)).shape[0] != target.vocabulary:
+        raise ConfigError(f"head: {folder} was made for another target: its vocabulary is not that of {target.name}")
+    weights.pop("embed_tokens.weight", None)  # a copy of the target's
+    return shape, {name if name.startswith("fc.") else f"body.{name}": tensor for name, tensor in weights.items()}

@@ -1,0 +1,141 @@
+"""Where do the hidden states of many texts lie? In a file that grows text by text, within a budget of bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+from .config import ConfigError
+from .features import Features
+from .forward import forward
+from .own_texts import OwnText
+from .target import Target
+from .view import decoding_view
+
+_BYTES = 2  # of a number: bfloat16
+_SPARE = 64 * 2**20  # left free on the disk
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A text and what the target thought of it.
+
+    Args:
+        tokens: ``[n]`` int64.
+        features: ``[n, F]`` bfloat16: the hidden states behind each.
+        begin: where the answer begins.
+    """
+
+    tokens: Tensor
+    features: Tensor
+    begin: int
+
+
+class FeatureStore:
+    """Texts with their hidden states.
+
+    Args:
+        folder: holds two files; what is whole in them is kept.
+        modules: names of the target's sub-modules whose outputs are read.
+    """
+
+    def __init__(self, folder: Path, modules: tuple[str, ...]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.modules = modules
+        self._numbers, self._index = folder / "features.bin", folder / "texts.jsonl"
+        self._rows: list[tuple[list[int], int, int, int]] = []  # tokens, begin, where its numbers begin, how many each has
+        size = self._numbers.stat().st_size if self._numbers.exists() else 0
+        whole = 0
+        for line in self._index.read_bytes().splitlines(keepends=True) if self._index.exists() else ():
+            if not line.endswith(b"\n"):
+                break
+            tokens, begin, start, width = json.loads(line)
+            if _BYTES * (start + len(tokens) * width) > size:
+                break
+            self._rows.append((tokens, begin, start, width))
+            whole += len(line)
+        if self._index.exists():  # half a text, left by a kill, is dropped
+            with self._index.open("rb+") as file:
+                file.truncate(whole)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: int) -> Thought:
+        tokens, begin, start, width = self._rows[place]
+        numbers = np.fromfile(self._numbers, np.int16, len(tokens) * width, offset=_BYTES * start)
+        features = torch.from_numpy(numbers).view(torch.bfloat16).view(len(tokens), width)
+        return Thought(torch.tensor(tokens), features, begin)
+
+    @property
+    def nbytes(self) -> int:
+        """What the hidden states take."""
+        return _BYTES * self._end
+
+    @property
+    def positions(self) -> int:
+        """How many tokens the answers have."""
+        return sum(len(tokens) - begin for tokens, begin, _, _ in self._rows)
+
+    @property
+    def _end(self) -> int:
+        if not self._rows:
+            return 0
+        tokens, _, start, width = self._rows[-1]
+        return start + len(tokens) * width
+
+    def fill(
+        self, target: Target, texts: Iterable[OwnText], most_bytes: int, on_text: Callable[[], None] = lambda: None
+    ) -> None:
+        """Read texts that are not there yet, in their order, until the budget is spent.
+
+        Args:
+            target: whose hidden states they are.
+            texts: all of them; as many as the store has already are passed over.
+            most_bytes: of hidden states.
+            on_text: called for every text, old or new.
+
+        Raises:
+            ConfigError: the disk has no room for the budget.
+        """
+        free = shutil.disk_usage(self._numbers.parent).free
+        if most_bytes - self.nbytes > free - _SPARE:
+            raise ConfigError(
+                f"feature_bytes: {most_bytes:,} do not fit; {self._numbers.parent} has {max(0, free - _SPARE):,} bytes free"
+            )
+        for place, text in enumerate(texts):
+            if place >= len(self):
+                features = read_features(target, text.tokens, self.modules)
+                if self.nbytes + _BYTES * features.numel() > most_bytes:
+                    return
+                self._add(text, features)
+            on_text()
+
+    def _add(self, text: OwnText, features: Tensor) -> None:
+        start, width = self._end, features.shape[1]
+        with self._numbers.open("rb+" if self._numbers.exists() else "wb") as file:
+            file.seek(_BYTES * start)
+            file.write(features.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+        row = (list(text.tokens), text.begin, start, width)
+        with self._index.open("a", encoding="utf-8") as index:
+            index.write(json.dumps(row) + "\n")
+        self._rows.append(row)
+
+
+@torch.inference_mode()
+def read_features(target: Target, tokens: tuple[int, ...], modules: tuple[str, ...]) -> Tensor:
+    """``[n, F]``: what the target thinks behind every token of a text."""
+    features, view = Features(modules), decoding_view(target.model)
+    with features.of(view):
+        forward(
+            view, torch.tensor(tokens, device=target.device), KVCache(target.layers, len(tokens), device=target.device), 1
+        )
+    return features.read()

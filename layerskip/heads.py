@@ -1,0 +1,84 @@
+"""Where does a trained head lie, and whom does it belong to? A folder with safetensors and a file that says so.
+
+A head reads one target's hidden states; on another it would draft noise. It is told by the target's weights, whatever dtype
+they are loaded in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .config import ConfigError
+from .files import write_json
+from .target import Target
+
+_SCHEMA = "layerskip.head/1"
+_WEIGHTS = "head.safetensors"
+_ABOUT = "head.json"
+
+
+def save_head(
+    folder: Path,
+    kind: str,
+    shape: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    target: Target,
+    training: Mapping[str, Any],
+) -> None:
+    """Write a head; what says whom it belongs to comes last, so that half a head is none.
+
+    Args:
+        folder: is made.
+        kind: ``eagle`` or ``medusa``.
+        shape: what its module is made from.
+        weights: its own tensors; nothing of the target's.
+        target: whose hidden states it reads.
+        training: what it was trained on and how, for people, with the digest of the data.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _ABOUT).unlink(missing_ok=True)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, folder / _WEIGHTS)
+    about = {"schema": _SCHEMA, "kind": kind, "shape": dict(shape), "target": _identity(target), "training": dict(training)}
+    write_json(folder / _ABOUT, about)
+
+
+def load_head(folder: str | Path, kind: str, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A head's shape and its weights.
+
+    Raises:
+        ConfigError: there is none, it is damaged or of another kind, or it was made for another target.
+    """
+    folder = Path(folder)
+    try:
+        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        weights = load_file(folder / _WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"head: cannot read {folder}: {' '.join(str(error).split())}") from error
+    if not isinstance(about, dict) or about.get("schema") != _SCHEMA:
+        raise ConfigError(f"head: {folder} is not a head of this version")
+    if about.get("kind") != kind:
+        raise ConfigError(f"head: {folder} is for {about.get('kind')}, not for {kind}")
+    for name, value in _identity(target).items():
+        if name != "name" and about.get("target", {}).get(name) != value:
+            made_for = about.get("target", {}).get("name")
+            raise ConfigError(
+                f"head: {folder} was made for another target, {made_for}: its {name} differs from {target.name}"
+            )
+    return about["shape"], weights
+
+
+def _identity(target: Target) -> dict[str, Any]:
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "architecture": target.architecture,
+        "layers": target.layers,
+        "weights": target.weights_digest,
+    }

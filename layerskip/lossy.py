@@ -1,0 +1,48 @@
+"""What if a token only had to be likely enough? Rules of acceptance that are faster and change the output.
+
+They are here to be compared with, as published systems use them: a threshold on the target's probability, and typical
+acceptance, Medusa (arXiv 2401.10774), section 2.3.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .draft import Draft
+from .rules import AcceptRule
+from .sampling import draw
+from .verify import Verdict
+
+
+def accept_lossy(
+    draft: Draft, target_probs: Tensor, logits: Tensor, rule: AcceptRule, generator: torch.Generator | None = None
+) -> Verdict:
+    """Accept tokens that the target finds likely enough, along the likeliest branch, and add one of its own.
+
+    Args:
+        draft: K tokens, a chain or a tree.
+        target_probs: as :func:`~layerskip.verify.verify` takes them.
+        logits: ``[K + 1, V]``: the target's, before any warping.
+        rule: any but ``exact``.
+        generator: the source of randomness.
+    """
+    probs = logits.float().softmax(-1)
+    limits = torch.full_like(probs[:, 0], rule.threshold)
+    if rule.kind == "typical":
+        entropy = torch.special.entr(probs).sum(-1)
+        limits = (rule.delta * (-entropy).exp()).clamp_max(rule.epsilon)
+    tokens = draft.tokens.tolist()
+    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
+    found = zip(tokens, parents, strict=True)
+    chances = [float(probs[parent + 1, token]) for token, parent in found]
+    passes = [chance >= float(limits[parent + 1]) for chance, parent in zip(chances, parents, strict=True)]
+    path: list[int] = []
+    while True:
+        children = [node for node, parent in enumerate(parents) if parent == (path[-1] if path else -1) and passes[node]]
+        if not children:
+            break
+        path.append(max(children, key=lambda node: chances[node]))
+    row = target_probs[(path[-1] if path else -1) + 1]
+    last = row[None] if target_probs.dtype == torch.int64 else draw(row[None], generator)
+    return Verdict(tuple(tokens), len(path), int(last), last, None if draft.parents is None else tuple(path))

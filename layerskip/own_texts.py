@@ -1,0 +1,110 @@
+"""What would a target be asked, and what does it answer? Prompts and answers that it writes itself, many at once.
+
+Whoever wants to foretell a model needs much of what that model says. A chat model is let to write the user's turn first, as
+in Magpie (arXiv 2406.08464), section 2; any other begins with nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import ConfigError
+from .sampling import Sampling
+from .target import Target
+
+_MARK = "\u2063user\u2063"  # stands for what a user says
+_ASKED_TOKENS = 64  # of a prompt
+_PATIENCE = 8  # batches without a prompt
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """A text of a target's own.
+
+    Args:
+        tokens: prompt and answer.
+        begin: where the answer begins.
+    """
+
+    tokens: tuple[int, ...]
+    begin: int
+
+
+def write_texts(target: Target, sampling: Sampling, max_new_tokens: int, batch: int, seed: int) -> Iterator[OwnText]:
+    """Let the target write texts, for as long as it is asked to; the same seed gives the same ones.
+
+    Args:
+        target: the model; on a CPU, texts of a batch share what reading its weights takes.
+        sampling: how answers are chosen; prompts are drawn.
+        max_new_tokens: of an answer.
+        batch: so many at once.
+        seed: of all draws.
+    """
+    opening, silent = _opening(target), 0
+    for number in itertools.count():
+        if silent == _PATIENCE:
+            raise ConfigError(f"target: {target.name} writes no texts of its own")
+        torch.manual_seed(seed + number)
+        asked = _generate(target, [opening] * batch, Sampling(1.0, top_p=0.95), _ASKED_TOKENS)
+        prompts = [_prompt(target, opening, tokens) for tokens in asked]
+        prompts = [prompt for prompt in prompts if prompt]
+        silent = silent + 1 if not prompts else 0
+        for prompt, tokens in zip(prompts, _generate(target, prompts, sampling, max_new_tokens), strict=True):
+            if tokens:
+                yield OwnText((*prompt, *tokens), len(prompt))
+
+
+def _opening(target: Target) -> list[int]:
+    """What comes before a user's first words."""
+    tokenizer = target.tokenizer
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": _MARK}]
+        before, mark, _ = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_MARK)
+        if not mark:
+            raise ConfigError("target: its chat template does not say where a user's words begin")
+        return list(tokenizer(before, add_special_tokens=False)["input_ids"])
+    first = None if tokenizer is None else tokenizer.bos_token_id
+    return [first if isinstance(first, int) else min(target.eos_ids, default=0)]
+
+
+def _prompt(target: Target, opening: list[int], tokens: list[int]) -> list[int]:
+    """The prompt that a drawn opening becomes; empty where nothing was said."""
+    said = [token for token in tokens if token not in target.eos_ids]
+    if target.tokenizer is None or target.tokenizer.chat_template is None:
+        return opening + said[: _ASKED_TOKENS // 4] if said else []
+    text = target.decode(said).strip()
+    return target.encode(text) if text else []
+
+
+@torch.inference_mode()
+def _generate(target: Target, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int) -> list[list[int]]:
+    """New tokens of each prompt, its end of sequence included, all in one batch of transformers' own ``generate``."""
+    if not prompts:
+        return []
+    longest = max(map(len, prompts))
+    rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=target.device)
+    seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=target.device)
+    ends = sorted(target.eos_ids)
+    options: dict[str, Any] = {"do_sample": not sampling.greedy, "repetition_penalty": sampling.repetition_penalty}
+    if not sampling.greedy:
+        options |= {"temperature": sampling.temperature, "top_k": int(sampling.top_k), "top_p": sampling.top_p}
+    made: Tensor = target.model.generate(  # type: ignore[operator]
+        rows,
+        attention_mask=seen,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+        **options,
+    )
+    return [_until(row, target.eos_ids) for row in made[:, longest:].tolist()]
+
+
+def _until(tokens: list[int], ends: frozenset[int]) -> list[int]:
+    place = next((i for i, token in enumerate(tokens) if token in ends), None)
+    return tokens if place is None else tokens[: place + 1]

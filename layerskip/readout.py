@@ -1,0 +1,60 @@
+"""Which tokens does a draft choose among? The target's own output layer, over all of its tokens or over the commonest.
+
+A draft's head is paid for with every drafted token and is a fifth of a small model's weights; tokens that it leaves out only
+cost acceptance. FR-Spec (arXiv 2502.14856), section 3: the draft's q has its support there, the target's p everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from .target import Target
+
+
+class Readout:
+    """The target's output layer over the tokens that a head drafts from.
+
+    Args:
+        target: whose it is.
+        tokens: ``[v]`` int64; None for all.
+    """
+
+    def __init__(self, target: Target, tokens: Tensor | None) -> None:
+        layer = target.model.get_output_embeddings()
+        bias = getattr(layer, "bias", None)
+        weight, bias = layer.weight.detach(), None if bias is None else bias.detach()  # nobody trains the target
+        self.vocabulary = target.vocabulary
+        self.tokens = tokens
+        self._numbers: list[int] | None = None if tokens is None else tokens.tolist()
+        self.weight = weight if tokens is None else weight[tokens]
+        self.bias = bias if bias is None or tokens is None else bias[tokens]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """``[..., H]`` to ``[..., v]`` logits."""
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """``[n, v]`` to ``[n, V]``: tokens that are not drafted from have no chance."""
+        if self.tokens is None:
+            return logits
+        wide = logits.new_full((logits.shape[0], self.vocabulary), -float("inf"))
+        return wide.index_copy_(1, self.tokens, logits)
+
+    def token(self, place: int) -> int:
+        """The target's token at a place of the logits."""
+        return place if self._numbers is None else self._numbers[place]
+
+
+def choose_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
+    """``[size]`` int64, ascending: the tokens that occur most often, those that must be there among them.
+
+    Args:
+        counts: ``[V]``: how often each token occurs.
+        size: how many to choose.
+        always: tokens that are chosen whatever their count.
+    """
+    raised = counts.double().clone()
+    raised[list(always)] = float("inf")
+    return raised.topk(min(size, counts.shape[0])).indices.sort().values

@@ -1,0 +1,161 @@
+"""When does a draft stop, and which of its tokens pass? Rules that a configuration is made of. No torch in here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be obeyed; the message names the field."""
+
+
+def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str, prefix: str = "") -> None:
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"{prefix}{name}: not a field of {owner}; it has {', '.join(known)}")
+
+
+def check_type(name: str, value: Any, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise ConfigError(f"{name}: {value!r} is not a {wanted.__name__}")
+
+
+def check_integer(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: {value!r} is not a whole number of at least {least}")
+
+
+def check_number(name: str, value: Any, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ConfigError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """When does a drafter stop before ``draft_length``?
+
+    ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
+    token) is below ``threshold``. ``adaptive``: the same, with a threshold that follows the acceptance rate as in Draft &
+    Verify (arXiv 2309.08168), section 3.3: after every round ``rate = acceptance_decay * rate + (1 - acceptance_decay) *
+    accepted / drafted``; the threshold moves up by ``step`` where the rate is at most ``target_acceptance``, else down,
+    smoothed by ``threshold_decay``.
+
+    Args:
+        kind: ``length``, ``threshold`` or ``adaptive``.
+        threshold: confidence in [0, 1]; for ``adaptive`` the first one.
+        target_acceptance: acceptance rate that ``adaptive`` steers to, in [0, 1].
+        step: how far ``adaptive`` moves the threshold per round, in [0, 1].
+        acceptance_decay: weight of the past in the acceptance rate, in [0, 1].
+        threshold_decay: weight of the past in the threshold, in [0, 1].
+        carry: whether ``adaptive`` carries its threshold from prompt to prompt, or starts each anew.
+    """
+
+    kind: str = "length"
+    threshold: float = 0.6
+    target_acceptance: float = 0.9
+    step: float = 0.01
+    acceptance_decay: float = 0.5
+    threshold_decay: float = 0.9
+    carry: bool = True
+
+    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "length": (),
+        "threshold": ("threshold",),
+        "adaptive": ("threshold", "target_acceptance", "step", "acceptance_decay", "threshold_decay", "carry"),
+    }
+
+    def __post_init__(self) -> None:
+        if self.kind not in self._FIELDS:
+            raise ConfigError(f"stop.kind: {self.kind!r} is not one of {', '.join(self._FIELDS)}")
+        for stray in dataclasses.fields(self):
+            if stray.name not in ("kind", *self._FIELDS[self.kind]) and getattr(self, stray.name) != stray.default:
+                raise ConfigError(f"stop.{stray.name}: does not belong to stop rule {self.kind}")
+        for name in self._FIELDS["adaptive"][:-1]:
+            check_number(f"stop.{name}", getattr(self, name), 0.0, 1.0)
+        check_type("stop.carry", self.carry, bool)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that this kind of rule reads, as plain values."""
+        return {"kind": self.kind} | {name: getattr(self, name) for name in self._FIELDS[self.kind]}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any] | str) -> StopRule:
+        """Build from plain values, or from the name of a kind alone; unknown and foreign fields are refused by name."""
+        if isinstance(fields, str):
+            return cls(kind=fields)
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"stop: {fields!r} is neither the name of a rule nor a table of its fields")
+        kind = fields.get("kind", "length")
+        if not isinstance(kind, str) or kind not in cls._FIELDS:
+            raise ConfigError(f"stop.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
+        refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"stop rule {kind}", "stop.")
+        return cls(**fields)
+
+
+NEVER = StopRule()
+"""Drafts as long as they may be."""
+
+
+@dataclass(frozen=True)
+class AcceptRule:
+    """Which drafted tokens does the target let pass?
+
+    ``exact``: those of its own law, so that the output is its own. The others exist for comparison and change the output.
+    ``threshold``: a token that the target itself gives at least the probability ``threshold``. ``typical``: one that it
+    gives at least ``min(epsilon, delta * exp(-entropy))``, as in Medusa (arXiv 2401.10774), section 2.3.1.
+
+    Args:
+        kind: ``exact``, ``threshold`` or ``typical``.
+        threshold: in [0, 1].
+        epsilon: in [0, 1].
+        delta: in [0, 1].
+    """
+
+    kind: str = "exact"
+    threshold: float = 0.3
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "exact": (),
+        "threshold": ("threshold",),
+        "typical": ("epsilon", "delta"),
+    }
+
+    def __post_init__(self) -> None:
+        if self.kind not in self._FIELDS:
+            raise ConfigError(f"accept.kind: {self.kind!r} is not one of {', '.join(self._FIELDS)}")
+        for stray in dataclasses.fields(self):
+            if stray.name not in ("kind", *self._FIELDS[self.kind]) and getattr(self, stray.name) != stray.default:
+                raise ConfigError(f"accept.{stray.name}: does not belong to {self.kind}")
+        for name in ("threshold", "epsilon", "delta"):
+            check_number(f"accept.{name}", getattr(self, name), 0.0, 1.0)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output is the target's own."""
+        return self.kind == "exact"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that this kind of rule reads, as plain values."""
+        return {"kind": self.kind} | {name: getattr(self, name) for name in self._FIELDS[self.kind]}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any] | str) -> AcceptRule:
+        """Build from plain values, or from the name of a kind alone; unknown and foreign fields are refused by name."""
+        if isinstance(fields, str):
+            return cls(kind=fields)
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"accept: {fields!r} is neither the name of a rule nor a table of its fields")
+        kind = fields.get("kind", "exact")
+        if not isinstance(kind, str) or kind not in cls._FIELDS:
+            raise ConfigError(f"accept.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
+        refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"accept rule {kind}", "accept.")
+        return cls(**fields)
+
+
+EXACT = AcceptRule()
+"""The target's own output."""

@@ -1,0 +1,204 @@
+"""What does a head lose to its target? Losses to train by, and how often its drafts would be accepted.
+
+Both kinds learn the target's own next-token distribution from hidden states that were read before. EAGLE heads are unrolled:
+behind the target's hidden state they read their own, as they do when drafting several tokens in a row (training-time test,
+EAGLE-3, arXiv 2503.01840, section 3.2), every step seeing the target's states before it and its own branch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
+from transformers import DynamicCache
+
+from .eagle import EagleHead
+from .feature_store import Thought
+from .medusa import MedusaHeads
+from .readout import Readout
+
+_FADING = 0.8  # weight of each further token of a draft
+_FEATURES = 0.1  # weight of the hidden states' own loss
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts of about the same length, padded.
+
+    Args:
+        tokens: ``[B, n]`` int64.
+        read: ``[B, n, F]``: the hidden states behind each that a head reads.
+        final: ``[B, n, H]``: those that the target's output layer reads.
+        answers: ``[B, n]`` bool: whether a token belongs to an answer.
+    """
+
+    tokens: Tensor
+    read: Tensor
+    final: Tensor
+    answers: Tensor
+
+    @classmethod
+    def of(cls, texts: Sequence[Thought], head: EagleHead | MedusaHeads, dtype: torch.dtype = torch.float32) -> Batch:
+        """Pad some texts, whose features are those of :func:`stored_modules`."""
+        width = head.shape.hidden
+        longest = max(text.tokens.shape[0] for text in texts)
+
+        def pad(rows: list[Tensor]) -> Tensor:
+            return nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+
+        device = next(head.parameters()).device
+        place = torch.arange(longest)
+        answers = torch.stack([(place >= text.begin) & (place < text.tokens.shape[0]) for text in texts])
+        features = pad([text.features for text in texts]).to(dtype)
+        read = features[..., : width * len(head.shape.modules)]
+        return cls(pad([text.tokens for text in texts]), read, features[..., -width:], answers.to(device))
+
+
+def stored_modules(modules: tuple[str, ...], final: str) -> tuple[str, ...]:
+    """What has to be stored for a head that reads some modules: those, and what the output layer reads."""
+    return modules if modules == (final,) else (*modules, final)
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What a head says of one further token.
+
+    Args:
+        logits: ``[n, v]``: its own.
+        wanted: ``[n, v]`` float32: the target's distribution over the same tokens.
+        own: ``[n]`` int64: the token that the target says.
+        near: a loss of the hidden states, or 0.
+        alive: ``[B, m]`` bool: the rows that the n are of, in order.
+    """
+
+    logits: Tensor
+    wanted: Tensor
+    own: Tensor
+    near: Tensor
+    alive: Tensor
+
+
+def foretell(
+    head: EagleHead | MedusaHeads, embeddings: nn.Module, readout: Readout, batch: Batch, steps: int
+) -> list[Foretold]:
+    """What a head says of the next tokens, from every hidden state whose next token is an answer's.
+
+    Args:
+        head: EAGLE's or Medusa's.
+        embeddings: the target's.
+        readout: the target's output layer over what is drafted from.
+        batch: of texts.
+        steps: how many tokens ahead.
+    """
+    rows = batch.tokens.shape[1] - steps - 1
+    if rows < 1:
+        return []
+    unrolled = isinstance(head, EagleHead)
+    hidden = _unroll(head, embeddings, batch, rows, steps) if isinstance(head, EagleHead) else _look_ahead(head, batch, rows)
+    with torch.no_grad():
+        said = readout(batch.final.to(readout.weight.dtype)).float().softmax(-1)
+    found = []
+    for step in range(min(steps, len(hidden))):
+        # Row i of a step stands for the hidden state behind token i + step + 1, which says token i + step + 2.
+        ahead = slice(step + 2, step + 2 + rows)
+        alive = batch.answers[:, ahead]
+        behind = slice(step + 1, step + 1 + rows)
+        wanted, final = said[:, behind][alive], batch.final[:, behind][alive]
+        made = hidden[step][alive]
+        logits = readout(made.to(readout.weight.dtype)).float()
+        near = (
+            smooth_l1_loss(made.float(), final.float())
+            if unrolled and len(head.shape.modules) == 1
+            else logits.new_zeros(())
+        )
+        found.append(Foretold(logits, wanted, batch.tokens[:, ahead][alive], near, alive))
+    return found
+
+
+@torch.no_grad()
+def fit_linear(head: EagleHead, embeddings: nn.Module, texts: Iterable[Thought], ridge: float = 1e-3) -> None:
+    """Set the linear map to what gives the next hidden state best, in closed form: where training begins.
+
+    Args:
+        head: one that reads what the target's output layer does; any other is left as it is.
+        embeddings: the target's.
+        texts: their hidden states.
+        ridge: how much large weights cost, as a share of the inputs' mean square.
+    """
+    if len(head.shape.modules) > 1:
+        return
+    width = 2 * head.shape.hidden + head.shape.bias
+    device = head.fc.weight.device
+    squares = torch.zeros(width, width, dtype=torch.float64, device=device)
+    products = torch.zeros(width, head.shape.hidden, dtype=torch.float64, device=device)
+    for text in texts:
+        # The first position's state is like no other's.
+        first = max(1, text.begin - 1)
+        states = text.features[..., -head.shape.hidden :].to(device).float()
+        inputs = [embeddings(text.tokens.to(device))[first + 1 :].float(), states[first:-1]]
+        if head.shape.bias:
+            inputs.append(torch.ones_like(inputs[0][:, :1]))
+        rows = torch.cat(inputs, -1)
+        squares += (rows.T @ rows).double()
+        products += (rows.T @ states[first + 1 :]).double()
+    # Each input's share, as embeddings are a hundredth of hidden states.
+    squares += torch.diag(ridge * squares.diagonal().clamp_min(1e-12))
+    solved = torch.linalg.solve(squares, products).T.to(head.fc.weight.dtype)
+    head.fc.weight.copy_(solved[:, : 2 * head.shape.hidden])
+    if head.shape.bias:
+        head.fc.bias.copy_(solved[:, -1])
+
+
+def loss_of(found: Sequence[Foretold]) -> Tensor:
+    """The cross entropy to the target's distribution, further tokens counting less, and the hidden states' loss."""
+    total = torch.zeros((), device=found[0].logits.device if found else None)
+    for step, one in enumerate(found):
+        if one.logits.shape[0]:
+            entropy = -(one.wanted * one.logits.log_softmax(-1)).sum(-1).mean()
+            total = total + _FADING**step * (entropy + _FEATURES * one.near)
+    return total
+
+
+@torch.no_grad()
+def agreements(found: Sequence[Foretold], tokens: Tensor | None) -> list[tuple[int, int]]:
+    """For each further token: how many drafts had been right so far, and how many were right there, too.
+
+    Args:
+        found: as :func:`foretell` gives it.
+        tokens: ``[v]``: the target's tokens at the places of the logits; None where they are all of them.
+    """
+    counts = []
+    reached: Tensor | None = None
+    for one in found:
+        places = one.logits.argmax(-1)
+        right = (places if tokens is None else tokens[places]) == one.own
+        table = torch.zeros_like(one.alive).masked_scatter(one.alive, right)
+        before = one.alive if reached is None else one.alive & reached
+        counts.append((int(before.sum()), int((before & table).sum())))
+        reached = before & table
+    return counts
+
+
+def _unroll(head: EagleHead, embeddings: nn.Module, batch: Batch, rows: int, steps: int) -> list[Tensor]:
+    """``[B, rows, H]`` of every step."""
+    device = batch.tokens.device
+    with torch.no_grad():
+        embedded = embeddings(batch.tokens).to(batch.read.dtype)
+    causal = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+    own = torch.eye(rows, dtype=torch.bool, device=device)
+    cache = DynamicCache()
+    states, found = head.fuse(batch.read[:, :rows]), []
+    for step in range(steps):
+        visible = torch.cat((causal, *[own] * step), dim=-1)[None, None].expand(embedded.shape[0], 1, -1, -1)
+        positions = (torch.arange(rows, device=device) + step)[None].expand(embedded.shape[0], -1)
+        states = head(embedded[:, step + 1 : step + 1 + rows], states, cache, positions, visible)
+        found.append(states)
+    return found
+
+
+def _look_ahead(heads: MedusaHeads, batch: Batch, rows: int) -> list[Tensor]:
+    """``[B, rows, H]`` of every head."""
+    return list(heads(batch.read[:, :rows]).unbind(-2))

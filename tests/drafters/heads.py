@@ -1,0 +1,69 @@
+"""Heads that have learnt something of a tiny target, for tests that need drafts which are right now and then."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+
+from layerskip.eagle import EagleHead, EagleShape, read_modules
+from layerskip.feature_store import Thought, read_features
+from layerskip.medusa import MedusaHeads, MedusaShape
+from layerskip.own_texts import write_texts
+from layerskip.readout import Readout
+from layerskip.sampling import Sampling
+from layerskip.target import Target
+from layerskip.training import Batch, foretell, loss_of, stored_modules
+from tests.drafters.contract import target_of, toy_target
+
+UNROLL = 3
+
+
+@functools.cache
+def thoughts(family: str, three_layers: bool = False) -> list[Thought]:
+    """Texts of a tiny target's own."""
+    target = tiny(family)
+    modules = stored_modules(read_modules(target, three_layers), target.model.base_model_prefix)
+    texts = itertools.islice(write_texts(target, Sampling(1.0), 24, 16, 0), 48)
+    return [Thought(torch.tensor(t.tokens), read_features(target, t.tokens, modules), t.begin) for t in texts]
+
+
+def tiny(family: str) -> Target:
+    """A tiny target; ``toy`` is that of sampled laws."""
+    return toy_target() if family == "toy" else target_of(family)
+
+
+def family_of(target: Target) -> str:
+    """Which of them it is; ends of a sequence do not matter to a head."""
+    return "toy" if target.vocabulary == toy_target().vocabulary else str(target.model.config.model_type)
+
+
+@functools.cache
+def eagle_head(family: str, three_layers: bool = False, vocabulary: int | None = None) -> EagleHead:
+    """A trained one."""
+    tokens = None if vocabulary is None else torch.arange(tiny(family).vocabulary - vocabulary, tiny(family).vocabulary)
+    torch.manual_seed(0)
+    return _trained(family, EagleHead(EagleShape.of(tiny(family), three_layers, vocabulary), tokens), three_layers)
+
+
+@functools.cache
+def medusa_heads(family: str) -> MedusaHeads:
+    """Trained ones."""
+    target = tiny(family)
+    width = int(target.model.config.get_text_config(decoder=True).hidden_size)
+    return _trained(family, MedusaHeads(MedusaShape(width, UNROLL, read_modules(target))))
+
+
+def _trained(family: str, head: EagleHead | MedusaHeads, three_layers: bool = False):  # type: ignore[no-untyped-def]
+    target, texts = tiny(family), thoughts(family, three_layers)
+    embeddings, readout = target.model.get_input_embeddings(), Readout(target, head.tokens)
+    optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3)
+    for step in range(60):
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(step)).tolist()
+        batch = Batch.of([texts[place] for place in order[:16]], head)
+        loss = loss_of(foretell(head, embeddings, readout, batch, UNROLL))
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    return head.eval()

@@ -1,0 +1,91 @@
+"""Drafting with an EAGLE head: the contract, chains and trees, and drafts that are what training foretold."""
+
+from __future__ import annotations
+
+import torch
+
+from layerskip.config import StopRule
+from layerskip.decode import decode
+from layerskip.drafters.base import Drafter
+from layerskip.drafters.cascade import Cascade
+from layerskip.drafters.eagle import Eagle
+from layerskip.drafters.prompt_lookup import PromptLookup
+from layerskip.eagle import EagleHead
+from layerskip.feature_store import Thought, read_features
+from layerskip.readout import Readout
+from layerskip.target import Target
+from layerskip.training import Batch, foretell, stored_modules
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, target_of
+from tests.drafters.heads import UNROLL, eagle_head, family_of
+
+
+def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | None = None, **tree: float) -> Eagle:
+    embeddings = target.model.get_input_embeddings()
+    return Eagle(head, embeddings, Readout(target, head.tokens), length, stop or StopRule(), **tree)  # type: ignore[arg-type]
+
+
+class TestChain(DrafterContract):
+    def drafter(self, target: Target) -> Drafter:
+        return _eagle(target, eagle_head(family_of(target)))
+
+
+class TestTree(DrafterContract):
+    trees = True
+    samplings = SAMPLINGS[1:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        return _eagle(target, eagle_head(family_of(target)), candidates=3, tree_tokens=7, least_probability=0.01)
+
+
+class TestThreeLayersOfFewTokens(DrafterContract):
+    """It reads three layers, and drafts from a part of the vocabulary."""
+
+    samplings = SAMPLINGS[:1]
+
+    def drafter(self, target: Target) -> Drafter:
+        head = eagle_head(family_of(target), True, target.vocabulary - 1)
+        return _eagle(target, head, 4, StopRule("threshold", 0.2))
+
+
+class TestBehindLookup(DrafterContract):
+    """A member of a cascade reads what others drafted for."""
+
+    samplings = SAMPLINGS[:1]
+
+    def drafter(self, target: Target) -> Drafter:
+        return Cascade([PromptLookup(2, 3, "last", 3), _eagle(target, eagle_head(family_of(target)))])
+
+
+def test_drafts_are_what_training_foretold() -> None:
+    """One pass over a whole text, unrolled, against drafting it token by token on a cache that is rewound."""
+    target, head = target_of("llama"), eagle_head("llama")
+    modules = stored_modules(head.shape.modules, target.model.base_model_prefix)
+    looked = 0
+    for prompt in PROMPTS[1:]:
+        recorder = Recorder(_eagle(target, head))
+        tokens = (*prompt, *decode(target, recorder, prompt, GREEDY, LENGTH).tokens)
+        text = Thought(torch.tensor(tokens), read_features(target, tokens, modules), 0)
+        readout = Readout(target, head.tokens)
+        with torch.no_grad():
+            said = foretell(head, target.model.get_input_embeddings(), readout, Batch.of([text], head), UNROLL)
+        for context, branches in recorder.drafts:
+            row, begin = len(context) - 2, len(context)
+            for step, token in enumerate(branches[-1]):
+                if row >= said[step].logits.shape[0] or branches[-1][:step] != tokens[begin : begin + step]:
+                    break
+                assert token == int(said[step].logits[row].argmax())
+                looked += 1
+    assert looked > 60
+
+
+def test_trees_hold_the_likeliest_tokens() -> None:
+    """Wide enough, a tree of one level is the head's most likely tokens; its best branch is the chain."""
+    target, head = target_of("llama"), eagle_head("llama")
+    for prompt in PROMPTS[1:3]:
+        chains, trees = Recorder(_eagle(target, head)), Recorder(_eagle(target, head, candidates=4, tree_tokens=30))
+        decode(target, chains, prompt, GREEDY, 5)
+        decode(target, trees, prompt, GREEDY, 5)
+        (context, chain), (same, tree) = chains.drafts[0], trees.drafts[0]
+        assert context == same
+        assert len([branch for branch in tree if len(branch) == 1]) == 4
+        assert chain[0] in tree

@@ -1,0 +1,85 @@
+"""Training a head: from nothing to a configuration that decodes, through a kill, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerskip import SpeculativeConfig, generate, load_target
+from tests.searches.programs import command, environment, execute, runs, sqlite
+from tests.tiny import save_tiny
+
+SMALL = (
+    *("tokens=400", "max_new_tokens=24", "batch=8", "texts_per_step=4", "learning_rate=0.003", "vocabulary=64"),
+    *("held_out_tokens=8", "target=local", "target.dtype=float32", "target.device=cpu"),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path) -> None:
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", f"drafter={kind}", "steps=60", f"head={tmp_path}/h")
+    done = execute("train", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    about = json.loads((tmp_path / "h" / "head.json").read_text())
+    assert about["training"]["steps_done"] == 60
+    assert about["training"]["positions"] >= 400
+    assert about["shape"]["vocabulary"] == 64
+    target = load_target(str(model), dtype="float32", device="cpu")
+    config = SpeculativeConfig.from_dict({"kind": kind, "head": str(tmp_path / "h"), "draft_length": 2})
+    plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=24)
+    made = generate(target, "Tell me more.", config, max_new_tokens=24)
+    assert made.tokens == plain.tokens
+    assert made.stats.drafted > 0
+    (run,) = runs(sqlite(tmp_path), "training")
+    assert run.info.status == "FINISHED"
+    assert {"loss", "held_out_acceptance_at_01", "held_out_acceptance_at_03"} <= set(run.data.metrics)
+    again = execute("train", *overrides, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "h" / "head.json").read_text())["training"] == about["training"]
+
+
+def test_a_killed_training_goes_on(model: Path, tmp_path: Path) -> None:
+    overrides = (*SMALL, f"target.path={model}", "steps=60", "save_seconds=0.001")
+    killed = [*overrides, f"outputs={tmp_path / 'killed'}", f"head={tmp_path / 'killed' / 'h'}"]
+    state = tmp_path / "killed" / "h" / "training.pt"
+    process = subprocess.Popen(command("train", *killed), env=environment(), cwd=tmp_path, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not state.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    before = torch.load(state, weights_only=True)["step"]
+    assert 0 < before < 60
+    assert not (tmp_path / "killed" / "h" / "head.json").exists()
+    done = execute("train", *killed, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    training = json.loads((tmp_path / "killed" / "h" / "head.json").read_text())["training"]
+    assert training["steps_done"] == 60
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("drafter=prompt_lookup", "drafter"),
+        ("steps=0", "steps"),
+        ("learning_rate=2.0", "learning_rate"),
+        ("feature_bytes=10", "feature_bytes"),
+        ("feature_bytes=10_000_000_000_000_000", "feature_bytes"),
+    ],
+)
+def test_bad_input_is_one_line(override: str, named: str, model: Path, tmp_path: Path) -> None:
+    done = execute("train", *SMALL, f"target.path={model}", f"outputs={tmp_path}", override, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,81 @@
+"""Hidden states on disk: what is read back, what a kill costs, and what does not fit."""
+
+from __future__ import annotations
+
+import itertools
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerskip import feature_store
+from layerskip.config import ConfigError
+from layerskip.feature_store import FeatureStore, read_features
+from layerskip.own_texts import OwnText, write_texts
+from layerskip.sampling import Sampling
+from layerskip.target import Target
+from tests.drafters.contract import target_of
+
+TARGET = target_of("llama")
+TEXTS = [OwnText((3, 4, 5, 6, 7), 2), OwnText((5, 4, 3), 1), OwnText((8, 9, 10, 11), 3)]
+MODULES = ("model.layers.1", "model")
+
+
+def test_what_is_read_back_is_what_the_model_thought(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path, MODULES)
+    store.fill(TARGET, TEXTS, 10**6)
+    assert len(store) == 3
+    assert store.positions == 3 + 2 + 1
+    states = TARGET.model(input_ids=torch.tensor([TEXTS[1].tokens]), output_hidden_states=True).hidden_states
+    expected = torch.cat((states[2][0], states[-1][0]), -1)
+    assert torch.allclose(read_features(TARGET, TEXTS[1].tokens, MODULES), expected, atol=1e-5)
+    for found in (store[1], FeatureStore(tmp_path, MODULES)[1]):
+        assert found.tokens.tolist() == [5, 4, 3]
+        assert found.begin == 1
+        assert torch.equal(found.features, expected.to(torch.bfloat16))
+
+
+def test_a_kill_costs_the_text_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FeatureStore(tmp_path, MODULES).fill(TARGET, TEXTS, 10**6)
+    index, numbers = tmp_path / "texts.jsonl", tmp_path / "features.bin"
+    index.write_bytes(index.read_bytes()[:-4])  # the last line was being written
+    numbers.write_bytes(numbers.read_bytes()[:-6])
+    store = FeatureStore(tmp_path, MODULES)
+    assert len(store) == 2
+    read: list[tuple[int, ...]] = []
+
+    def note(target: Target, tokens: tuple[int, ...], modules: tuple[str, ...]) -> torch.Tensor:
+        read.append(tokens)
+        return read_features(target, tokens, modules)
+
+    monkeypatch.setattr(feature_store, "read_features", note)
+    store.fill(TARGET, TEXTS, 10**6)
+    assert read == [TEXTS[2].tokens]
+    assert torch.equal(FeatureStore(tmp_path, MODULES)[2].features, store[2].features)
+
+
+def test_the_budget_ends_it(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path, MODULES)
+    store.fill(TARGET, TEXTS, 2 * 64 * 8)
+    assert len(store) == 2
+    assert store.nbytes == 2 * 64 * 8 == (tmp_path / "features.bin").stat().st_size
+
+
+def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 9 * 10**8, 10**8))
+    store = FeatureStore(tmp_path, MODULES)
+    with pytest.raises(ConfigError, match="^feature_bytes: 100,000,000 do not fit"):
+        store.fill(TARGET, TEXTS, 10**8)
+    assert not len(store)
+
+
+def test_texts_are_the_targets_own_and_the_same_again() -> None:
+    texts = list(itertools.islice(write_texts(TARGET, Sampling(), 6, 4, 0), 6))
+    assert texts == list(itertools.islice(write_texts(TARGET, Sampling(), 6, 4, 0), 6))
+    assert len({text.tokens for text in texts}) > 1
+    for text in texts:
+        prompt = torch.tensor([text.tokens[: text.begin]])
+        alone = TARGET.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=6)
+        assert list(text.tokens) == alone[0].tolist()[: len(text.tokens)]
