@@ -63,7 +63,7 @@ def _random_mask(layers: int, source: random.Random, share: float) -> SkipMask:
 def test_a_scan_replays_the_real_decoder(family: str) -> None:
     """Prompts are longer than the windows of tests.families, and some continuations end early.
 
-    ``LAYERSKIP_ALL_PROMPTS=1`` takes every draft length with every stop rule instead of a few.
+    ``LAYERSKIP_ALL_PROMPTS=1`` takes 20 masks and every draft length with every stop rule instead of a few.
     """
     target = Target(build(family))
     source = random.Random(family)
@@ -71,7 +71,9 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     passages = [_passage(target, i, prompt, GREEDY, 20) for i, prompt in enumerate(prompts)]
     scanner = Scanner(target, passages, GREEDY, depth=8, max_rows=40)
     scanner.check()
-    masks = [_random_mask(target.layers, source, share) for share in (0.1, 0.3)] + [SkipMask.none(target.layers)]
+    shares = np.linspace(0.05, 0.5, 19) if EVERYTHING else (0.1, 0.3)
+    masks = [_random_mask(target.layers, source, share) for share in shares] + [SkipMask.none(target.layers)]
+    masks = list(dict.fromkeys(masks))
     for scan in scanner.scan(masks):
         pairs = [(1, STOPS[0]), (8, STOPS[0]), *((source.randint(2, 8), stop) for stop in STOPS[1:])]
         for length, stop in itertools.product(range(1, 9), STOPS) if EVERYTHING else pairs:
