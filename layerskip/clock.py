@@ -37,15 +37,18 @@ class Clocked:
 
     @property
     def seconds(self) -> float:
-        """What drafting and learning took since the last start, the start itself left out."""
+        """What drafting and learning took since the last reset; what starting a prompt takes is part of its prefill."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return sum(float(start.elapsed_time(end)) for start, end in self._readings) / 1000
         return sum(float(end - start) for start, end in self._readings)
 
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._readings = []
+
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt."""
-        self._readings = []
         self.drafter.start(prompt, cache, chooser)
 
     def draft(self, context: Context, limit: int) -> Draft:
@@ -74,5 +77,5 @@ class Clocked:
         if self.device.type != "cuda":
             return time.perf_counter()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event

@@ -87,7 +87,9 @@ def read_modules(target: Target, three_layers: bool = False) -> tuple[str, ...]:
     if not three_layers:
         return (target.model.base_model_prefix,)
     found, layers = anatomy(target.model), target.layers
-    chosen = sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)})
+    chosen = (2, layers // 2, layers - 3) if layers >= 7 else (0, layers // 2, layers - 1)
+    if not chosen[0] < chosen[1] < chosen[2]:
+        raise ConfigError(f"three_layers: {target.name} has {layers} layers, of which no three lie apart")
     return tuple(f"{found.path}.{index}" for index in chosen)
 
 

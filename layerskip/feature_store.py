@@ -106,18 +106,24 @@ class FeatureStore:
         Raises:
             ConfigError: the disk has no room for the budget.
         """
-        free = shutil.disk_usage(self._numbers.parent).free
-        if most_bytes - self.nbytes > free - _SPARE:
-            raise ConfigError(
-                f"feature_bytes: {most_bytes:,} do not fit; {self._numbers.parent} has {max(0, free - _SPARE):,} bytes free"
-            )
+        checked = False
         for place, text in enumerate(texts):
             if place >= len(self):
+                if not checked:
+                    self._check_disk(most_bytes)
+                    checked = True
                 features = read_features(target, text.tokens, self.modules)
                 if self.nbytes + _BYTES * features.numel() > most_bytes:
                     return
                 self._add(text, features)
             on_text()
+
+    def _check_disk(self, most_bytes: int) -> None:
+        free = shutil.disk_usage(self._numbers.parent).free - _SPARE
+        if most_bytes - self.nbytes > free:
+            raise ConfigError(
+                f"feature_bytes: {most_bytes:,} do not fit; {self._numbers.parent} has {max(0, free):,} bytes free"
+            )
 
     def _add(self, text: OwnText, features: Tensor) -> None:
         start, width = self._end, features.shape[1]

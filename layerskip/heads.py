@@ -7,10 +7,11 @@ they are loaded in.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,6 +23,7 @@ from .target import Target
 _SCHEMA = "layerskip.head/1"
 _WEIGHTS = "head.safetensors"
 _ABOUT = "head.json"
+_ROUNDING = 2**-7  # bfloat16 keeps eight bits
 
 
 def save_head(
@@ -65,12 +67,13 @@ def load_head(folder: str | Path, kind: str, target: Target) -> tuple[dict[str, 
         raise ConfigError(f"head: {folder} is not a head of this version")
     if about.get("kind") != kind:
         raise ConfigError(f"head: {folder} is for {about.get('kind')}, not for {kind}")
-    for name, value in _identity(target).items():
-        if name != "name" and about.get("target", {}).get(name) != value:
-            made_for = about.get("target", {}).get("name")
-            raise ConfigError(
-                f"head: {folder} was made for another target, {made_for}: its {name} differs from {target.name}"
-            )
+    made_for = about.get("target", {})
+    other = f"head: {folder} was made for another target, {made_for.get('name')}: its"
+    for name in ("architecture", "layers"):
+        if made_for.get(name) != _identity(target)[name]:
+            raise ConfigError(f"{other} {name} is not that of {target.name}")
+    if not _same(made_for.get("weights", ()), target.weights_sample):
+        raise ConfigError(f"{other} weights are not those of {target.name}")
     return about["shape"], weights
 
 
@@ -80,5 +83,10 @@ def _identity(target: Target) -> dict[str, Any]:
         "revision": target.revision,
         "architecture": target.architecture,
         "layers": target.layers,
-        "weights": target.weights_digest,
+        "weights": list(target.weights_sample),
     }
+
+
+def _same(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two samples of weights are one, but for how their dtypes rounded them."""
+    return len(one) == len(other) and bool(np.allclose(one, other, rtol=_ROUNDING, atol=1e-6))

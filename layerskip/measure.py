@@ -69,6 +69,7 @@ class Decoder:
         return cls(target, build_drafter(config, target), config.accept)
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> Continuation:
+        self.drafter.reset()  # of an output that ends at once, no drafter hears
         return decode(
             self.target,
             self.drafter,

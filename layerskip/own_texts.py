@@ -94,6 +94,7 @@ def _generate(target: Target, prompts: list[list[int]], sampling: Sampling, max_
     options: dict[str, Any] = {"do_sample": not sampling.greedy, "repetition_penalty": sampling.repetition_penalty}
     if not sampling.greedy:
         options |= {"temperature": sampling.temperature, "top_k": int(sampling.top_k), "top_p": sampling.top_p}
+        options["min_p"] = sampling.min_p
     made: Tensor = target.model.generate(  # type: ignore[operator]
         rows,
         attention_mask=seen,

@@ -25,6 +25,10 @@ class Readout:
         layer = target.model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
         weight, bias = layer.weight.detach(), None if bias is None else bias.detach()  # nobody trains the target
+        config = target.model.config.get_text_config(decoder=True)
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0)
+        self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        self._cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self.vocabulary = target.vocabulary
         self.tokens = tokens
         self._numbers: list[int] | None = None if tokens is None else tokens.tolist()
@@ -33,7 +37,10 @@ class Readout:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` to ``[..., v]`` logits."""
-        return nn.functional.linear(hidden, self.weight, self.bias)
+        logits = nn.functional.linear(hidden, self.weight, self.bias)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return self._cap * (logits / self._cap).tanh() if self._cap else logits
 
     def spread(self, logits: Tensor) -> Tensor:
         """``[n, v]`` to ``[n, V]``: tokens that are not drafted from have no chance."""

@@ -52,6 +52,7 @@ class Wheel:
 
 
 _SAMPLED_VALUES = 256
+_SAMPLED_WEIGHTS = 64
 _NOT_IDENTITY = ("_name_or_path", "transformers_version")
 """Where a model lies and who wrote it down changes nothing about it."""
 
@@ -122,19 +123,18 @@ class Target:
         config = {k: v for k, v in self.model.config.to_dict().items() if k not in _NOT_IDENTITY}
         said = [self.architecture, self.dtype, sorted(self.eos_ids), config]
         found = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
-        return self._hash_weights(found, self.model.dtype)
-
-    @functools.cached_property
-    def weights_digest(self) -> str:
-        """SHA-256 over the same weights as bfloat16 has them: a model has one, whatever dtype it is loaded in."""
-        return self._hash_weights(hashlib.sha256(self.architecture.encode()), torch.bfloat16)
-
-    def _hash_weights(self, found: Any, dtype: torch.dtype) -> str:
         for name, weight in self.model.state_dict().items():
             flat = weight.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].to(dtype).float().cpu().numpy()
+            sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
             found.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
-        return str(found.hexdigest())
+        return found.hexdigest()
+
+    @functools.cached_property
+    def weights_sample(self) -> tuple[float, ...]:
+        """Some hundred of its weights, the same ones in any dtype: what a model is told by wherever it was rounded."""
+        weights = [weight.detach().flatten() for weight in self.model.state_dict().values() if weight.is_floating_point()]
+        chosen = weights[:: max(1, len(weights) // _SAMPLED_WEIGHTS)]
+        return tuple(float(weight[place]) for weight in chosen for place in (0, weight.numel() // 2))
 
     @functools.cached_property
     def tokenizer_digest(self) -> str | None:

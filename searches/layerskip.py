@@ -32,6 +32,7 @@ from .prior import Prior
 from .proposals import propose_all
 from .stability import SeedStability, across_seeds
 from .standings import incumbent, ranking
+from .starts import starting_points
 from .study import (
     SETTINGS,
     add_foresight,
@@ -99,7 +100,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
     oracle = _foresee(plan, tune, folder)
     proposed = _propose(oracle, plan)
     add_foresight(study, time.monotonic() - start)
-    prepare(study, plan.space, proposed)
+    prepare(study)
     for trial in finished(study):
         tracker.record(trial)
     print(f"study {study.study_name}: {len(finished(study))} of {settings.n_trials} trials are there", flush=True)
@@ -114,7 +115,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
             bar.set_postfix_str(f"best {incumbent(study):.3f} x")
 
         try:
-            run_trials(study, objective, settings, on_trial)
+            run_trials(study, objective, settings, on_trial, starting_points(plan.space, proposed))
         except KeyboardInterrupt:
             bar.close()
             print(report.summary(study, None))

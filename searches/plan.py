@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from layerskip import PromptSet, Sampling, Target, UnsupportedModel
+from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.datastore import Datastore
+from layerskip.drafters.build import build_drafter
 from layerskip.files import digest
 from layerskip.tree import tree_model
 
@@ -51,8 +53,17 @@ class Plan:
         for item in prompts:
             target.encode(item.messages())  # a chat template that refuses one shall do so now
         space = supported(instantiate(config.space, layers=target.layers), target)
+        eagle, medusa = (_open_heads(kind, space.heads[kind], target) for kind in ("eagle", "medusa"))
+        space = replace(space, eagle_heads=eagle, medusa_heads=medusa)
         space = replace(space, datastores=[open_datastore(name, target, prompts) for name in space.datastores])
         return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, Path(config.outputs))
+
+
+def _open_heads(kind: str, folders: Sequence[str], target: Target) -> list[str]:
+    """The absolute paths of trained heads; a head that cannot be used is refused now, as :func:`build_drafter` would."""
+    for folder in folders:
+        build_drafter(SpeculativeConfig(kind, head=folder), target)
+    return [str(Path(folder).resolve()) for folder in folders]
 
 
 def open_datastore(name: str, target: Target, prompts: PromptSet) -> str:

@@ -25,7 +25,8 @@ from .proposals import ProposalSettings, propose_all
 from .simulation import Machine, SimulatedBench, SimulatedOracle
 from .space import SearchSpace
 from .standings import configuration
-from .study import StudySettings, finished, open_study, prepare, run_trials
+from .starts import starting_points
+from .study import StudySettings, finished, open_study, run_trials
 
 CLOSE = 0.99  # of the best speedup that there is
 
@@ -121,9 +122,9 @@ def find_planted(seed: int, hopeless: bool, settings: PlantedSettings, search: S
     oracle = SimulatedOracle(landscape, space, tune.take(measuring.prompts))
     study = open_study(f"planted-{seed}", InMemoryStorage(), search.pruner, {})
     study.sampler = search.sampler(seed)
-    prepare(study, space, propose_all(oracle, space, search.proposals))
+    starts = starting_points(space, propose_all(oracle, space, search.proposals))
     objective = Objective(bench, space, tune, measuring, seed, prior=Prior(oracle))
-    run_trials(study, objective, search.study, lambda _: None)
+    run_trials(study, objective, search.study, lambda _: None, starts)
     winner = measure_finals(study, bench, held_out.take(measuring.held_out_prompts), measuring, seed).winner.config
     seconds = time.monotonic() - start
     best, speedup = landscape.best(space)

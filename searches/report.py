@@ -169,7 +169,8 @@ def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
         "| trial | configuration | speedup | tokens/s | acceptance | tokens/round |",
         "|---|---|---|---|---|---|",
     ]
-    kept = [t for t in trials if t.state == TrialState.COMPLETE and is_lossless(t.user_attrs["measurement"])]
+    whole = [t for t in trials if t.state == TrialState.COMPLETE]
+    kept = [t for t in whole if is_lossless(t.user_attrs["measurement"]) or not configuration(t).lossless]
     for trial in sorted(kept, key=lambda t: -(t.value or 0.0))[:most]:
         found = trial.user_attrs["measurement"]
         lines.append(

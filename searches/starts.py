@@ -14,7 +14,7 @@ from .space import Range, SearchSpace
 
 
 def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
-    """No drafting, one of each cheap drafter, what is proposed, then single skips, contiguous runs and sparse masks."""
+    """No drafting, one of each cheap drafter, what is proposed, else single skips, contiguous runs and sparse masks."""
     arms = space.arms
     points = [SpeculativeConfig()]
     if "prompt_lookup" in arms:
@@ -48,7 +48,9 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
     if "layer_skip" in arms:
         stop = StopRule("adaptive", 0.6) if "adaptive" in space.stops else StopRule(space.stops[0])
         (length,) = _clip((4, space.skip_length))
-        masks = (*space.masks, *_structured_masks(space))
+        # Where masks were foretold, those that merely have structure were asked about, too.
+        foretold = any(config.kind == "layer_skip" for config in proposed)
+        masks = (*space.masks, *(() if foretold else _structured_masks(space)))
         points += [SpeculativeConfig("layer_skip", length, mask=mask, stop=stop) for mask in masks]
     return list(dict.fromkeys(points))
 

@@ -30,7 +30,6 @@ from .kept import drop_partial_line
 from .objective import Objective
 from .space import SearchSpace
 from .standings import FINISHED, ranking
-from .starts import starting_points
 
 FORESIGHT_SECONDS = "foresight_seconds"
 SETTINGS = "settings"
@@ -145,8 +144,8 @@ def open_study(
     return study
 
 
-def prepare(study: optuna.Study, space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> None:
-    """Queue the choices of trials that were killed or interrupted again, and the starting points that were not yet."""
+def prepare(study: optuna.Study) -> None:
+    """Queue the choices of trials that were killed or interrupted again."""
     trials = study.get_trials(deepcopy=False)
     again = {trial.user_attrs["retry_of"] for trial in trials if "retry_of" in trial.user_attrs}
     for trial in trials:
@@ -159,8 +158,6 @@ def prepare(study: optuna.Study, space: SearchSpace, proposed: Sequence[Speculat
                 study.enqueue_trial(choices, user_attrs={"retry_of": trial.number})
         if trial.state == TrialState.RUNNING:
             study.tell(trial.number, state=TrialState.FAIL)
-    for config in starting_points(space, proposed):
-        study.enqueue_trial(space.params(config), skip_if_exists=True)
 
 
 def study_id(study: optuna.Study) -> str:
@@ -183,20 +180,26 @@ def run_trials(
     objective: Objective,
     settings: StudySettings,
     on_trial: Callable[[FrozenTrial], None],
+    starts: Sequence[SpeculativeConfig] = (),
 ) -> None:
     """Run trials until enough are finished.
 
     Args:
         on_trial: hears of every finished trial.
+        starts: what is tried before the sampler is asked, unless it was before; one at a time, so that the leader's turn to
+            be measured again comes between them.
 
     Raises:
         KeyboardInterrupt: the trial at work is set aside, for :func:`prepare` to queue again; everything before is kept.
     """
     start = time.monotonic()
+    coming = iter(starts)
     while len(finished(study)) < settings.n_trials:
         if settings.max_seconds is not None and time.monotonic() - start > settings.max_seconds:
             break
         _challenge_leader(study, objective.space, settings.remeasure)
+        while not _waiting(study) and (config := next(coming, None)) is not None:
+            study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
         trial = study.ask()
         try:
             value = objective(trial)
@@ -216,9 +219,12 @@ def _challenge_leader(study: optuna.Study, space: SearchSpace, every: int) -> No
     if not leaders or len(finished(study)) - leaders[0].last <= every:
         return
     params = space.params(leaders[0].config)
-    waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-    if all(trial.system_attrs.get("fixed_params") != params for trial in waiting):
+    if all(trial.system_attrs.get("fixed_params") != params for trial in _waiting(study)):
         study.enqueue_trial(params)
+
+
+def _waiting(study: optuna.Study) -> list[FrozenTrial]:
+    return study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
 
 
 def _first_line(error: BaseException) -> str:

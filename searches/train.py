@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, Target
+from layerskip.clock import now
 from layerskip.eagle import EagleHead, EagleShape, read_modules
 from layerskip.environment import environment
 from layerskip.feature_store import FeatureStore, Thought, read_features
@@ -63,7 +64,7 @@ def train(config: DictConfig) -> Path:
     written = {"target": target.digest, "sampling": sampling.to_dict(), **{name: config[name] for name in _TEXTS}}
     three_layers = kind == "eagle" and bool(config.three_layers)
     modules = stored_modules(read_modules(target, three_layers), target.model.base_model_prefix)
-    features = outputs / "features" / digest([written, modules])[:16]
+    features = outputs / "features" / digest([written, modules, config.feature_bytes])[:16]
     learnt = {"kind": kind, "texts": digest(written), **{name: config[name] for name in _LEARNING}}
     folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
@@ -79,7 +80,7 @@ def train(config: DictConfig) -> Path:
             raise InputError(f"feature_bytes: {config.feature_bytes} hold not even one text")
         judges = _held_out(config, target, held_out, modules, outputs)
         head = _head(config, kind, target, texts)
-        learner = _Learner(config, head, target, store, folder / "training.pt")
+        learner = _Learner(config, head, target, store, folder / "training.pt", digest([learnt, head.shape.to_dict()]))
         _learn(config, learner, judges, tracker)
         training: dict[str, Any] = {
             "data": digest([list(text.tokens) for text in texts]),
@@ -107,6 +108,13 @@ def _check(config: DictConfig) -> None:
     for name in _NUMBERS:
         if isinstance(config[name], bool) or not isinstance(config[name], int) or config[name] < 1:
             raise InputError(f"{name}: {config[name]!r} is not a whole number of at least 1")
+    for name in ("vocabulary", "max_seconds", "save_seconds"):
+        value = config[name]
+        numbers = int if name == "vocabulary" else (int, float)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers) or value <= 0):
+            raise InputError(f"{name}: {value!r} is not a number above 0")
+    if not isinstance(config.three_layers, bool):
+        raise InputError(f"three_layers: {config.three_layers!r} is neither true nor false")
     if not isinstance(config.learning_rate, float) or not 0 < config.learning_rate < 1:
         raise InputError(f"learning_rate: {config.learning_rate!r} is not a number between 0 and 1")
 
@@ -166,9 +174,15 @@ class _Learner:
     """A head in training; what it has come to lies in a file."""
 
     def __init__(
-        self, config: DictConfig, head: EagleHead | MedusaHeads, target: Target, store: FeatureStore, file: Path
+        self,
+        config: DictConfig,
+        head: EagleHead | MedusaHeads,
+        target: Target,
+        store: FeatureStore,
+        file: Path,
+        identity: str,
     ) -> None:
-        self.config, self.store, self.file = config, store, file
+        self.config, self.store, self.file, self.identity = config, store, file, identity
         self.head = head.to(target.device).float().train()
         self.embeddings = target.model.get_input_embeddings()
         self.readout = Readout(target, head.tokens)
@@ -181,7 +195,9 @@ class _Learner:
             fit_linear(head, self.embeddings, (store[place] for place in range(len(store))))
             self.seconds = time.monotonic() - start
         if file.exists():
-            state: dict[str, Any] = torch.load(file, weights_only=True)
+            state: dict[str, Any] = torch.load(file, weights_only=True, map_location=target.device)
+            if state.get("identity") != identity:
+                raise InputError(f"head: {file.parent} holds another training; name another folder")
             self.head.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds = state["step"], state["seconds"]
@@ -194,7 +210,7 @@ class _Learner:
 
     def learn(self) -> float:
         """One step; returns its loss."""
-        start = time.monotonic()
+        start = now(self.readout.weight.device)
         rate = (
             min(1.0, (self.step + 1) / max(1.0, _WARMING * self.config.steps)) * (1 + math.cos(math.pi * self.progress)) / 2
         )
@@ -209,9 +225,10 @@ class _Learner:
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.head.parameters(), _CLIP)
             self.optimiser.step()
+        found_loss = float(loss.detach())
         self.step += 1
-        self.seconds += time.monotonic() - start
-        return float(loss.detach())
+        self.seconds += now(self.readout.weight.device) - start
+        return found_loss
 
     def _places(self) -> list[int]:
         """Texts of this step: of all in a random order that changes every time they were gone through, the next ones."""
@@ -240,7 +257,7 @@ class _Learner:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         partial = self.file.with_suffix(".partial")
         state = {"head": self.head.state_dict(), "optimiser": self.optimiser.state_dict()}
-        torch.save(state | {"step": self.step, "seconds": self.seconds}, partial)
+        torch.save(state | {"step": self.step, "seconds": self.seconds, "identity": self.identity}, partial)
         partial.replace(self.file)
 
 

@@ -174,7 +174,7 @@ REFUSED = [
     ({"target__layers": 3.0}, "target.layers: "),
     ({"target__layers": True}, "target.layers: "),
     ({"target__architecture": 7}, "target.architecture: "),
-    ({"config__kind": "eagle"}, "config.kind: 'eagle'"),
+    ({"config__kind": "hydra"}, "config.kind: 'hydra'"),
     ({"config__kind": ["none"]}, "config.kind: "),
     ({"config__draft_length": 0}, "config.draft_length: 0"),
     ({"config__mask": "layers:x"}, "config.mask: .*'x'"),

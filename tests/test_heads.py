@@ -18,6 +18,7 @@ from layerskip.medusa import MedusaHeads, MedusaShape, load_medusa
 from layerskip.readout import Readout, choose_tokens
 from layerskip.target import Target, load_target
 from tests.drafters.contract import GREEDY, target_of
+from tests.families import build
 from tests.tiny import save_tiny
 
 
@@ -47,8 +48,9 @@ def test_a_head_comes_back_as_it_was(target: Target, head: EagleHead, folder: Pa
 
 
 def test_a_head_serves_its_target_in_any_dtype(target: Target, folder: Path) -> None:
-    same = load_target(target.name, dtype="bfloat16", device="cpu")
-    assert load_eagle(folder, same).fc.weight.dtype == torch.bfloat16
+    for dtype in ("bfloat16", "float16"):
+        same = load_target(target.name, dtype=dtype, device="cpu")
+        assert load_eagle(folder, same).fc.weight.dtype == getattr(torch, dtype)
 
 
 def test_a_head_for_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -135,6 +137,16 @@ def test_drafted_tokens_are_the_commonest_and_those_that_end() -> None:
     counts = torch.tensor([5, 0, 9, 1, 7, 0])
     assert choose_tokens(counts, 3, [1]).tolist() == [1, 2, 4]
     assert choose_tokens(counts, 99, []).tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("family", ["cohere", "gemma2", "granite", "llama"])
+def test_a_readout_is_the_targets_own_output_layer(family: str) -> None:
+    """Some families scale or cap what it says."""
+    model = build(family)
+    target, tokens = Target(model), torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=tokens).last_hidden_state
+        assert torch.allclose(Readout(target, None)(hidden), model(input_ids=tokens).logits, atol=1e-5)
 
 
 def test_tokens_that_are_not_drafted_from_have_no_chance(target: Target) -> None:

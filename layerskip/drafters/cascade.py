@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..cache import KVCache
+from ..config import ConfigError
 from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
@@ -29,7 +30,7 @@ class Cascade:
         self.tree_tokens = max(member.tree_tokens for member in members)
         self._readers = [member for member in members if isinstance(member, Reader) and member.modules]
         if len({reader.modules for reader in self._readers}) > 1:
-            raise ValueError("members: they read different hidden states")
+            raise ConfigError("members: they read different hidden states")
         self.modules = self._readers[0].modules if self._readers else ()
         self._drafted: Drafter | None = None
 

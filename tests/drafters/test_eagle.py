@@ -43,7 +43,8 @@ class TestThreeLayersOfFewTokens(DrafterContract):
     samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
-        head = eagle_head(family_of(target), True, target.vocabulary - 1)
+        family = family_of(target)  # the toy has one layer
+        head = eagle_head(family, family != "toy", target.vocabulary - 1)
         return _eagle(target, head, 4, StopRule("threshold", 0.2))
 
 

@@ -18,7 +18,7 @@ from searches.bench import BASELINE
 from searches.objective import DRIFTED, MeasureSettings, Objective
 from searches.prior import Judgement
 from searches.space import SearchSpace
-from searches.standings import Standing, ranking
+from searches.standings import Standing, configuration, ranking
 from searches.study import StudySettings, finished, run_trials
 
 PROMPTS = PromptSet.of([f"prompt {i}" for i in range(8)])
@@ -105,6 +105,18 @@ def test_the_leader_is_challenged_and_its_luck_pooled() -> None:
     leader = ranking(study)[0]
     assert leader.config == solid
     assert next(standing.complete for standing in ranking(study) if standing.config == lucky) >= 2
+
+
+def test_the_leader_is_measured_again_before_all_starting_points_are_tried() -> None:
+    fast, others = _lookup(4), [_lookup(length) for length in range(5, 17)]
+    bench = Known({fast: 1.5})
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(bench, SearchSpace(bench.layers, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=6, remeasure=3), lambda trial: None, [fast, *others])
+    run_trials(study, objective, StudySettings(n_trials=12, remeasure=3), lambda trial: None, [fast, *others])  # resumed
+    tried = [configuration(trial) for trial in finished(study)]
+    assert [number for number, config in enumerate(tried) if config == fast] == [0, 4, 8]
+    assert [config for config in tried if config != fast] == others[:9]
 
 
 def test_what_does_not_lead_is_not_measured_a_third_time() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlflow.tracking import MlflowClient
 
 from layerskip import SpeculativeConfig, generate, load_target
 from tests.searches.programs import command, environment, execute, runs, sqlite
@@ -23,12 +24,16 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
+    """A tiny model, with a few prompts beside it."""
+    folder = save_tiny(tmp_path_factory.mktemp("model"))
+    (folder / "few.jsonl").write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4)), encoding="utf-8")
+    return folder
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
 def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path) -> None:
-    overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", f"drafter={kind}", "steps=60", f"head={tmp_path}/h")
+    few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=60", f"head={tmp_path}/h")
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", f"drafter={kind}", *few)
     done = execute("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     about = json.loads((tmp_path / "h" / "head.json").read_text())
@@ -50,7 +55,8 @@ def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path) ->
 
 
 def test_a_killed_training_goes_on(model: Path, tmp_path: Path) -> None:
-    overrides = (*SMALL, f"target.path={model}", "steps=60", "save_seconds=0.001")
+    few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl")
+    overrides = (*SMALL, f"target.path={model}", *few, "steps=60", "save_seconds=0.001")
     killed = [*overrides, f"outputs={tmp_path / 'killed'}", f"head={tmp_path / 'killed' / 'h'}"]
     state = tmp_path / "killed" / "h" / "training.pt"
     process = subprocess.Popen(command("train", *killed), env=environment(), cwd=tmp_path, stderr=subprocess.PIPE)
@@ -66,6 +72,14 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     training = json.loads((tmp_path / "killed" / "h" / "head.json").read_text())["training"]
     assert training["steps_done"] == 60
+    (run,) = runs(sqlite(tmp_path / "killed"), "training")
+    logged = MlflowClient(sqlite(tmp_path / "killed")).get_metric_history(run.info.run_id, "loss")
+    steps = sorted(metric.step for metric in logged)
+    assert len(steps) == len(set(steps))  # nothing was done again
+    assert set(range(1, 61)) - {before} <= set(steps)
+    other = execute("train", *killed, "learning_rate=0.5", cwd=tmp_path)
+    assert other.returncode == 2
+    assert "error: head: " in other.stderr
 
 
 @pytest.mark.parametrize(
@@ -74,6 +88,9 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path) -> None:
         ("drafter=prompt_lookup", "drafter"),
         ("steps=0", "steps"),
         ("learning_rate=2.0", "learning_rate"),
+        ("vocabulary=0", "vocabulary"),
+        ("max_seconds=soon", "max_seconds"),
+        ("three_layers=3", "three_layers"),
         ("feature_bytes=10", "feature_bytes"),
         ("feature_bytes=10_000_000_000_000_000", "feature_bytes"),
     ],
