@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -67,6 +69,8 @@ def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
+    sys.unraisablehook = _interrupt_again
+
     def guarded(config: DictConfig) -> None:
         # In here, so that Hydra does not put its own words before ours; it lets SystemExit pass.
         try:
@@ -80,6 +84,15 @@ def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
     except (Exception, KeyboardInterrupt) as error:
         _end(error)
     sys.exit(0)
+
+
+def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
+    """Ctrl-C may reach a finaliser, out of which Python lets no error: give it once more, in a moment."""
+    if issubclass(dropped.exc_type, KeyboardInterrupt):
+        again = (threading.main_thread().ident, signal.SIGINT)
+        threading.Timer(0.05, signal.pthread_kill, again).start()
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def _end(error: BaseException) -> NoReturn:

@@ -65,7 +65,7 @@ def summary(
             f"{stable.overlap:.2f} of what they skip, where chance gives {stable.chance:.2f}.",
             "",
         ]
-    whole = [trial for trial in trials if trial.state == TrialState.COMPLETE and "measurement" in trial.user_attrs]
+    whole = _measured(trials)
     took = [trial.user_attrs["seconds"] for trial in whole]
     if scan_seconds is not None and took:
         cost = 64 * scan_seconds / statistics.fmean(took)
@@ -88,6 +88,11 @@ def summary(
     if changed:
         lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
     return "\n".join(lines) + "\n"
+
+
+def _measured(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Whole trials; of a configuration that was known well enough, nothing was measured once more."""
+    return [trial for trial in trials if trial.state == TrialState.COMPLETE and "measurement" in trial.user_attrs]
 
 
 def search_seconds(study: optuna.Study, finals: Finals) -> float:
@@ -169,7 +174,7 @@ def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
         "| trial | configuration | speedup | tokens/s | acceptance | tokens/round |",
         "|---|---|---|---|---|---|",
     ]
-    whole = [t for t in trials if t.state == TrialState.COMPLETE]
+    whole = _measured(trials)
     kept = [t for t in whole if is_lossless(t.user_attrs["measurement"]) or not configuration(t).lossless]
     for trial in sorted(kept, key=lambda t: -(t.value or 0.0))[:most]:
         found = trial.user_attrs["measurement"]

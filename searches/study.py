@@ -49,7 +49,7 @@ class StudySettings:
     """
 
     name: str | None = None
-    n_trials: int = 24
+    n_trials: int = 32
     storage: str | None = None
     max_seconds: float | None = None
     remeasure: int = 8

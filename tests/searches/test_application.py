@@ -27,6 +27,29 @@ def _end(program: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch, ca
     return said
 
 
+def test_ctrl_c_that_a_finaliser_swallowed_still_ends_the_program(tmp_path: Path) -> None:
+    program = """
+import signal, time
+from searches.application import run
+
+class Dying:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def task(config):
+    Dying()
+    print("dropped", flush=True)
+    time.sleep(60)
+
+run("datastore", task)
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stdout == "dropped\n"
+    assert ended.stderr == "interrupted; the same command goes on from here\n"
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

@@ -65,6 +65,14 @@ def test_the_report_says_what_the_winner_is_worth_and_what_it_cost() -> None:
     assert "The best masks of 3 seeds share 0.75 of what they skip, where chance gives 0.06." in text
 
 
+def test_the_report_leaves_out_trials_that_had_nothing_left_to_measure() -> None:
+    fast, slow = _lookup(4), _lookup(6)
+    study = run_known(Known({fast: 1.5, slow: 1.2}), fast, slow, slow, slow)
+    assert ["measurement" in trial.user_attrs for trial in study.trials] == [True, True, True, False]
+    shown = [line.split("|")[1].strip() for line in report.summary(study, None).splitlines() if line.startswith("| ")]
+    assert shown == ["trial", "0", "1", "2"]
+
+
 def test_nobody_wins_who_is_not_faster() -> None:
     bench = Known({_lookup(4): 0.95})
     finals = measure_finals(run_known(bench, _lookup(4)), bench, PROMPTS, MeasureSettings(finalists=1), 0)
