@@ -6,13 +6,23 @@ kind is refused by name, so that two configurations which decode alike are equal
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .mask import MaskError, normalise
-from .rules import EXACT, NEVER, AcceptRule, ConfigError, StopRule, check_integer, check_number, check_type, refuse_unknown
+from .rules import (
+    EXACT,
+    NEVER,
+    AcceptRule,
+    ConfigError,
+    StopRule,
+    check_integer,
+    check_number,
+    check_type,
+    refuse_foreign,
+    refuse_unknown,
+)
 
 __all__ = ["AcceptRule", "ConfigError", "SpeculativeConfig", "StopRule"]
 
@@ -99,10 +109,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.kind not in self._FIELDS:
             raise ConfigError(f"kind: {self.kind!r} is not one of {', '.join(self._FIELDS)}")
-        for field in dataclasses.fields(self):
-            foreign = field.name not in self._known(self.kind)
-            if foreign and getattr(self, field.name) != field.default:
-                raise ConfigError(f"{field.name}: does not belong to kind {self.kind}")
+        refuse_foreign(self, self._known(self.kind), f"kind {self.kind}")
         check_integer("draft_length", self.draft_length, 1)
         for name in ("ngram_min", "ngram_max", "tree_tokens", "candidates", "window"):
             check_integer(name, getattr(self, name), 1)

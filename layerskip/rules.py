@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 class ConfigError(ValueError):
@@ -16,6 +16,13 @@ def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str
     for name in fields:
         if name not in known:
             raise ConfigError(f"{prefix}{name}: not a field of {owner}; it has {', '.join(known)}")
+
+
+def refuse_foreign(value: Any, known: tuple[str, ...], owner: str, prefix: str = "") -> None:
+    """Refuse a dataclass's field that is set though its kind does not read it."""
+    for field in dataclasses.fields(value):
+        if field.name not in known and getattr(value, field.name) != field.default:
+            raise ConfigError(f"{prefix}{field.name}: does not belong to {owner}")
 
 
 def check_type(name: str, value: Any, wanted: type) -> None:
@@ -33,8 +40,48 @@ def check_number(name: str, value: Any, least: float, most: float) -> None:
         raise ConfigError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
 
 
+class _Rule:
+    """A kind and that kind's own parameters, numbers in [0, 1] or truth values."""
+
+    kind: str
+
+    _NAME: ClassVar[str]
+    _FIELDS: ClassVar[dict[str, tuple[str, ...]]]
+
+    def __post_init__(self) -> None:
+        self._check_kind(self.kind)
+        refuse_foreign(self, ("kind", *self._FIELDS[self.kind]), f"{self._NAME} rule {self.kind}", f"{self._NAME}.")
+        for name in {name for names in self._FIELDS.values() for name in names}:
+            value = getattr(self, name)
+            if isinstance(getattr(type(self), name), bool):
+                check_type(f"{self._NAME}.{name}", value, bool)
+            else:
+                check_number(f"{self._NAME}.{name}", value, 0.0, 1.0)
+
+    @classmethod
+    def _check_kind(cls, kind: Any) -> None:
+        if not isinstance(kind, str) or kind not in cls._FIELDS:
+            raise ConfigError(f"{cls._NAME}.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that this kind of rule reads, as plain values."""
+        return {"kind": self.kind} | {name: getattr(self, name) for name in self._FIELDS[self.kind]}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any] | str) -> Self:
+        """Build from plain values, or from the name of a kind alone; unknown and foreign fields are refused by name."""
+        if isinstance(fields, str):
+            fields = {"kind": fields}
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"{cls._NAME}: {fields!r} is neither the name of a rule nor a table of its fields")
+        kind = fields.get("kind", cls.kind)
+        cls._check_kind(kind)
+        refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"{cls._NAME} rule {kind}", f"{cls._NAME}.")
+        return cls(**fields)
+
+
 @dataclass(frozen=True)
-class StopRule:
+class StopRule(_Rule):
     """When does a drafter stop before ``draft_length``?
 
     ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
@@ -61,38 +108,12 @@ class StopRule:
     threshold_decay: float = 0.9
     carry: bool = True
 
+    _NAME: ClassVar[str] = "stop"
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "length": (),
         "threshold": ("threshold",),
         "adaptive": ("threshold", "target_acceptance", "step", "acceptance_decay", "threshold_decay", "carry"),
     }
-
-    def __post_init__(self) -> None:
-        if self.kind not in self._FIELDS:
-            raise ConfigError(f"stop.kind: {self.kind!r} is not one of {', '.join(self._FIELDS)}")
-        for stray in dataclasses.fields(self):
-            if stray.name not in ("kind", *self._FIELDS[self.kind]) and getattr(self, stray.name) != stray.default:
-                raise ConfigError(f"stop.{stray.name}: does not belong to stop rule {self.kind}")
-        for name in self._FIELDS["adaptive"][:-1]:
-            check_number(f"stop.{name}", getattr(self, name), 0.0, 1.0)
-        check_type("stop.carry", self.carry, bool)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields that this kind of rule reads, as plain values."""
-        return {"kind": self.kind} | {name: getattr(self, name) for name in self._FIELDS[self.kind]}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any] | str) -> StopRule:
-        """Build from plain values, or from the name of a kind alone; unknown and foreign fields are refused by name."""
-        if isinstance(fields, str):
-            return cls(kind=fields)
-        if not isinstance(fields, Mapping):
-            raise ConfigError(f"stop: {fields!r} is neither the name of a rule nor a table of its fields")
-        kind = fields.get("kind", "length")
-        if not isinstance(kind, str) or kind not in cls._FIELDS:
-            raise ConfigError(f"stop.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
-        refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"stop rule {kind}", "stop.")
-        return cls(**fields)
 
 
 NEVER = StopRule()
@@ -100,7 +121,7 @@ NEVER = StopRule()
 
 
 @dataclass(frozen=True)
-class AcceptRule:
+class AcceptRule(_Rule):
     """Which drafted tokens does the target let pass?
 
     ``exact``: those of its own law, so that the output is its own. The others exist for comparison and change the output.
@@ -119,42 +140,17 @@ class AcceptRule:
     epsilon: float = 0.09
     delta: float = 0.3
 
+    _NAME: ClassVar[str] = "accept"
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "exact": (),
         "threshold": ("threshold",),
         "typical": ("epsilon", "delta"),
     }
 
-    def __post_init__(self) -> None:
-        if self.kind not in self._FIELDS:
-            raise ConfigError(f"accept.kind: {self.kind!r} is not one of {', '.join(self._FIELDS)}")
-        for stray in dataclasses.fields(self):
-            if stray.name not in ("kind", *self._FIELDS[self.kind]) and getattr(self, stray.name) != stray.default:
-                raise ConfigError(f"accept.{stray.name}: does not belong to {self.kind}")
-        for name in ("threshold", "epsilon", "delta"):
-            check_number(f"accept.{name}", getattr(self, name), 0.0, 1.0)
-
     @property
     def lossless(self) -> bool:
         """Whether the output is the target's own."""
         return self.kind == "exact"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields that this kind of rule reads, as plain values."""
-        return {"kind": self.kind} | {name: getattr(self, name) for name in self._FIELDS[self.kind]}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any] | str) -> AcceptRule:
-        """Build from plain values, or from the name of a kind alone; unknown and foreign fields are refused by name."""
-        if isinstance(fields, str):
-            return cls(kind=fields)
-        if not isinstance(fields, Mapping):
-            raise ConfigError(f"accept: {fields!r} is neither the name of a rule nor a table of its fields")
-        kind = fields.get("kind", "exact")
-        if not isinstance(kind, str) or kind not in cls._FIELDS:
-            raise ConfigError(f"accept.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
-        refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"accept rule {kind}", "accept.")
-        return cls(**fields)
 
 
 EXACT = AcceptRule()

@@ -16,14 +16,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-# Before anything imports them: no telemetry, no start-up advice, and Hydra must hand its errors on to us.
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-os.environ["HYDRA_FULL_ERROR"] = "1"
-if not sys.stderr.isatty():
-    os.environ.setdefault("TQDM_DISABLE", "1")  # for the bars of libraries; ours look for themselves
-
 import hydra
 import optuna
 from hydra.errors import HydraException, InstantiationException

@@ -22,7 +22,7 @@ from layerskip.files import write_json
 from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
 
-from .application import InputError, run  # first: it sets the environment that the imports below read
+from .application import InputError, run
 from .objective import MeasureSettings, check_seed
 from .peers import Peer
 from .tracking import Tracker

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.files import write_json
 
-from .application import InputError, run  # first: it sets the environment that the imports below read
+from .application import InputError, run
 from .bars import Count, table
 from .bench import BASELINE, Bench, ModelBench
 from .finals import Finalist

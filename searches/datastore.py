@@ -20,7 +20,7 @@ from layerskip import PromptSet, Target
 from layerskip.datastore import Datastore
 from layerskip.passages import continue_prompts
 
-from .application import InputError, run  # first: it sets the environment that the imports below read
+from .application import InputError, run
 
 _TEXTS = (".txt", ".md", ".jsonl")
 _SHOWN = 5  # continuations of a phrase

@@ -27,7 +27,7 @@ from layerskip.environment import environment, machine
 from layerskip.files import digest, write_json
 from layerskip.replay import Counts, count
 
-from .application import InputError, run  # first: it sets the environment that the imports below read
+from .application import InputError, run
 from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
 from .kept import Kept

@@ -21,7 +21,7 @@ from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.environment import environment
 
 from . import report
-from .application import InputError, run  # first: it sets the environment that the imports below read
+from .application import InputError, run
 from .bench import ModelBench
 from .finals import Finals, measure_finals
 from .foresight import foresee

@@ -7,12 +7,13 @@ trial is finished. What a kill left missing or half written is written again whe
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.tracking import MlflowClient
 from optuna.trial import FrozenTrial
 
 from layerskip import SpeculativeConfig, mask
@@ -20,13 +21,6 @@ from layerskip import SpeculativeConfig, mask
 from .application import InputError
 from .prior import PREDICTED
 from .study import without_password
-
-# A server that cannot be reached shall be noticed in seconds, not in MLflow's default of minutes.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-
-from mlflow.entities import Metric, Param, Run, RunTag
-from mlflow.tracking import MlflowClient
 
 _METRICS = (
     "tokens_per_second",

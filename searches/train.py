@@ -31,7 +31,7 @@ from layerskip.passages import continue_prompts
 from layerskip.readout import Readout, choose_tokens
 from layerskip.training import Batch, agreements, fit_linear, foretell, loss_of, stored_modules
 
-from .application import InputError, run  # first: it sets the environment that the imports below read
+from .application import InputError, run
 from .kept import Kept
 from .objective import check_seed
 from .tracking import Tracker

@@ -25,7 +25,7 @@ from layerskip.environment import environment
 from layerskip.files import write_json
 from layerskip.measurement import Sample
 
-from .application import INTERRUPTED, InputError, run  # first: it sets the environment that the imports below read
+from .application import INTERRUPTED, InputError, run
 from .bench import BASELINE, Bench, ModelBench
 from .claim import Speedup, Verdict, judge, judge_plain
 from .finals import LEAST_PROMPTS
