@@ -41,7 +41,7 @@ class Batch:
     answers: Tensor
 
     @classmethod
-    def of(cls, texts: Sequence[Thought], head: EagleHead | MedusaHeads, dtype: torch.dtype = torch.float32) -> Batch:
+    def of(cls, texts: Sequence[Thought], head: EagleHead | MedusaHeads) -> Batch:
         """Pad some texts, whose features are those of :func:`stored_modules`."""
         width = head.shape.hidden
         longest = max(text.tokens.shape[0] for text in texts)
@@ -52,7 +52,7 @@ class Batch:
         device = next(head.parameters()).device
         place = torch.arange(longest)
         answers = torch.stack([(place >= text.begin) & (place < text.tokens.shape[0]) for text in texts])
-        features = pad([text.features for text in texts]).to(dtype)
+        features = pad([text.features for text in texts]).float()
         read = features[..., : width * len(head.shape.modules)]
         return cls(pad([text.tokens for text in texts]), read, features[..., -width:], answers.to(device))
 
@@ -96,8 +96,10 @@ def foretell(
     rows = batch.tokens.shape[1] - steps - 1
     if rows < 1:
         return []
-    unrolled = isinstance(head, EagleHead)
-    hidden = _unroll(head, embeddings, batch, rows, steps) if isinstance(head, EagleHead) else _look_ahead(head, batch, rows)
+    if isinstance(head, EagleHead):
+        hidden, regresses = _unroll(head, embeddings, batch, rows, steps), len(head.shape.modules) == 1
+    else:
+        hidden, regresses = list(head(batch.read[:, :rows]).unbind(-2)), False
     with torch.no_grad():
         said = readout(batch.final.to(readout.weight.dtype)).float().softmax(-1)
     found = []
@@ -109,11 +111,7 @@ def foretell(
         wanted, final = said[:, behind][alive], batch.final[:, behind][alive]
         made = hidden[step][alive]
         logits = readout(made.to(readout.weight.dtype)).float()
-        near = (
-            smooth_l1_loss(made.float(), final.float())
-            if unrolled and len(head.shape.modules) == 1
-            else logits.new_zeros(())
-        )
+        near = smooth_l1_loss(made.float(), final.float()) if regresses else logits.new_zeros(())
         found.append(Foretold(logits, wanted, batch.tokens[:, ahead][alive], near, alive))
     return found
 
@@ -197,8 +195,3 @@ def _unroll(head: EagleHead, embeddings: nn.Module, batch: Batch, rows: int, ste
         states = head(embedded[:, step + 1 : step + 1 + rows], states, cache, positions, visible)
         found.append(states)
     return found
-
-
-def _look_ahead(heads: MedusaHeads, batch: Batch, rows: int) -> list[Tensor]:
-    """``[B, rows, H]`` of every head."""
-    return list(heads(batch.read[:, :rows]).unbind(-2))

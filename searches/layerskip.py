@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
@@ -68,12 +67,8 @@ def search(config: DictConfig) -> Finals:
         described = environment(plan.target.device) | {"prompts_digest": plan.prompts.digest}
         tracker.open_study(name, study_id(study), flat, described)
         tracker.log_text(_composed(config), "config.yaml")
-        try:
+        with tracker.closing():
             return _search(plan, study, tracker, folder)
-        except BaseException as error:
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                tracker.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-            raise
 
 
 def _connect(config: DictConfig, storage: str | None) -> tuple[BaseStorage | None, Tracker]:
@@ -184,7 +179,6 @@ def _publish(
         },
     )
     tracker.tag({"winner": winner.config.label(), "verdict": report.verdict(finals)})
-    tracker.finish()
     print(text)
     print(f"wrote {folder / 'best.json'} and {folder / 'report.png'}; compare runs with:")
     print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")

@@ -6,9 +6,10 @@ trial is finished. What a kill left missing or half written is written again whe
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,17 @@ class Tracker:
     def log_file(self, path: Path) -> None:
         """Keep a file as an artifact of the study's run."""
         self._client.log_artifact(self.run_id, str(path))
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Close the study's run behind a block, whatever ends it."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # the first error is the one to tell
+                self.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
+        self.finish()
 
     def finish(self, status: str = "FINISHED") -> None:
         """Close the study's run: ``FINISHED``, ``KILLED`` where it was interrupted, ``FAILED``."""

@@ -69,7 +69,7 @@ def train(config: DictConfig) -> Path:
     folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
     tracker.open_study(folder.name, digest(learnt), learnt, environment(target.device), role="training")
-    try:
+    with tracker.closing():
         texts = _write(config, target, sampling, outputs / "texts" / f"{digest(written)[:16]}.jsonl")
         store = FeatureStore(features, modules)
         with tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
@@ -90,11 +90,7 @@ def train(config: DictConfig) -> Path:
         training |= {"steps_done": learner.step, "seconds": learner.seconds, "held_out": accepted}
         weights = head.weights() if isinstance(head, EagleHead) else dict(head.state_dict())
         save_head(folder, kind, head.shape.to_dict(), weights, target, training)
-    except BaseException as error:
-        tracker.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-        raise
-    tracker.log_file(folder / "head.json")
-    tracker.finish()
+        tracker.log_file(folder / "head.json")
     shown = ", ".join(f"{rate:.2f}" for rate in accepted)
     print(f"accepted on held-out prompts, token by token: {shown}")
     print(f"wrote {folder}; decode with kind={kind} head={folder}")
@@ -127,7 +123,7 @@ def _write(config: DictConfig, target: Target, sampling: Sampling, file: Path) -
     with tqdm(
         total=int(config.tokens), initial=int(config.tokens) - max(0, left), unit="token", desc="texts", disable=None
     ) as bar:
-        # A text may be written twice after a kill; what was drawn before is not drawn again.
+        # Draws of their own for what was missing after a kill, so that no text is drawn twice.
         source = write_texts(
             target, sampling, int(config.max_new_tokens), int(config.batch), config.seed + 1000 * len(texts)
         )
@@ -188,7 +184,6 @@ class _Learner:
         self.readout = Readout(target, head.tokens)
         self.optimiser = torch.optim.AdamW(self.head.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds = 0, 0.0
-        self.losses: list[float] = []
         self._device, self._fast = target.device.type, target.dtype == "bfloat16"
         if isinstance(head, EagleHead) and not file.exists():
             start = time.monotonic()
