@@ -57,6 +57,8 @@ class Readout:
 def choose_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
     """``[size]`` int64, ascending: the tokens that occur most often, those that must be there among them.
 
+    Of tokens that occur as often, those of lower numbers are taken: tokenizers learn what is common first.
+
     Args:
         counts: ``[V]``: how often each token occurs.
         size: how many to choose.
@@ -64,4 +66,4 @@ def choose_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
     """
     raised = counts.double().clone()
     raised[list(always)] = float("inf")
-    return raised.topk(min(size, counts.shape[0])).indices.sort().values
+    return raised.sort(descending=True, stable=True).indices[:size].sort().values

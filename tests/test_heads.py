@@ -137,6 +137,7 @@ def test_drafted_tokens_are_the_commonest_and_those_that_end() -> None:
     counts = torch.tensor([5, 0, 9, 1, 7, 0])
     assert choose_tokens(counts, 3, [1]).tolist() == [1, 2, 4]
     assert choose_tokens(counts, 99, []).tolist() == list(range(6))
+    assert choose_tokens(torch.zeros(5000), 3, [7]).tolist() == [0, 1, 7]
 
 
 @pytest.mark.parametrize("family", ["cohere", "gemma2", "granite", "llama"])
