@@ -125,13 +125,17 @@ class Scanner:
                     raise self._texts.model.refusal("a draft that skips nothing is not what the model itself says")
 
     @torch.inference_mode()
-    def scan(self, masks: Sequence[SkipMask], depth: int | None = None) -> list[Scan]:
+    def scan(self, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None) -> list[Scan]:
         """Scan masks, as many at once as ``max_rows`` allows.
 
         Args:
             masks: for the target's number of layers.
             depth: of the drafts; the scanner's where None.
+            floor: greedy drafts are followed behind their first wrong token while they are at least so sure, as the lowest
+                threshold that will be asked about wants it; in passes that run anyway, that costs less than later.
         """
+        if not self.sampling.greedy:
+            floor = None
         depth = self.depth if depth is None else min(depth, self.depth)
         traces = [[self._empty(passage, depth) for passage in self.passages] for _ in masks]
         for pack in self._packs:
@@ -139,11 +143,13 @@ class Scanner:
             for first in range(0, len(masks), at_once):
                 some = masks[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
-                for (m, p, s), place, sure, kept in self._draft(pack, some, rows, depth):
+                for (m, p, s), place, sure, kept in self._draft(pack, some, rows, depth, floor):
                     trace = traces[first + m][p]
                     trace.confidence[s, place] = sure
-                    trace.kept[s, place] = kept
-                    trace.agreed[s] += trace.agreed[s] == place and kept == 1.0
+                    right = trace.agreed[s] == place
+                    if right or not self.sampling.greedy:
+                        trace.kept[s, place] = kept
+                    trace.agreed[s] += right and kept == 1.0
         return [Scan(mask, tuple(found)) for mask, found in zip(masks, traces, strict=True)]
 
     def counts(self, scan: Scan, draft_length: int, stop: StopRule) -> list[Counts]:
@@ -193,7 +199,8 @@ class Scanner:
         for pack in self._packs:
             rows = [(0, p, s) for p, s in pack.rows if (p, s) in starts]
             if rows:
-                for (_, p, s), place, sure, _ in self._draft(pack, [scan.mask], rows, scan.traces[0].depth, floor):
+                drafts = self._draft(pack, [scan.mask], rows, scan.traces[0].depth, floor, wrong=True)
+                for (_, p, s), place, sure, _ in drafts:
                     scan.traces[p].confidence[s, place] = sure
 
     def _empty(self, passage: Passage, depth: int) -> Trace:
@@ -206,7 +213,8 @@ class Scanner:
         masks: Sequence[SkipMask],
         rows: list[tuple[int, int, int]],
         depth: int,
-        floor: float | None = None,
+        floor: float | None,
+        wrong: bool = False,
     ) -> Iterator[tuple[tuple[int, int, int], int, float, float]]:
         """Draft from some starts of a pack.
 
@@ -214,7 +222,8 @@ class Scanner:
             masks: what is skipped.
             rows: ``(mask, passage, start)`` each.
             depth: the most tokens.
-            floor: drafts go on while they are at least so sure; None lets them go on while they are right.
+            floor: drafts go on while they are at least so sure.
+            wrong: and only then; else also while they are right.
 
         Yields:
             row, place (from 0), the confidence of the token drafted there, and the chance that it is accepted.
@@ -245,9 +254,8 @@ class Scanner:
                 going = [
                     place + 1 < self.passages[p].limit(s)
                     and (
-                        certain >= floor
-                        if floor is not None
-                        else chance > _HOPELESS and s + place + 1 < self.passages[p].starts
+                        (floor is not None and certain >= floor)
+                        or (not wrong and chance > _HOPELESS and s + place + 1 < self.passages[p].starts)
                     )
                     for (_, p, s), certain, chance in zip(live, sure, reach[here], strict=True)
                 ]

@@ -81,6 +81,11 @@ class Choices:
     lengths: tuple[int, int]
     stops: tuple[StopRule, ...] = (StopRule(),)
 
+    @property
+    def floor(self) -> float | None:
+        """The lowest confidence that a rule asks for; None where none asks."""
+        return min((stop.threshold for stop in self.stops if stop.kind != "length"), default=None)
+
 
 class ScanOracle:
     """Foretells by scanning.
@@ -218,7 +223,7 @@ class ScanOracle:
     def _scan(self, masks: Sequence[SkipMask]) -> None:
         for some in self._portions(self._new(masks, self._counts)):
             start = time.monotonic()
-            scans = self._scanner.scan(some)
+            scans = self._scanner.scan(some, floor=self._choices.floor)
             seconds = (time.monotonic() - start) / len(some)
             for scan in scans:
                 start = time.monotonic()

@@ -76,7 +76,7 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     masks = [SkipMask.none(target.layers)]
     while len(masks) < count:
         masks = list(dict.fromkeys([*masks, next(found)]))
-    for scan in scanner.scan(masks):
+    for scan in scanner.scan(masks, floor=source.choice((None, 0.0, 0.5))):
         pairs = [(1, STOPS[0]), (8, STOPS[0]), *((source.randint(2, 8), stop) for stop in STOPS[1:])]
         for length, stop in itertools.product(range(1, 9), STOPS) if EVERYTHING else pairs:
             config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
