@@ -91,9 +91,11 @@ def _generate(target: Target, prompts: list[list[int]], sampling: Sampling, max_
     rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=target.device)
     seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=target.device)
     ends = sorted(target.eos_ids)
-    # A cache that grows is copied whole with every token, which takes as long as the model.
-    options: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True}
-    options |= {"do_sample": not sampling.greedy, "repetition_penalty": sampling.repetition_penalty}
+    options: dict[str, Any] = {"do_sample": not sampling.greedy, "repetition_penalty": sampling.repetition_penalty}
+    # A cache that grows is copied whole with every token, which takes as long as the model. ALiBi and models that say they
+    # cannot be compiled count the keys that they are given, and would count those that are not written yet.
+    if target.model._can_compile_fullgraph and not getattr(target.model.config, "alibi", False):
+        options |= {"cache_implementation": "static", "disable_compile": True}
     if not sampling.greedy:
         options |= {"temperature": sampling.temperature, "top_k": int(sampling.top_k), "top_p": sampling.top_p}
         options["min_p"] = sampling.min_p

@@ -51,7 +51,7 @@ class _Rule:
     def __post_init__(self) -> None:
         self._check_kind(self.kind)
         refuse_foreign(self, ("kind", *self._FIELDS[self.kind]), f"{self._NAME} rule {self.kind}", f"{self._NAME}.")
-        for name in {name for names in self._FIELDS.values() for name in names}:
+        for name in self._FIELDS[self.kind]:
             value = getattr(self, name)
             if isinstance(getattr(type(self), name), bool):
                 check_type(f"{self._NAME}.{name}", value, bool)

@@ -61,7 +61,8 @@ def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
-    sys.unraisablehook = _interrupt_again
+    if sys.unraisablehook is sys.__unraisablehook__:  # a test runner's own stays
+        sys.unraisablehook = _interrupt_again
 
     def guarded(config: DictConfig) -> None:
         # In here, so that Hydra does not put its own words before ours; it lets SystemExit pass.

@@ -51,12 +51,12 @@ def summary(
 ) -> str:
     """The report as Markdown: the verdict, the finalists on held-out prompts, and the best trials."""
     trials = finished(study)
-    stopped = sum(trial.state == TrialState.PRUNED for trial in trials)
     idle = sum("measurement" not in trial.user_attrs for trial in trials)
+    stopped = len(trials) - idle - len(_measured(trials))
     lines = [
         f"# Study {study.study_name}",
         "",
-        f"{len(trials)} trials: {stopped - idle} stopped early, {idle} not run (hopeless, known already, or out of memory).",
+        f"{len(trials)} trials: {stopped} stopped early, {idle} not run (hopeless, known already, or out of memory).",
         "",
     ]
     if stable is not None:

@@ -38,6 +38,7 @@ from .tracking import Tracker
 
 _KINDS = ("eagle", "medusa")
 _NUMBERS = ("tokens", "max_new_tokens", "batch", "feature_bytes", "steps", "texts_per_step", "unroll", "held_out_tokens")
+_RECIPE = 2  # of what follows and of layerskip.training; a training goes on only as it began
 _WARMING = 0.03  # of the steps, during which the learning rate rises
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
 _CLIP = 1.0
@@ -66,7 +67,7 @@ def train(config: DictConfig) -> Path:
     three_layers = kind == "eagle" and bool(config.three_layers)
     modules = stored_modules(read_modules(target, three_layers), target.model.base_model_prefix)
     features = outputs / "features" / digest([written, modules, config.feature_bytes])[:16]
-    learnt = {"kind": kind, "texts": digest(written), **{name: config[name] for name in _LEARNING}}
+    learnt = {"kind": kind, "recipe": _RECIPE, "texts": digest(written), **{name: config[name] for name in _LEARNING}}
     folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
     tracker.open_study(folder.name, digest(learnt), learnt, environment(target.device), role="training")
@@ -182,14 +183,9 @@ class _Learner:
         self.config, self.store, self.file, self.identity = config, store, file, identity
         self.head = head.to(target.device).float().train()
         self.embeddings = target.model.get_input_embeddings()
-        self.readout = Readout(target, head.tokens)
         self.optimiser = torch.optim.AdamW(self.head.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds = 0, 0.0
         self._device, self._fast = target.device.type, target.dtype == "bfloat16"
-        if isinstance(head, EagleHead) and not file.exists():
-            start = time.monotonic()
-            fit_linear(head, self.embeddings, (store[place] for place in range(len(store))))
-            self.seconds = time.monotonic() - start
         if file.exists():
             state: dict[str, Any] = torch.load(file, weights_only=True, map_location=target.device)
             if state.get("identity") != identity:
@@ -197,6 +193,11 @@ class _Learner:
             self.head.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds = state["step"], state["seconds"]
+        elif isinstance(head, EagleHead):
+            start = time.monotonic()
+            fit_linear(head, self.embeddings, (store[place] for place in range(len(store))))
+            self.seconds = time.monotonic() - start
+        self.readout = Readout(target, self.head.tokens)
 
     @property
     def progress(self) -> float:

@@ -71,6 +71,7 @@ def test_the_report_leaves_out_trials_that_had_nothing_left_to_measure() -> None
     assert ["measurement" in trial.user_attrs for trial in study.trials] == [True, True, True, False]
     shown = [line.split("|")[1].strip() for line in report.summary(study, None).splitlines() if line.startswith("| ")]
     assert shown == ["trial", "0", "1", "2"]
+    assert "4 trials: 0 stopped early, 1 not run" in report.summary(study, None)
 
 
 def test_nobody_wins_who_is_not_faster() -> None:
