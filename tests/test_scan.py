@@ -204,7 +204,7 @@ def test_smollm2_is_replayed(smollm2: Target) -> None:
     source.shuffle(pairs)
     turns = itertools.cycle(pairs)
     prompts = itertools.cycle(range(len(passages)))
-    for scan in scanner.scan(masks):
+    for scan in scanner.scan(masks, floor=0.2):
         for length, stop in itertools.islice(turns, len(pairs) if EVERYTHING else 3):
             index = next(prompts)
             config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
