@@ -106,12 +106,11 @@ class FeatureStore:
         Raises:
             ConfigError: the disk has no room for the budget.
         """
-        checked = False
+        known = len(self)
         for place, text in enumerate(texts):
-            if place >= len(self):
-                if not checked:
-                    self._check_disk(most_bytes)
-                    checked = True
+            if place == known:
+                self._check_disk(most_bytes)
+            if place >= known:
                 features = read_features(target, text.tokens, self.modules)
                 if self.nbytes + _BYTES * features.numel() > most_bytes:
                     return
