@@ -9,6 +9,7 @@ own outputs. The layer is transformers' Llama layer, whatever the target's famil
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from .heads import load_head
 from .target import Target
 
 KIND = "eagle"
-_PUBLISHED = ("model.safetensors", "config.json")
+_PUBLISHED = ("model.safetensors", "pytorch_model.bin")  # beside a config.json
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
         ConfigError: there is none, it is damaged, or it was made for another target.
     """
     folder = Path(folder)
-    published = all((folder / name).is_file() for name in _PUBLISHED)
+    published = (folder / "config.json").is_file() and any((folder / name).is_file() for name in _PUBLISHED)
     shape, weights = _read_published(folder, target) if published else _read_own(folder, target)
     head = EagleHead(shape, weights.pop("tokens", None))
     try:
@@ -202,7 +203,8 @@ def _read_published(folder: Path, target: Target) -> tuple[EagleShape, dict[str,
     """EAGLE-1's own files: a Llama configuration of one layer, and names as that code gave them."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        weights = load_file(folder / "model.safetensors")
+        safe = folder / _PUBLISHED[0]
+        weights = load_file(safe) if safe.is_file() else _read_pickled(folder / _PUBLISHED[1])
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         shape = EagleShape(
             hidden,
@@ -221,3 +223,11 @@ def _read_published(folder: Path, target: Target) -> tuple[EagleShape, dict[str,
         raise ConfigError(f"head: {folder} was made for another target: its vocabulary is not that of {target.name}")
     weights.pop("embed_tokens.weight", None)  # a copy of the target's
     return shape, {name if name.startswith("fc.") else f"body.{name}": tensor for name, tensor in weights.items()}
+
+
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    """Tensors and nothing else: a pickle that would run code is refused."""
+    try:
+        return dict(torch.load(file, weights_only=True, map_location="cpu"))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError) as error:
+        raise ValueError(f"{file.name} does not hold tensors alone") from error

@@ -111,7 +111,8 @@ def test_a_configuration_names_a_head(target: Target, folder: Path, tmp_path: Pa
     assert result.stats.drafted > 0
 
 
-def test_a_head_in_its_authors_layout_is_taken(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_a_head_in_its_authors_layout_is_taken(target: Target, tmp_path: Path, file: str) -> None:
     """As EAGLE-1's own code saves it: a Llama configuration of one layer, the target's embeddings beside the weights."""
     torch.manual_seed(1)
     shape = EagleShape.of(target)
@@ -121,16 +122,38 @@ def test_a_head_in_its_authors_layout_is_taken(target: Target, tmp_path: Path) -
     assert {"fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"} < set(weights)
     assert "layers.0.post_attention_layernorm.weight" in weights
     assert "layers.0.input_layernorm.weight" not in weights
-    save_file(weights | {"embed_tokens.weight": embeddings}, tmp_path / "model.safetensors")
+    save = save_file if file.endswith("safetensors") else torch.save
+    save(weights | {"embed_tokens.weight": embeddings}, tmp_path / file)
     fields = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_attention_heads": shape.heads}
     fields |= {"num_key_value_heads": shape.key_value_heads, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(fields | {"head_dim": shape.head_dim}))
     loaded = load_eagle(tmp_path, target)
     states = torch.randn(1, 4, shape.hidden)
     assert torch.equal(loaded(states, states), head(states, states))
-    save_file(weights | {"embed_tokens.weight": embeddings[:-3].clone()}, tmp_path / "model.safetensors")
+    save(weights | {"embed_tokens.weight": embeddings[:-3].clone()}, tmp_path / file)
     with pytest.raises(ConfigError, match="^head: .* another target: its vocabulary"):
         load_eagle(tmp_path, target)
+
+
+class _Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (Path("harmed"),)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("harm", ["code", "nothing", "half"])
+def test_a_pickled_head_is_refused_unless_it_is_tensors(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"fc.weight": _Harmful() if harm == "code" else torch.zeros(3)}, file)
+    if harm != "code":
+        file.write_bytes(file.read_bytes()[: 0 if harm == "nothing" else 200])
+    with pytest.raises(ConfigError, match="^head: cannot read .*tensors alone"):
+        load_eagle(tmp_path, target)
+    assert not (tmp_path / "harmed").exists()
 
 
 def test_drafted_tokens_are_the_commonest_and_those_that_end() -> None:
