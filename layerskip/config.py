@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, ClassVar
 
 from .mask import MaskError, normalise
@@ -64,6 +65,8 @@ class SpeculativeConfig:
         window: for ``lookahead``: so many guesses go through a pass in each of ``draft_length`` rows, at least 1.
         least_probability: for all kinds of trees: a branch ends where its probability falls below it, in [0, 1]; for
             ``layer_skip``: a sibling has at least this probability.
+        bridge: for ``layer_skip``: the folder of what stands in for the skipped sub-layers of this mask; empty for nothing.
+        draft_head: for ``layer_skip`` and ``draft_model``: the folder of the tokens that may be drafted; empty for all.
         siblings: for ``layer_skip``: so many other tokens may be verified beside each drafted one; 0 drafts chains.
         head: for ``eagle`` and ``medusa``: the folder of a trained head.
         draft: for ``draft_model`` and ``cross_tokenizer``: a hub id, folder or GGUF file, as ``load_target`` takes them.
@@ -77,6 +80,8 @@ class SpeculativeConfig:
     kind: str = "none"
     draft_length: int = 4
     mask: str = ""
+    bridge: str = ""
+    draft_head: str = ""
     stop: StopRule = NEVER
     ngram_min: int = 1
     ngram_max: int = 3
@@ -94,14 +99,14 @@ class SpeculativeConfig:
 
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "none": (),
-        "layer_skip": ("mask", "draft_length", "stop", "siblings", "least_probability"),
+        "layer_skip": ("mask", "bridge", "draft_head", "draft_length", "stop", "siblings", "least_probability"),
         "prompt_lookup": ("ngram_min", "ngram_max", "match", "draft_length"),
         "retrieval": ("datastore", "ngram_min", "ngram_max", "draft_length", "tree_tokens", "least_probability"),
         "token_recycling": ("draft_length", "tree_tokens", "candidates", "least_probability"),
         "lookahead": ("draft_length", "window", "candidates"),
         "eagle": ("head", "draft_length", "stop", "candidates", "tree_tokens", "least_probability"),
         "medusa": ("head", "draft_length", "candidates", "tree_tokens", "least_probability"),
-        "draft_model": ("draft", "draft_length", "stop"),
+        "draft_model": ("draft", "draft_head", "draft_length", "stop"),
         "cross_tokenizer": ("draft", "draft_length", "stop"),
         "cascade": ("members",),
     }
@@ -121,12 +126,12 @@ class SpeculativeConfig:
             raise ConfigError(f"match: {self.match!r} is neither 'last' nor 'first'")
         check_type("stop", self.stop, StopRule)
         check_type("accept", self.accept, AcceptRule)
-        check_type("mask", self.mask, str)
-        check_type("draft", self.draft, str)
-        check_type("head", self.head, str)
-        check_type("datastore", self.datastore, str)
+        for name in ("mask", "bridge", "draft_head", "draft", "head", "datastore"):
+            check_type(name, getattr(self, name), str)
         if self.kind == "layer_skip" and not self.siblings and self.least_probability != type(self).least_probability:
             raise ConfigError("least_probability: says nothing without siblings")
+        if self.bridge and not self.mask:
+            raise ConfigError("bridge: nothing is skipped that it could stand in for")
         if "draft" in self._FIELDS[self.kind] and not self.draft:
             raise ConfigError(f"draft: {self.kind} needs a hub id, a folder or a .gguf file")
         if "head" in self._FIELDS[self.kind] and not self.head:
@@ -155,8 +160,8 @@ class SpeculativeConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration.
 
-        Of siblings nothing is said where there are none, of trees nothing where chains are drafted. What changes the output
-        says ``lossless: false``.
+        Of siblings, bridges and draft heads nothing is said where there are none, of trees nothing where chains are drafted.
+        What changes the output says ``lossless: false``.
         """
         fields: dict[str, Any] = {"kind": self.kind}
         for name in self._FIELDS[self.kind]:
@@ -165,6 +170,8 @@ class SpeculativeConfig:
             if self.kind == "eagle" and self.candidates == 1 and name in ("tree_tokens", "least_probability"):
                 continue
             value = getattr(self, name)
+            if name in ("bridge", "draft_head") and not value:
+                continue
             fields[name] = value.to_dict() if isinstance(value, StopRule) else value
         if not self.lossless:
             fields |= {"accept": self.accept.to_dict(), "lossless": False}
@@ -208,6 +215,8 @@ class SpeculativeConfig:
             return "cascade: " + ", then ".join(member.label() for member in self.members) + lossy
         detail = {
             "layer_skip": (self.mask or "nothing skipped")
+            + (f", bridged by {PurePath(self.bridge).name}" if self.bridge else "")
+            + (f", {PurePath(self.draft_head).name}" if self.draft_head else "")
             + (f", {self.siblings} siblings from {self.least_probability:g}" if self.siblings else ""),
             "prompt_lookup": f"{self.ngram_min}-{self.ngram_max}-gram, {self.match} match",
             "retrieval": f"{self.ngram_min}-{self.ngram_max}-gram, {self.datastore or 'own texts'}, trees of "
@@ -216,7 +225,7 @@ class SpeculativeConfig:
             "lookahead": f"window of {self.window}, {self.candidates} candidates",
             "eagle": self.head + (f", trees of {self.tree_tokens}, {self.candidates} wide" if self.candidates > 1 else ""),
             "medusa": f"{self.head}, trees of {self.tree_tokens}, {self.candidates} candidates",
-            "draft_model": self.draft,
+            "draft_model": self.draft + (f", {PurePath(self.draft_head).name}" if self.draft_head else ""),
             "cross_tokenizer": self.draft,
         }[self.kind]
         stop = "" if self.stop.kind == "length" else f", {self.stop.kind} {self.stop.threshold:g}"

@@ -38,7 +38,7 @@ def save_head(
 
     Args:
         folder: is made.
-        kind: ``eagle`` or ``medusa``.
+        kind: ``eagle``, ``medusa``, ``bridge`` or ``draft_head``.
         shape: what its module is made from.
         weights: its own tensors; nothing of the target's.
         target: whose hidden states it reads.
@@ -51,8 +51,16 @@ def save_head(
     write_json(folder / _ABOUT, about)
 
 
-def load_head(folder: str | Path, kind: str, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def load_head(
+    folder: str | Path, kind: str, target: Target, field: str = "head"
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A head's shape and its weights.
+
+    Args:
+        folder: as :func:`save_head` wrote it.
+        kind: that it must be of.
+        target: that it must be for.
+        field: of a configuration, which errors name.
 
     Raises:
         ConfigError: there is none, it is damaged or of another kind, or it was made for another target.
@@ -62,13 +70,13 @@ def load_head(folder: str | Path, kind: str, target: Target) -> tuple[dict[str, 
         about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
         weights = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"head: cannot read {folder}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{field}: cannot read {folder}: {' '.join(str(error).split())}") from error
     if not isinstance(about, dict) or about.get("schema") != _SCHEMA:
-        raise ConfigError(f"head: {folder} is not a head of this version")
+        raise ConfigError(f"{field}: {folder} is not a head of this version")
     if about.get("kind") != kind:
-        raise ConfigError(f"head: {folder} is for {about.get('kind')}, not for {kind}")
+        raise ConfigError(f"{field}: {folder} is for {about.get('kind')}, not for {kind}")
     made_for = about.get("target", {})
-    other = f"head: {folder} was made for another target, {made_for.get('name')}: its"
+    other = f"{field}: {folder} was made for another target, {made_for.get('name')}: its"
     for name in ("architecture", "layers"):
         if made_for.get(name) != _identity(target)[name]:
             raise ConfigError(f"{other} {name} is not that of {target.name}")

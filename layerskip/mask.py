@@ -26,6 +26,26 @@ class MaskError(ValueError):
 
 
 @dataclass(frozen=True)
+class Gap:
+    """A hole that a mask leaves: a contiguous run of whole layers, or one sub-layer.
+
+    Args:
+        kind: ``layers``, ``attention`` or ``mlp``.
+        first: its first layer.
+        last: its last one.
+    """
+
+    kind: str
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in files: ``layers_2_16``, ``mlp_20_20``."""
+        return f"{self.kind}_{self.first}_{self.last}"
+
+
+@dataclass(frozen=True)
 class SkipMask:
     """One flag per sub-layer; True means that the draft skips it.
 
@@ -77,6 +97,20 @@ class SkipMask:
     def skipped(self) -> int:
         """How many sub-layers are skipped, of ``2 * layers``."""
         return sum(self.attention) + sum(self.mlp)
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """What is skipped, in the order in which a pass comes to it: runs of whole layers, and single sub-layers."""
+        found: list[Gap] = []
+        for layer, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
+            if not (attention and mlp):
+                kinds = ["attention"] * attention + ["mlp"] * mlp
+                found += [Gap(kind, layer, layer) for kind in kinds]
+            elif found and found[-1].kind == "layers" and found[-1].last == layer - 1:
+                found[-1] = Gap("layers", found[-1].first, layer)
+            else:
+                found.append(Gap("layers", layer, layer))
+        return tuple(found)
 
     @property
     def whole_layers(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from .anatomy import Anatomy, Form, UnsupportedModel, anatomy, hidden_states, returned
 from .attention import attend_in_parts
+from .bridge import Bridge, Bridges
 from .cache import KVCache
 from .forward import forward
 from .mask import SkipMask
@@ -43,6 +44,9 @@ class RowModel:
         self._additive = self._twin.config.get_text_config(decoder=True)._attn_implementation == "eager"
         self._keeps: dict[tuple[str, int], Tensor | bool] = {}
         self._masks: list[Tensor] = []
+        self._spans: dict[tuple[str, int], list[tuple[Tensor | None, Bridge]]] = {}  # with the rows that they serve
+        self._watched: tuple[str, int] | None = None
+        self._seen: tuple[Tensor, Tensor] | None = None
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]] | None = None
         self._gate(found)
 
@@ -58,36 +62,53 @@ class RowModel:
             layer.forward = self._layer(layer.forward, index, block.form)
             for kind, names in (("attention", block.attention), ("mlp", block.mlp)):
                 for name in names:
-                    child = layer.get_submodule(name)
-                    child.forward = self._child(child.forward, kind, index, block.child_forms[name])
+                    child, leads = layer.get_submodule(name), name == names[0]
+                    child.forward = self._child(child.forward, kind, index, block.child_forms[name], leads)
 
     def _layer(self, original: Callable[..., Any], index: int, form: Form) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._keeps["attention", index] is False and self._keeps["mlp", index] is False:
-                return returned(hidden_states(args, kwargs), form)
+                hidden = hidden_states(args, kwargs)
+                return returned(self._crossed(hidden, ("layers", index), hidden), form)
             output = original(*args, **kwargs)
+            if ("layers", index) in self._spans:  # of some rows alone
+                crossed = self._crossed(
+                    hidden_states(args, kwargs), ("layers", index), output if form is None else output[0]
+                )
+                output = crossed if form is None else (crossed, *output[1:])
             if self._calls is not None:
                 self._calls[index] = args, kwargs, output if form is None else output[0]
             return output
 
         return forward
 
-    def _child(self, original: Callable[..., Any], kind: str, index: int, form: Form) -> Callable[..., Any]:
+    def _child(self, original: Callable[..., Any], kind: str, index: int, form: Form, leads: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            keep = self._keeps[kind, index]
+            keep, hidden = self._keeps[kind, index], hidden_states(args, kwargs)
             if keep is False:
-                return returned(torch.zeros_like(hidden_states(args, kwargs)), form)
-            if kind == "attention" and "attention_mask" in kwargs:
-                kwargs["attention_mask"] = self._masks[index]
-            output = original(*args, **kwargs)
-            if keep is True:
-                return output
-            # where, not a product: what a skipped sub-layer would give may be infinite
-            if form is None:
-                return torch.where(keep, output, 0.0)
-            return (torch.where(keep, output[0], 0.0), *output[1:])
+                output = returned(torch.zeros_like(hidden), form)
+            else:
+                if kind == "attention" and "attention_mask" in kwargs:
+                    kwargs["attention_mask"] = self._masks[index]
+                output = original(*args, **kwargs)
+            given = output if form is None else output[0]
+            if keep is not True and keep is not False:
+                # where, not a product: what a skipped sub-layer would give may be infinite
+                given = torch.where(keep, given, 0.0)
+            if leads:
+                given = self._crossed(hidden, (kind, index), given)
+                if self._watched == (kind, index):
+                    self._seen = hidden, given
+            return given if form is None else (given, *output[1:])
 
         return forward
+
+    def _crossed(self, hidden: Tensor, place: tuple[str, int], output: Tensor) -> Tensor:
+        """An output with what the bridges of a place add to it, each to its own rows."""
+        for rows, bridge in self._spans.get(place, ()):
+            added = bridge(hidden)
+            output = output + (added if rows is None else torch.where(rows, added, 0.0))
+        return output
 
     def read(self, tokens: Tensor, last: int) -> tuple[Tensor, KVCache, list[Tensor | None]]:
         """Let the target read a text.
@@ -150,7 +171,8 @@ class RowModel:
             tokens, positions, cache, visible: as for :meth:`run`; the functions work as long as the cache is as it is.
 
         Returns:
-            one function per layer; the states before the first layer, then behind each.
+            one function per layer, which does what :meth:`prepare` last asked for; the states before the first layer, then
+            behind each.
         """
         self._calls = {}
         try:
@@ -190,6 +212,7 @@ class RowModel:
         masks: Sequence[SkipMask],
         of: Tensor,
         parts: Sequence[tuple[int, int]] = (),
+        bridges: Sequence[Bridges | None] = (),
     ) -> Tensor:
         """One pass; writes the rows' keys and values behind ``cache.length``, which it leaves where it is.
 
@@ -201,16 +224,38 @@ class RowModel:
             masks: what is skipped, each for at least one row.
             of: ``[R]`` int64: the mask of each row.
             parts: runs of rows that see few of the others' keys, as :func:`~layerskip.attention.attend_in_parts` takes them.
+            bridges: of every mask; none where they are left out.
 
         Returns:
             ``[R, V]`` logits.
         """
+        self.prepare(visible, masks, of, parts, bridges)
+        return forward(self._twin, tokens, cache, last=tokens.shape[0], positions=positions)
+
+    def watch(self, kind: str, index: int) -> None:
+        """Note what one sub-layer reads and gives from now on; :meth:`seen` tells."""
+        self._watched, self._seen = (kind, index), None
+
+    def seen(self) -> tuple[Tensor, Tensor]:
+        """What the watched sub-layer last read, and what it or its bridge gave, ``[1, R, H]`` each."""
+        assert self._seen is not None
+        return self._seen
+
+    def prepare(
+        self,
+        visible: Sequence[Tensor],
+        masks: Sequence[SkipMask],
+        of: Tensor,
+        parts: Sequence[tuple[int, int]] = (),
+        bridges: Sequence[Bridges | None] = (),
+    ) -> None:
+        """Set what the next passes see and skip; arguments are those of :meth:`run`."""
         dtype = self.model.dtype
         forms: dict[int, Tensor] = {}
         for mask in visible:
             if id(mask) not in forms:
                 forms[id(mask)] = (_bias(mask, dtype) if self._additive else mask)[None, None]
-        if parts and not self._additive and tokens.device.type == "cpu":  # elsewhere one large call is faster
+        if parts and not self._additive and of.device.type == "cpu":  # elsewhere one large call is faster
             for form in forms.values():
                 attend_in_parts(form, parts)
         self._masks = [forms[id(mask)] for mask in visible]
@@ -221,7 +266,11 @@ class RowModel:
                     self._keeps[kind, index] = keeps[0]
                 else:
                     self._keeps[kind, index] = torch.tensor(keeps, device=of.device)[of][None, :, None]
-        return forward(self._twin, tokens, cache, last=tokens.shape[0], positions=positions)
+        self._spans = {}
+        for number, own in enumerate(bridges):
+            rows = None if len(masks) == 1 else (of == number)[None, :, None]
+            for gap, bridge in () if own is None else own.parts():
+                self._spans.setdefault((gap.kind, gap.first), []).append((rows, bridge))
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,9 @@
 """How does a model run with sub-layers skipped, without a copy of its weights or of its modelling code?
 
 A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with every parameter and buffer already in its
-memo. In the copy, a skipped sub-layer returns zeros and a wholly skipped layer returns its input; nothing else changes, so
-layer indices, cache entries and each family's own masks and positions stay as they are.
+memo. In the copy, a skipped sub-layer returns zeros, or what a bridge gives for it, and a wholly skipped layer returns its
+input, to which the bridge of its run is added where the run begins; nothing else changes, so layer indices, cache entries
+and each family's own masks and positions stay as they are.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from transformers import PreTrainedModel
 
 from .anatomy import anatomy, replace_forward
 from .attention import use_grouped_attention
+from .bridge import Bridge, Bridges
 from .mask import MaskError, SkipMask
 
 T = TypeVar("T")
 
 
-def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
+def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = None) -> PreTrainedModel:
     """The model with the mask's sub-layers skipped; it shares every weight, and the model itself stays as it is.
 
     Args:
         model: a decoder.
         mask: one flag per layer and sub-layer.
+        bridges: what stands in for them; None for nothing.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped.
@@ -37,16 +40,19 @@ def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     found = anatomy(model)
     if mask.layers != len(found.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(found.blocks)}")
+    spans = {} if bridges is None else {(gap.kind, gap.first): bridges.of(gap) for gap in mask.gaps}
     view = twin(model)
     layers = view.get_submodule(found.path)
     for index, block in enumerate(found.blocks):
         layer = layers.get_submodule(str(index))
         if mask.attention[index] and mask.mlp[index]:
-            replace_forward(layer, block.form, _unchanged)
+            replace_forward(layer, block.form, _crossing(spans.get(("layers", index))))
             continue
-        skipped = block.attention * mask.attention[index] + block.mlp * mask.mlp[index]
-        for name in skipped:
-            replace_forward(layer.get_submodule(name), block.child_forms[name], torch.zeros_like)
+        for kind in ("attention", "mlp"):
+            names: tuple[str, ...] = getattr(block, kind) if getattr(mask, kind)[index] else ()
+            for place, name in enumerate(names):  # one of several that make up a sub-layer stands in for all
+                span = spans.get((kind, index)) if place == 0 else None
+                replace_forward(layer.get_submodule(name), block.child_forms[name], span or torch.zeros_like)
     return view
 
 
@@ -85,8 +91,9 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def _unchanged(hidden: Tensor) -> Tensor:
-    return hidden
+def _crossing(bridge: Bridge | None) -> Callable[[Tensor], Tensor]:
+    """What a wholly skipped layer does: nothing, or where a run begins what stands in for the run."""
+    return (lambda hidden: hidden) if bridge is None else (lambda hidden: hidden + bridge(hidden))
 
 
 _decoding_views = OncePerModel(twin)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
 from ..anatomy import UnsupportedModel, check_rewind
+from ..bridge import load_bridges
 from ..config import ConfigError, SpeculativeConfig
 from ..datastore import Datastore
+from ..draft_head import DraftHead, load_draft_tokens
 from ..eagle import load_eagle
 from ..mask import MaskError, SkipMask
 from ..medusa import load_medusa
@@ -12,7 +16,7 @@ from ..readout import Readout
 from ..target import Target
 from ..translation import Translation, UnalignedTokenizers
 from ..tree import tree_model
-from ..view import decoding_view, skip_view
+from ..view import decoding_view, skip_view, twin
 from .base import Drafter, NoDraft
 from .cascade import Cascade
 from .cross_tokenizer import CrossTokenizer
@@ -47,10 +51,13 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
             return NoDraft()
         case "layer_skip":
             try:
-                view = skip_view(target.model, SkipMask.parse(config.mask, target.layers))
+                mask = SkipMask.parse(config.mask, target.layers)
             except MaskError as error:
                 raise ConfigError(str(error)) from None
-            return LayerSkip(view, config.draft_length, config.stop, config.siblings, config.least_probability)
+            bridges = load_bridges(config.bridge, target, mask) if config.bridge else None
+            view = skip_view(target.model, mask, bridges)
+            head = _narrowed(view, target.model, config, target)
+            return LayerSkip(view, config.draft_length, config.stop, config.siblings, config.least_probability, head)
         case "prompt_lookup":
             return PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
         case "retrieval":
@@ -62,17 +69,19 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
         case "lookahead":
             return Lookahead(config.draft_length, config.window, config.candidates)
         case "eagle":
-            head = load_eagle(config.head, target)
-            readout, embeddings = Readout(target, head.tokens), target.model.get_input_embeddings()
+            trained = load_eagle(config.head, target)
+            readout, embeddings = Readout(target, trained.tokens), target.model.get_input_embeddings()
             tree = config.candidates, config.tree_tokens, config.least_probability
-            return Eagle(head, embeddings, readout, config.draft_length, config.stop, *tree)
+            return Eagle(trained, embeddings, readout, config.draft_length, config.stop, *tree)
         case "medusa":
             heads = load_medusa(config.head, target)
             tree = config.candidates, config.tree_tokens, config.least_probability
             return Medusa(heads, Readout(target, heads.tokens), config.draft_length, *tree)
         case "draft_model":
             draft = _draft_model(config, target)
-            return DraftModel(decoding_view(draft.model), draft.layers, config.draft_length, config.stop)
+            view = twin(draft.model) if config.draft_head else decoding_view(draft.model)
+            head = _narrowed(view, draft.model, config, target)
+            return DraftModel(view, draft.layers, config.draft_length, config.stop, head)
         case "cross_tokenizer":
             draft = _draft_model(config, target, same_tokenizer=False)
             assert target.tokenizer is not None
@@ -87,6 +96,15 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
             return Cascade([build_drafter(member, target) for member in config.members])
         case other:
             raise ConfigError(f"kind: {other!r} has no drafter")
+
+
+def _narrowed(view: PreTrainedModel, model: PreTrainedModel, config: SpeculativeConfig, target: Target) -> DraftHead | None:
+    """Narrow a view of a model to the tokens that a configuration names, if it names any."""
+    if not config.draft_head:
+        return None
+    head = DraftHead(model, load_draft_tokens(config.draft_head, target), target.vocabulary)
+    head.narrow(view)
+    return head
 
 
 def _draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: bool = True) -> Target:

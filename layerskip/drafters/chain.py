@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from ..cache import KVCache
 from ..draft import Draft
+from ..draft_head import DraftHead
 from ..forward import forward
 from ..sampling import Chooser
 from .fan import Fan
@@ -22,6 +23,7 @@ def draft_chain(
     chooser: Chooser,
     stopper: Stopper,
     fan: Fan | None = None,
+    head: DraftHead | None = None,
 ) -> Draft:
     """Draft up to ``limit`` tokens, and leave ``cache.length`` behind the last token that was fed.
 
@@ -33,12 +35,14 @@ def draft_chain(
         chooser: the target's choice of tokens, which the draft's must equal.
         stopper: when to stop before ``limit``.
         fan: gives the tokens siblings; None leaves the chain alone.
+        head: that the model was narrowed to; None where it says all tokens' logits.
     """
     tokens: list[Tensor] = []
     distributions: list[Tensor] = []
     block = fed = pending
     while True:
-        logits = _fit(forward(model, fed, cache, last=1), chooser.vocabulary)
+        logits = forward(model, fed, cache, last=1)
+        logits = _fit(logits, chooser.vocabulary) if head is None else head.widen(logits)
         cache.length += fed.shape[0]
         distribution = chooser.distribution(logits, block)
         fed = chooser.choose(distribution)

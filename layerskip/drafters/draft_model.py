@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
+from ..draft_head import DraftHead
 from ..forward import forward
 from ..sampling import Chooser, upload
 from ..verify import Verdict
@@ -30,15 +31,19 @@ class DraftModel:
         layers: how many decoder layers it has.
         draft_length: the most tokens per round.
         stop: when to stop before that.
+        head: that the model was narrowed to, if it was.
     """
 
     tree_tokens = 0
 
-    def __init__(self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule, head: DraftHead | None = None
+    ) -> None:
         self.model = model
         self.layers = layers
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
+        self._head = head
         self._readable = int(model.get_input_embeddings().weight.size(0))  # type: ignore[operator]
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -55,9 +60,8 @@ class DraftModel:
         self._verified = len(context.tokens)
         missing = len(context.tokens) - self._cache.length
         pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
-        return draft_chain(
-            self.model, self._cache, self._known(pending), min(limit, self.draft_length), self._chooser, self.stopper
-        )
+        pending, limit = self._known(pending), min(limit, self.draft_length)
+        return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, head=self._head)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens that the model can read: of two models of one tokenizer, one may be padded with more that no text uses."""

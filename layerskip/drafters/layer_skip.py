@@ -14,6 +14,7 @@ from torch import nn
 from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
+from ..draft_head import DraftHead
 from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Said
@@ -31,15 +32,23 @@ class LayerSkip:
         stop: when to stop before that.
         siblings: so many other tokens may be verified beside each drafted one; 0 drafts chains.
         least_probability: that the draft must give to a sibling.
+        head: that the view was narrowed to, if it was.
     """
 
     def __init__(
-        self, view: nn.Module, draft_length: int, stop: StopRule, siblings: int = 0, least_probability: float = 0.05
+        self,
+        view: nn.Module,
+        draft_length: int,
+        stop: StopRule,
+        siblings: int = 0,
+        least_probability: float = 0.05,
+        head: DraftHead | None = None,
     ) -> None:
         self.view = view
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
         self.siblings, self.least_probability = siblings, least_probability
+        self._head = head
         self.tree_tokens = draft_length * (1 + siblings) if siblings else 0
         self._depth = 0  # of the last draft
 
@@ -54,7 +63,7 @@ class LayerSkip:
         fan = Fan(self.siblings, self.least_probability, self._chooser) if self.siblings else None
         limit = min(limit, self.draft_length)
         try:
-            return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper, fan)
+            return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper, fan, self._head)
         finally:
             self._depth = self._cache.length - verified
             self._cache.length = verified

@@ -13,6 +13,7 @@ from layerskip.drafters.base import Drafter
 from layerskip.drafters.build import build_drafter
 from layerskip.sampling import Sampling
 from layerskip.target import Target
+from tests.drafters.bridges import bridge_folder, head_folder, most_tokens
 from tests.drafters.contract import (
     FAMILIES,
     LENGTH,
@@ -24,6 +25,7 @@ from tests.drafters.contract import (
     target_of,
     toy_target,
 )
+from tests.drafters.heads import family_of
 
 
 def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter:
@@ -59,6 +61,44 @@ class TestSiblings(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         return _drafter(target, "attention:1;mlp:2", "mlp:0", draft_length=3, siblings=2, least_probability=0.05)
+
+
+def _bridged(target: Target, mask: str, kind: str, rank: int = 0, width: int = 0, **fields: Any) -> Drafter:
+    family = family_of(target)
+    mask = "attention:0" if family == "toy" else mask
+    fields["bridge"] = bridge_folder(family, mask, kind, rank, width)
+    return _drafter(target, mask, mask, **fields)
+
+
+class TestBridgedByMeans(DrafterContract):
+    samplings = SAMPLINGS[:1]
+
+    def drafter(self, target: Target) -> Drafter:
+        return _bridged(target, "layers:1", "mean", draft_length=3)
+
+
+class TestBridgedByMaps(DrafterContract):
+    """A run of layers and single sub-layers, and a part of the vocabulary."""
+
+    def drafter(self, target: Target) -> Drafter:
+        head = head_folder(family_of(target), most_tokens(target))
+        return _bridged(target, "layers:1;attention:2;mlp:3", "linear", draft_length=3, draft_head=head)
+
+
+class TestBridgedByMLPs(DrafterContract):
+    samplings = SAMPLINGS[1:2]
+    trees = True
+
+    def drafter(self, target: Target) -> Drafter:
+        return _bridged(target, "layers:1-2", "mlp", 4, 8, draft_length=3, siblings=2, least_probability=0.05)
+
+
+class TestFewTokens(DrafterContract):
+    samplings = SAMPLINGS[2:]
+
+    def drafter(self, target: Target) -> Drafter:
+        head = head_folder(family_of(target), most_tokens(target))
+        return _drafter(target, "attention:1", "attention:0", draft_length=4, draft_head=head)
 
 
 def test_siblings_are_the_runners_up_of_an_unsure_draft() -> None:

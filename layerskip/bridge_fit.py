@@ -1,0 +1,258 @@
+"""Which bridges suit a mask? Fitted in closed form, gap by gap from the bottom, on what drafts of the target's text read.
+
+Ridge regression (Hoerl and Kennard, Technometrics 12, 1970) from the hidden state that a gap's bridge reads to what brings
+the draft back to the target's own state behind the gap. Earlier bridges are in place when the next one is fitted, so that it
+also mends what they left. Every position of the target's continuations is a draft's first token, as in a scan
+(:mod:`layerskip.scan`): it sees the target's keys and values before it, and its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .bridge import Bridge, Bridges, BridgeShape, normalised
+from .mask import Gap, SkipMask
+from .passages import Passage
+from .rows import RowModel
+from .sampling import Sampling
+from .target import Target
+from .texts import Pack, Start, Texts
+
+_RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+_JUDGED = 0.2  # of the rows; the last ones, hence of other passages than the rest
+_FAR = 8.0  # times the median norm: targets beyond it are left out
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Fitted bridges, and what they are worth.
+
+    Args:
+        bridges: in float32.
+        ridges: the constant chosen for every gap.
+        empty: how often the draft's first token is the target's, on rows that nothing was fitted to, the gaps left empty.
+        bridged: the same with the bridges.
+        rows: what they were fitted to, the judged ones included.
+        seconds: that it took.
+    """
+
+    bridges: Bridges
+    ridges: dict[str, float]
+    empty: float
+    bridged: float
+    rows: int
+    seconds: float
+
+    @property
+    def helps(self) -> bool:
+        """Whether the draft is better with them than without."""
+        return self.bridged > self.empty
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows, as the target's own pass left them: its states before the first layer and behind each."""
+
+    pack: Pack
+    positions: Tensor
+    visible: list[Tensor]
+    layers: list[Callable[[Tensor], Tensor]]
+    states: list[Tensor]
+
+
+class Calibration:
+    """What bridges of a target are fitted to.
+
+    Args:
+        target: the model.
+        passages: its own continuations.
+        most_bytes: of the hidden states that are kept; of rows that do not fit, evenly spread ones are left out.
+        max_rows: rows per pass.
+
+    Raises:
+        UnsupportedModel: the model's sub-layers cannot be skipped, or rows cannot be told apart in its attention.
+        ValueError: not even a few rows fit the budget.
+    """
+
+    def __init__(self, target: Target, passages: Sequence[Passage], most_bytes: int, max_rows: int = 256) -> None:
+        self.target = target
+        self._model = RowModel(target.model)
+        self._texts = Texts(self._model, target.vocabulary, passages, Sampling())
+        width = int(target.model.config.get_text_config(decoder=True).hidden_size)
+        each = (target.layers + 1) * width * target.model.dtype.itemsize
+        starts = [(p, s) for p, passage in enumerate(passages) for s in range(passage.starts)]
+        room = most_bytes // each
+        if room < 2 or len(starts) < 2:
+            raise ValueError(f"most_bytes: {most_bytes} hold the hidden states of {room} of {len(starts)} positions")
+        self.hidden = width
+        self.starts = starts[:: max(1, -(-len(starts) // room))]
+        packs = [self._pack(self.starts[i : i + max_rows]) for i in range(0, len(self.starts), max_rows)]
+        self._texts.lay(max(packs, key=lambda pack: pack.end + pack.room))  # the one cache has room for all from now on
+        self._parts = [self._read(pack) for pack in packs]
+
+    @property
+    def nbytes(self) -> int:
+        """What the hidden states take."""
+        return sum(state.numel() * state.element_size() for part in self._parts for state in part.states)
+
+    def fit(self, shape: BridgeShape) -> Fit:
+        """Fit the bridges of a mask in closed form; the MLP of kind ``mlp`` begins as nothing."""
+        begin = time.monotonic()
+        torch.manual_seed(0)
+        bridges = Bridges(shape).to(self.target.device)
+        ridges = self._fit(bridges)
+        empty, bridged = self._judge(bridges.mask, None), self._judge(bridges.mask, bridges)
+        return Fit(bridges, ridges, empty, bridged, len(self.starts), time.monotonic() - begin)
+
+    def _pack(self, starts: list[Start]) -> Pack:
+        return self._texts.pack(starts, len(starts))
+
+    @torch.inference_mode()
+    def _read(self, pack: Pack) -> _Part:
+        tokens = self._texts.tokens(pack.rows)
+        visible, positions = self._texts.visible(pack, pack.rows, torch.arange(len(pack.rows)).to(tokens.device), [], 0)
+        return _Part(pack, positions, visible, *self._model.layers_alone(tokens, positions, self._texts.lay(pack), visible))
+
+    @torch.inference_mode()
+    def _fit(self, bridges: Bridges) -> dict[str, float]:
+        ridges: dict[str, float] = {}
+        streams = [part.states[0] for part in self._parts]
+        done, drifted = 0, False  # layers that the streams are through; whether they are still the target's own
+        for gap, bridge in bridges.parts():
+            for number, part in enumerate(self._parts):
+                streams[number] = (
+                    self._advance(part, streams[number], done, gap.first) if drifted else part.states[gap.first]
+                )
+            if gap.kind == "layers":
+                pairs = [
+                    (stream, part.states[gap.last + 1] - stream) for stream, part in zip(streams, self._parts, strict=True)
+                ]
+            else:
+                pairs = [self._around(part, stream, gap) for part, stream in zip(self._parts, streams, strict=True)]
+            ridges[gap.name] = _regress(bridge, *(torch.cat([pair[i][0] for pair in pairs]).float() for i in (0, 1)))
+            for number, part in enumerate(self._parts):
+                if gap.kind == "layers":
+                    streams[number] = streams[number] + bridge(streams[number])
+                else:
+                    streams[number] = self._through(part, streams[number], gap, bridges)
+            done, drifted = gap.last + 1, True
+        return ridges
+
+    def _advance(self, part: _Part, stream: Tensor, first: int, last: int) -> Tensor:
+        """A stream through whole layers."""
+        self._lay(part, SkipMask.none(self.target.layers))
+        for layer in part.layers[first:last]:
+            stream = layer(stream)
+        return stream
+
+    def _around(self, part: _Part, stream: Tensor, gap: Gap) -> tuple[Tensor, Tensor]:
+        """What a single sub-layer's bridge reads in the draft, and what it should give: ``[1, R, H]`` each."""
+        nothing, only = SkipMask.none(self.target.layers), _single(self.target.layers, gap)
+        layer, own = part.layers[gap.first], part.states[gap.first]
+        self._lay(part, nothing)
+        self._model.watch(gap.kind, gap.first)
+        layer(own)
+        given = self._model.seen()[1]
+        self._lay(part, only)
+        without = layer(own)
+        read_before = layer(stream)
+        read = self._model.seen()[0]
+        # Where the layer adds what its sub-layer gives as it is, the bridge can also mend the drift before it.
+        if gap.kind == "mlp":
+            if _same(part.states[gap.first + 1], without + given):
+                given = part.states[gap.first + 1] - read_before
+        else:
+            self._lay(part, _single(self.target.layers, Gap("mlp", gap.first, gap.first)))
+            between = layer(own)
+            if _same(between, own + given):
+                given = between - stream
+        return read, given
+
+    def _through(self, part: _Part, stream: Tensor, gap: Gap, bridges: Bridges) -> Tensor:
+        """A stream through the layer of a bridged sub-layer."""
+        self._lay(part, _single(self.target.layers, gap), bridges)
+        return part.layers[gap.first](stream)
+
+    def _lay(self, part: _Part, mask: SkipMask, bridges: Bridges | None = None) -> None:
+        """Make ready for passes over a part's rows."""
+        self._texts.lay(part.pack)
+        of = torch.zeros(len(part.pack.rows), dtype=torch.int64, device=self.target.device)
+        self._model.prepare(part.visible, [mask], of, bridges=[bridges])
+
+    @torch.inference_mode()
+    def _judge(self, mask: SkipMask, bridges: Bridges | None) -> float:
+        """How often the first drafted token is the target's, on the rows that were held out from the regressions."""
+        left = judged = _judged(len(self.starts))
+        right = 0
+        for part in reversed(self._parts):
+            rows, cache = part.pack.rows, self._texts.lay(part.pack)
+            tokens, of = self._texts.tokens(rows), torch.zeros(len(rows), dtype=torch.int64, device=self.target.device)
+            logits = self._model.run(tokens, part.positions, cache, part.visible, [mask], of, bridges=[bridges])
+            own = self._texts.tokens([(p, s + 1) for p, s in rows])
+            right += int((logits.argmax(-1) == own)[-left:].sum())
+            left -= len(rows)
+            if left <= 0:
+                break
+        return right / judged
+
+
+def _judged(rows: int) -> int:
+    return max(1, int(_JUDGED * rows))
+
+
+def _single(layers: int, gap: Gap) -> SkipMask:
+    """The mask of one sub-layer."""
+    chosen = {gap.first}
+    return SkipMask.of(layers, chosen if gap.kind == "attention" else set(), chosen if gap.kind == "mlp" else set())
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Equal but for the rounding of half precision."""
+    return float((one - other).float().square().mean()) <= 1e-3 * float(one.float().square().mean())
+
+
+def _regress(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
+    """Fit one bridge to ``[n, H]`` what it reads and what it should give, both float32; returns the chosen constant."""
+    judged = _judged(hidden.shape[0])
+    norms = wanted.norm(dim=-1)
+    near = norms <= _FAR * norms.median()
+    read = normalised(hidden)
+    learnt, told = near.clone(), near.clone()
+    learnt[-judged:] = False
+    told[:-judged] = False
+    if bridge.shape.kind == "mean" or not bool(learnt.any()):
+        bridge.bias.copy_(wanted[near].mean(0))
+        return 0.0
+    chosen = min(_RIDGES, key=lambda ridge: _error(*_solve(read[learnt], wanted[learnt], ridge), read[told], wanted[told]))
+    weight, bias = _solve(read[near], wanted[near], chosen)
+    basis = None
+    if bridge.shape.rank:
+        # Reduced-rank regression (Izenman, Journal of Multivariate Analysis 5, 1975): most of what the full map adds.
+        added = (read[near] - read[near].mean(0)) @ weight.T
+        basis = torch.linalg.eigh((added.T @ added).double())[1][:, -bridge.shape.rank :].to(weight.dtype)
+        bias = wanted[near].mean(0) - (basis @ (basis.T @ (weight @ read[near].mean(0))))
+    bridge.set_map(weight, bias, basis)
+    return chosen
+
+
+def _solve(read: Tensor, wanted: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """An affine map ``[H, H]``, ``[H]``; the inputs are standardised, so that the constant means the same for each."""
+    mean, scale = read.mean(0), read.std(0).clamp_min(1e-6)
+    inputs, middle = (read - mean) / scale, wanted.mean(0)
+    squares = (inputs.T @ inputs).double() / inputs.shape[0]
+    products = (inputs.T @ (wanted - middle)).double() / inputs.shape[0]
+    squares.diagonal().add_(ridge)
+    solved = torch.cholesky_solve(products, torch.linalg.cholesky(squares)).to(read.dtype)
+    weight = (solved / scale[:, None]).T
+    return weight, middle - weight @ mean
+
+
+def _error(weight: Tensor, bias: Tensor, read: Tensor, wanted: Tensor) -> float:
+    if not read.shape[0]:
+        return 0.0
+    return float((read @ weight.T + bias - wanted).square().mean())

@@ -1,0 +1,67 @@
+"""Which tokens may a model draft? Its output layer over few tokens: those that the target uses most.
+
+The whole layer is paid for with every drafted token, and is a fifth of a small model's weights; tokens that it leaves out
+only cost acceptance. FR-Spec (arXiv 2502.14856), section 3: the draft's q has its support there, the target's p everywhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .config import ConfigError
+from .heads import load_head
+from .target import Target
+
+KIND = "draft_head"
+
+
+class DraftHead:
+    """A model's output layer over some tokens.
+
+    Args:
+        model: whose; of the target's tokenizer.
+        tokens: ``[v]`` int64, rising.
+        vocabulary: V, the width of the target's logits.
+
+    Raises:
+        ConfigError: a token is not one of the model's, or the model has no output layer of its own.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokens: Tensor, vocabulary: int) -> None:
+        layer = model.get_output_embeddings()
+        if not isinstance(layer, nn.Linear):
+            raise ConfigError(f"draft_head: {type(model).__name__} has no output layer that could be cut")
+        if not tokens.numel() or int(tokens.max()) >= min(layer.out_features, vocabulary):
+            raise ConfigError("draft_head: has tokens that the model does not have, or none")
+        self.tokens, self.vocabulary = tokens.to(layer.weight.device), vocabulary
+        with torch.no_grad():
+            self._layer = nn.Linear(layer.in_features, tokens.numel(), layer.bias is not None, device="meta")
+            self._layer.weight = nn.Parameter(layer.weight[self.tokens], requires_grad=False)
+            if layer.bias is not None:
+                self._layer.bias = nn.Parameter(layer.bias[self.tokens], requires_grad=False)
+
+    def narrow(self, view: PreTrainedModel) -> None:
+        """Let a view of the model, which is nobody else's, say these tokens' logits alone."""
+        view.set_output_embeddings(self._layer)
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """``[n, v]`` to ``[n, V]``: tokens that are not drafted have no chance."""
+        wide = logits.new_full((logits.shape[0], self.vocabulary), -float("inf"))
+        return wide.index_copy_(1, self.tokens, logits)
+
+
+def load_draft_tokens(folder: str | Path, target: Target) -> Tensor:
+    """``[v]`` int64, rising: the tokens that a target's drafts may have.
+
+    Raises:
+        ConfigError: there are none, they are damaged, or they were chosen for another target.
+    """
+    _, weights = load_head(folder, KIND, target, "draft_head")
+    tokens = weights.get("tokens")
+    if tokens is None or tokens.dtype != torch.int64 or tokens.ndim != 1 or not bool((tokens.diff() > 0).all()):
+        raise ConfigError(f"draft_head: {folder} is damaged: it has no list of tokens")
+    return tokens

@@ -1,0 +1,64 @@
+"""Bridges and draft heads of tiny targets, fitted to what those say."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from pathlib import Path
+
+import torch
+
+from layerskip.bridge import KIND, BridgeShape
+from layerskip.bridge_fit import Calibration
+from layerskip.draft_head import KIND as HEAD
+from layerskip.heads import save_head
+from layerskip.mask import SkipMask
+from layerskip.own_texts import write_texts
+from layerskip.passages import Passage
+from layerskip.sampling import Sampling
+from layerskip.target import Target
+from tests.drafters.contract import toy_target
+from tests.drafters.heads import tiny
+
+_folder = tempfile.TemporaryDirectory()  # gone with the process
+
+
+@functools.cache
+def calibration(family: str) -> Calibration:
+    """Of texts that a tiny target draws."""
+    texts = itertools.islice(write_texts(tiny(family), Sampling(1.0), 24, 16, 0), 48)
+    passages = [
+        Passage(str(i), "own", t.tokens[: t.begin], t.tokens[t.begin :], len(t.tokens) - t.begin)
+        for i, t in enumerate(texts)
+    ]
+    return Calibration(tiny(family), passages, 2**24)
+
+
+@functools.cache
+def bridge_folder(family: str, mask: str, kind: str, rank: int = 0, width: int = 0) -> str:
+    """Of saved bridges; an MLP is drawn, as fitting leaves it empty."""
+    target = tiny(family)
+    hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
+    shape = BridgeShape(SkipMask.parse(mask, target.layers).format(), target.layers, hidden, kind, rank, width)
+    bridges = calibration(family).fit(shape).bridges
+    with torch.no_grad():
+        for _, bridge in bridges.parts():
+            if bridge.out is not None:
+                bridge.out.normal_(0, 0.02)
+    folder = Path(_folder.name) / f"{family}-{mask}-{kind}-{rank}-{width}"
+    save_head(folder, KIND, shape.to_dict(), bridges.state_dict(), target, {})
+    return str(folder)
+
+
+@functools.cache
+def head_folder(family: str, tokens: tuple[int, ...]) -> str:
+    """Of a saved draft head."""
+    folder = Path(_folder.name) / f"{family}-head-{len(tokens)}"
+    save_head(folder, HEAD, {}, {"tokens": torch.tensor(tokens)}, tiny(family), {})
+    return str(folder)
+
+
+def most_tokens(target: Target) -> tuple[int, ...]:
+    """All of a tiny target's tokens but one that its texts hold rarely."""
+    return tuple(token for token in range(target.vocabulary) if token != (3 if target is toy_target() else 7))

@@ -1,0 +1,205 @@
+"""Bridges: what fitting finds, against transformers' own hidden states and real drafts; what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from layerskip.bridge import KIND, Bridges, BridgeShape, load_bridges
+from layerskip.bridge_fit import Calibration
+from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.decode import decode
+from layerskip.draft_head import DraftHead, load_draft_tokens
+from layerskip.drafters.build import build_drafter
+from layerskip.heads import save_head
+from layerskip.mask import Gap, SkipMask
+from layerskip.passages import Passage
+from layerskip.target import Target, load_target
+from layerskip.view import skip_view
+from tests.drafters.bridges import bridge_folder, calibration, head_folder
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, generated, target_of
+from tests.families import build
+from tests.tiny import save_tiny
+
+FAMILIES = ("llama", "qwen2", "gemma3_text", "phi", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("mask", "names"),
+    [
+        ("", []),
+        ("layers:1-2", ["layers_1_2"]),
+        ("attention:0,2;mlp:3", ["attention_0_0", "attention_2_2", "mlp_3_3"]),
+        ("layers:0,2-3;mlp:1", ["layers_0_0", "mlp_1_1", "layers_2_3"]),
+    ],
+)
+def test_a_mask_leaves_gaps(mask: str, names: list[str]) -> None:
+    assert [gap.name for gap in SkipMask.parse(mask, 4).gaps] == names
+
+
+def _passages(target: Target) -> list[Passage]:
+    torch.manual_seed(3)
+    prompts = torch.randint(3, target.vocabulary, (6, 20)).tolist()
+    return [Passage(str(i), "own", tuple(p[:4]), tuple(p[4:]), 16) for i, p in enumerate(prompts)]
+
+
+def _shape(target: Target, mask: str, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
+    hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
+    return BridgeShape(SkipMask.parse(mask, target.layers).format(), target.layers, hidden, kind, rank, width)
+
+
+@pytest.mark.parametrize("kind", ["mean", "linear"])
+def test_a_run_is_fitted_to_the_targets_own_states(kind: str) -> None:
+    """Against least squares on what transformers' own pass over the whole text returns; the first gap drifts nowhere."""
+    target = Target(build("llama"))
+    passages = _passages(target)
+    fit = Calibration(target, passages, 2**24).fit(_shape(target, "layers:1-2", kind))
+    before, behind = [], []
+    for passage in passages:
+        tokens = torch.tensor([[*passage.prompt, *passage.tokens]])
+        with torch.no_grad():
+            states = target.model(input_ids=tokens, output_hidden_states=True).hidden_states
+        here = slice(len(passage.prompt), tokens.shape[1] - 1)
+        before.append(states[1][0, here])
+        behind.append(states[3][0, here])
+    read, wanted = torch.cat(before).double(), torch.cat(behind).double() - torch.cat(before).double()
+    bridge = fit.bridges.of(Gap("layers", 1, 2))
+    if kind == "mean":
+        assert torch.allclose(bridge.bias.double(), wanted.mean(0), atol=1e-4)
+        return
+    read = read / read.square().mean(-1, keepdim=True).sqrt()
+    scaled = ((read - read.mean(0)) / read.std(0)).numpy()
+    ridge = fit.ridges["layers_1_2"]
+    # The same problem as ordinary least squares over rows of the root of the constant.
+    padded = np.concatenate([scaled, np.sqrt(ridge * len(scaled)) * np.eye(scaled.shape[1])])
+    told = np.concatenate([(wanted - wanted.mean(0)).numpy(), np.zeros((scaled.shape[1], wanted.shape[1]))])
+    found = scaled @ np.linalg.lstsq(padded, told, rcond=None)[0] + wanted.mean(0).numpy()
+    with torch.no_grad():
+        given = bridge(torch.cat(before)).double().numpy()
+    assert np.allclose(given, found, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mask", ["layers:1-2", "attention:1;mlp:2", "layers:1;attention:3"])
+def test_what_fitting_says_of_bridges_is_what_drafts_do(family: str, mask: str) -> None:
+    """Its agreement, on rows seen at once, against a draft of one token behind each of those prefixes."""
+    target = Target(build(family))
+    passages = _passages(target)
+    found = Calibration(target, passages, 2**24, max_rows=11).fit(_shape(target, mask))
+    last = [(p, s) for p, passage in enumerate(passages) for s in range(passage.starts)][-18:]
+    for bridges, said in ((None, found.empty), (found.bridges, found.bridged)):
+        view, right = skip_view(target.model, SkipMask.parse(mask, target.layers), bridges), 0
+        for p, s in last:
+            tokens = torch.tensor([[*passages[p].prompt, *passages[p].tokens[: s + 1]]])
+            with torch.no_grad():
+                cache = target.model(input_ids=tokens[:, :-1], use_cache=True).past_key_values
+                drafted = view(input_ids=tokens[:, -1:], past_key_values=cache).logits[0, -1].argmax()
+            right += int(drafted) == passages[p].tokens[s + 1]
+        assert said == right / len(last)
+
+
+def test_a_map_of_full_rank_is_the_full_map() -> None:
+    target = target_of("llama")
+    hidden = int(target.model.config.hidden_size)
+    states = torch.randn(5, hidden)
+    full, ranked = (
+        calibration("llama").fit(_shape(target, "layers:1-2", "linear", rank)).bridges.of(Gap("layers", 1, 2))
+        for rank in (0, hidden)
+    )
+    assert torch.allclose(full(states), ranked(states), atol=1e-4)
+
+
+def test_bridges_of_lower_rank_read_fewer_numbers() -> None:
+    target = target_of("llama")
+    sizes = [Bridges(_shape(target, "layers:1-2", *rest)).numbers() for rest in (("mean",), ("linear", 4), ("linear",))]
+    assert sizes == sorted(sizes)
+
+
+def test_the_memory_of_a_calibration_is_bounded() -> None:
+    target = Target(build("llama"))
+    passages = _passages(target)
+    whole = Calibration(target, passages, 2**24)
+    half = Calibration(target, passages, whole.nbytes // 2)
+    assert half.nbytes <= whole.nbytes // 2
+    assert {p for p, _ in half.starts} == set(range(len(passages)))
+    with pytest.raises(ValueError, match="^most_bytes: "):
+        Calibration(target, passages, 100)
+
+
+def test_a_fit_that_does_not_help_says_so() -> None:
+    fit = calibration("llama").fit(_shape(target_of("llama"), "layers:1-2"))
+    assert fit.helps == (fit.bridged > fit.empty)
+    assert not replace(fit, bridged=fit.empty).helps
+
+
+def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
+    shape = _shape(target, "layers:1-2")
+    save_head(tmp_path / "bridge", KIND, shape.to_dict(), Bridges(shape).state_dict(), target, {})
+    config = SpeculativeConfig("layer_skip", mask="layers:1-2", bridge=str(tmp_path / "bridge"))
+    assert SpeculativeConfig.from_dict(config.to_dict()) == config
+    build_drafter(config, target)
+    with pytest.raises(ConfigError, match="^bridge: .* stands in for layers:1-2, not for layers:1"):
+        build_drafter(replace(config, mask="layers:1"), target)
+    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device="cpu")
+    with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
+        build_drafter(config, other)
+    (tmp_path / "bridge" / "head.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="^bridge: cannot read"):
+        build_drafter(config, target)
+    with pytest.raises(ConfigError, match="^bridge: nothing is skipped"):
+        replace(config, mask="")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"kind": "other"}, {"rank": -1}, {"rank": 999}, {"kind": "mean", "rank": 2}, {"width": 4}, {"kind": "mlp"}],
+)
+def test_shapes_out_of_range_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="^bridge\\."):
+        BridgeShape(**({"mask": "layers:1", "layers": 4, "hidden": 32} | fields))  # type: ignore[arg-type]
+
+
+def test_damaged_bridges_are_refused(tmp_path: Path) -> None:
+    target = target_of("llama")
+    folder = Path(bridge_folder("llama", "layers:1-2", "linear"))
+    about = json.loads((folder / "head.json").read_text())
+    (tmp_path / "head.safetensors").write_bytes((folder / "head.safetensors").read_bytes())
+    for harm in ({"mask": "layers:1"}, {"kind": "mean"}, {"other": 1}):
+        (tmp_path / "head.json").write_text(json.dumps(about | {"shape": about["shape"] | harm}))
+        with pytest.raises(ConfigError, match="^bridge: .* is damaged"):
+            load_bridges(tmp_path, target, SkipMask.parse(str(harm.get("mask", "layers:1-2")), 4))
+
+
+def test_a_draft_has_the_tokens_of_its_head_alone() -> None:
+    target = target_of("llama")
+    tokens = (3, 4, 8, 9, 10)
+    config = SpeculativeConfig("layer_skip", 3, mask="", draft_head=head_folder("llama", tokens))
+    drafter = build_drafter(config, target)
+    for prompt in PROMPTS[:4]:
+        result = decode(target, drafter, prompt, GREEDY, LENGTH)
+        assert result.tokens == generated("llama", prompt, LENGTH)
+    head = DraftHead(target.model, torch.tensor(tokens), target.vocabulary)
+    view = skip_view(target.model, SkipMask.none(target.layers))
+    head.narrow(view)
+    ids = torch.tensor([PROMPTS[1]])
+    with torch.no_grad():
+        wide, whole = head.widen(view(input_ids=ids).logits[0]), target.model(input_ids=ids).logits[0]
+    assert torch.allclose(wide[:, list(tokens)], whole[:, list(tokens)], atol=1e-5)
+    assert int(torch.isinf(wide).sum()) == wide.shape[0] * (target.vocabulary - len(tokens))
+
+
+def test_a_draft_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    target = target_of("llama")
+    with pytest.raises(ConfigError, match="^draft_head: .*tokens that the model does not have"):
+        DraftHead(target.model, torch.tensor([1, 99]), target.vocabulary)
+    save_head(tmp_path, "draft_head", {}, {"tokens": torch.tensor([4, 3])}, target, {})
+    with pytest.raises(ConfigError, match="^draft_head: .* is damaged"):
+        load_draft_tokens(tmp_path, target)
+    with pytest.raises(ConfigError, match="^draft_head: cannot read"):
+        load_draft_tokens(tmp_path / "nothing", target)
