@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .bridge import Bridges
 from .clasp import similar_masks
 from .config import StopRule
 from .drafters.stopping import Stopper, confidence
@@ -42,10 +43,19 @@ _HOPELESS = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """One mask on all passages: a trace for each."""
+    """One mask on all passages: a trace for each.
+
+    Args:
+        mask: what the draft skips.
+        traces: of its drafts.
+        bridges: what stands in for it, if anything does.
+        tokens: ``[v]`` int64: those that are drafted; None for all.
+    """
 
     mask: SkipMask
     traces: tuple[Trace, ...]
+    bridges: Bridges | None = None
+    tokens: Tensor | None = None
 
     @property
     def agreement(self) -> float:
@@ -125,7 +135,14 @@ class Scanner:
                     raise self._texts.model.refusal("a draft that skips nothing is not what the model itself says")
 
     @torch.inference_mode()
-    def scan(self, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None) -> list[Scan]:
+    def scan(
+        self,
+        masks: Sequence[SkipMask],
+        depth: int | None = None,
+        floor: float | None = None,
+        bridges: Sequence[Bridges | None] | None = None,
+        tokens: Tensor | None = None,
+    ) -> list[Scan]:
         """Scan masks, as many at once as ``max_rows`` allows.
 
         Args:
@@ -133,24 +150,29 @@ class Scanner:
             depth: of the drafts; the scanner's where None.
             floor: greedy drafts are followed behind their first wrong token while they are at least so sure, as the lowest
                 threshold that will be asked about wants it; in passes that run anyway, that costs less than later.
+            bridges: of each mask; None for none at all.
+            tokens: ``[v]`` int64: those that are drafted; None for all.
         """
         if not self.sampling.greedy:
             floor = None
         depth = self.depth if depth is None else min(depth, self.depth)
-        traces = [[self._empty(passage, depth) for passage in self.passages] for _ in masks]
+        scans = [
+            Scan(mask, tuple(self._empty(passage, depth) for passage in self.passages), own, tokens)
+            for mask, own in zip(masks, [None] * len(masks) if bridges is None else bridges, strict=True)
+        ]
         for pack in self._packs:
             at_once = max(1, self.max_rows // len(pack.rows))
-            for first in range(0, len(masks), at_once):
-                some = masks[first : first + at_once]
+            for first in range(0, len(scans), at_once):
+                some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
                 for (m, p, s), place, sure, kept in self._draft(pack, some, rows, depth, floor):
-                    trace = traces[first + m][p]
+                    trace = some[m].traces[p]
                     trace.confidence[s, place] = sure
                     right = trace.agreed[s] == place
                     if right or not self.sampling.greedy:
                         trace.kept[s, place] = kept
                     trace.agreed[s] += right and kept == 1.0
-        return [Scan(mask, tuple(found)) for mask, found in zip(masks, traces, strict=True)]
+        return scans
 
     def counts(self, scan: Scan, draft_length: int, stop: StopRule) -> list[Counts]:
         """What decoding every passage with a scanned mask takes, passage by passage; an adaptive stop rule carries on.
@@ -199,9 +221,17 @@ class Scanner:
         for pack in self._packs:
             rows = [(0, p, s) for p, s in pack.rows if (p, s) in starts]
             if rows:
-                drafts = self._draft(pack, [scan.mask], rows, scan.traces[0].depth, floor, wrong=True)
+                drafts = self._draft(pack, [scan], rows, scan.traces[0].depth, floor, wrong=True)
                 for (_, p, s), place, sure, _ in drafts:
                     scan.traces[p].confidence[s, place] = sure
+
+    def _hidden(self, tokens: Tensor | None) -> Tensor | None:
+        """``[V]`` bool: what is never drafted."""
+        if tokens is None:
+            return None
+        hidden = torch.ones(self.target.vocabulary, dtype=torch.bool, device=self.target.device)
+        hidden[tokens.to(hidden.device)] = False
+        return hidden
 
     def _empty(self, passage: Passage, depth: int) -> Trace:
         shape = (passage.starts, depth)
@@ -210,7 +240,7 @@ class Scanner:
     def _draft(
         self,
         pack: Pack,
-        masks: Sequence[SkipMask],
+        scans: Sequence[Scan],
         rows: list[tuple[int, int, int]],
         depth: int,
         floor: float | None,
@@ -219,8 +249,8 @@ class Scanner:
         """Draft from some starts of a pack.
 
         Args:
-            masks: what is skipped.
-            rows: ``(mask, passage, start)`` each.
+            scans: what drafts; of one and the same tokens.
+            rows: ``(scan, passage, start)`` each.
             depth: the most tokens.
             floor: drafts go on while they are at least so sure.
             wrong: and only then; else also while they are right.
@@ -229,6 +259,8 @@ class Scanner:
             row, place (from 0), the confidence of the token drafted there, and the chance that it is accepted.
         """
         cache, device = self._texts.lay(pack), self.target.device
+        masks, bridges = [scan.mask for scan in scans], [scan.bridges for scan in scans]
+        hidden = self._hidden(scans[0].tokens)
         branches: list[tuple[Tensor, int]] = []  # of every pass: its rows' numbers, and how far behind the start they stand
         number = torch.arange(len(rows), device=device)
         chain = self._texts.tokens([(p, s) for _, p, s in rows])[:, None]
@@ -242,7 +274,9 @@ class Scanner:
                 visible, positions = self._texts.visible(pack, [(p, s) for _, p, s in live], number, branches, place)
                 of = torch.tensor([m for m, _, _ in live], device=device)
                 parts = _runs([p for _, p, _ in live])
-                logits = self._texts.model.run(chain[:, -1], positions, cache, visible, masks, of, parts)
+                logits = self._texts.model.run(chain[:, -1], positions, cache, visible, masks, of, parts, bridges)
+                if hidden is not None:
+                    logits = logits.masked_fill(hidden, -float("inf"))
                 branches.append((number, place))
                 cache.length += len(here)
                 # Of what is not a number no draft is unsure: decoding would not stop either.

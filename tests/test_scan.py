@@ -14,6 +14,7 @@ import torch
 
 import layerskip
 from layerskip.anatomy import UnsupportedModel
+from layerskip.bridge import load_bridges
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decode import decode
 from layerskip.drafters.base import NoDraft
@@ -26,6 +27,8 @@ from layerskip.replay import replay_lookup
 from layerskip.sampling import Sampling
 from layerskip.scan import Scanner
 from layerskip.target import Target
+from tests.drafters.bridges import bridge_folder, head_folder
+from tests.drafters.contract import PROMPTS, target_of
 from tests.families import build
 
 Rounds = list[list[tuple[int, int, int]]]
@@ -145,6 +148,34 @@ def test_masks_scanned_at_once_are_those_scanned_alone(tiny_target: Target) -> N
         for one, other in zip(scan.traces, single.traces, strict=True):
             assert (one.agreed == other.agreed).all()
             np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("left_out", [0, 3])
+def test_bridged_drafts_are_replayed(family: str, left_out: int) -> None:
+    """Several masks in one pass, each with its own bridges or none, drafting all tokens or most of them."""
+    target = target_of(family)
+    passages = [_passage(target, i, prompt, GREEDY, 14) for i, prompt in enumerate(PROMPTS[:3])]
+    scanner = Scanner(target, passages, GREEDY, depth=4, max_rows=200)
+    kinds = {"layers:1-2": "linear", "layers:1;attention:2": "mean", "attention:1;mlp:2": "mlp", "mlp:1": ""}
+    masks = [SkipMask.parse(text, target.layers) for text in kinds]
+    folders = [
+        bridge_folder(family, text, kind, width=8 if kind == "mlp" else 0) if kind else "" for text, kind in kinds.items()
+    ]
+    bridges = [load_bridges(folder, target, mask) if folder else None for folder, mask in zip(folders, masks, strict=True)]
+    said = tuple(range(left_out, target.vocabulary))
+    head = head_folder(family, said) if left_out else ""
+    for bridge, folder, scan in zip(
+        bridges,
+        folders,
+        scanner.scan(masks, bridges=bridges, tokens=torch.tensor(said) if left_out else None, floor=0.3),
+        strict=True,
+    ):
+        assert scan.bridges is bridge
+        for stop in STOPS[:4]:
+            fields = {"mask": scan.mask.format(), "bridge": folder, "draft_head": head}
+            config = SpeculativeConfig("layer_skip", 4, stop=stop, **fields)  # type: ignore[arg-type]
+            assert scanner.rounds(scan, 4, stop) == _rounds(target, passages, config, GREEDY), config.label()
 
 
 def test_expected_counts_are_the_mean_of_sampled_decoding(tiny_target: Target) -> None:
