@@ -80,7 +80,7 @@ class Calibration:
     """
 
     def __init__(self, target: Target, passages: Sequence[Passage], most_bytes: int, max_rows: int = 256) -> None:
-        self.target = target
+        self.target, self.passages = target, tuple(passages)
         self._model = RowModel(target.model)
         self._texts = Texts(self._model, target.vocabulary, passages, Sampling())
         width = int(target.model.config.get_text_config(decoder=True).hidden_size)

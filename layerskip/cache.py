@@ -163,6 +163,10 @@ class KVCache(Cache):
                         index = torch.tensor(places, device=states.device) + begin
                     states[:, :, begin : begin + len(places)] = states.index_select(2, index)
 
+    def states(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Every layer's keys and values, ``[B, heads, max_length, head_dim]``; None where it keeps none."""
+        return [(layer.keys, layer.values) for layer in self._layers]
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""

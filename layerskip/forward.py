@@ -11,11 +11,10 @@ import inspect
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import Cache
 
-from .cache import KVCache
 
-
-def forward(model: nn.Module, tokens: Tensor, cache: KVCache, last: int, positions: Tensor | None = None) -> Tensor:
+def forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:
     """The logits behind the last tokens of a block that stands at position ``cache.length``.
 
     Args:

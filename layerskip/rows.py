@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from .anatomy import Anatomy, Form, UnsupportedModel, anatomy, hidden_states, returned
 from .attention import attend_in_parts
 from .bridge import Bridge, Bridges
 from .cache import KVCache
+from .draft_head import DraftHead
 from .forward import forward
 from .mask import SkipMask
 from .view import decoding_view, twin
@@ -207,7 +208,7 @@ class RowModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        cache: KVCache,
+        cache: Cache,
         visible: Sequence[Tensor],
         masks: Sequence[SkipMask],
         of: Tensor,
@@ -231,6 +232,10 @@ class RowModel:
         """
         self.prepare(visible, masks, of, parts, bridges)
         return forward(self._twin, tokens, cache, last=tokens.shape[0], positions=positions)
+
+    def narrow(self, head: DraftHead) -> None:
+        """Give the logits ``[R, v]`` of a draft head's tokens alone, from now on."""
+        head.narrow(self._twin)
 
     def watch(self, kind: str, index: int) -> None:
         """Note what one sub-layer reads and gives from now on; :meth:`seen` tells."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +61,7 @@ class Text:
         visible: per layer ``[n, n]`` bool or None, as :meth:`RowModel.read` gives it.
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
         chances: ``[N]``: its probability of the token itself; empty for greedy decoding.
+        said: what was asked of its logits at every token of the continuation, if anything was.
     """
 
     tokens: Tensor
@@ -68,6 +69,7 @@ class Text:
     visible: list[Tensor | None]
     confidence: NDArray[np.float64]
     chances: NDArray[np.float64]
+    said: Tensor | None = None
 
 
 class Texts:
@@ -78,11 +80,19 @@ class Texts:
         vocabulary: V, the width of its logits.
         passages: its continuations.
         sampling: how they were chosen.
+        says: what to keep of a continuation's logits ``[N, V]``.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: RowModel, vocabulary: int, passages: Sequence[Passage], sampling: Sampling) -> None:
-        self.model, self.vocabulary = model, vocabulary
+    def __init__(
+        self,
+        model: RowModel,
+        vocabulary: int,
+        passages: Sequence[Passage],
+        sampling: Sampling,
+        says: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.model, self.vocabulary, self._says = model, vocabulary, says
         self.passages, self.sampling = tuple(passages), sampling
         self.texts = [self._read(passage) for passage in self.passages]
         self._cache: KVCache | None = None
@@ -123,7 +133,14 @@ class Texts:
                 seen = torch.cat([self.seen(tokens[:place]) for place in range(begin, end)])
             probs = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
             chances = probs.double().cpu().numpy()
-        return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances)
+        said = None if self._says is None else self._says(logits)
+        return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances, said)
+
+    def said(self, passage: int) -> Tensor:
+        """What was kept of a continuation's logits, ``[N, ...]``."""
+        found = self.texts[passage].said
+        assert found is not None
+        return found
 
     def pack(self, rows: list[Start], room: int) -> Pack:
         """Some starts, and the passages that they need, with room for so many positions of drafts."""

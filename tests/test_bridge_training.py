@@ -1,0 +1,106 @@
+"""Training bridges: its loss against drafts made one by one, its gradient against differences, and what it brings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerskip.bridge import Bridges
+from layerskip.bridge_training import BridgeTraining
+from layerskip.mask import SkipMask
+from layerskip.passages import Passage
+from layerskip.target import Target
+from layerskip.view import skip_view
+from tests.drafters.bridges import calibration
+from tests.families import build
+from tests.test_bridge import _passages, _shape
+
+MASK = "layers:1;mlp:2"
+
+
+def _bridges(target: Target, mask: str = MASK) -> Bridges:
+    torch.manual_seed(4)
+    bridges = Bridges(_shape(target, mask, "mlp", 4, 6))
+    with torch.no_grad():
+        for parameter in bridges.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return bridges
+
+
+def _drafted_one_by_one(target: Target, bridges: Bridges, passages: list[Passage], tokens: torch.Tensor) -> float:
+    """The loss of drafts of two tokens, each made by itself through transformers' own cache."""
+    view = skip_view(target.model, bridges.mask, bridges)
+    sums, counts = [0.0, 0.0], [0, 0]
+    for passage in passages:
+        for s in range(passage.starts):
+            known = [*passage.prompt, *passage.tokens[: s + 1]]
+            with torch.no_grad():
+                cache = target.model(input_ids=torch.tensor([known[:-1]]), use_cache=True).past_key_values
+                for place in range(2):
+                    logits = view(input_ids=torch.tensor([[known[-1]]]), past_key_values=cache).logits[0, -1, tokens]
+                    own = target.model(input_ids=torch.tensor([known])).logits[0, -1].softmax(-1)[tokens]
+                    sums[place] -= float((own.bfloat16().float() * logits.log_softmax(-1)).sum())
+                    counts[place] += 1
+                    answer = passage.tokens[s + 1]
+                    if int(tokens[logits.argmax()]) != answer or s + 2 > passage.starts:
+                        break
+                    known.append(answer)
+                    s += 1
+    assert all(counts)
+    return sum(0.8**place * sums[place] / counts[place] for place in range(2))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+def test_the_loss_is_that_of_drafts_made_one_by_one(family: str) -> None:
+    target = Target(build(family))
+    passages, bridges = [*_passages(target)[:3]], _bridges(target)
+    passages = [_greedy(target, passage) for passage in passages]
+    tokens = torch.arange(3, target.vocabulary)
+    loss = BridgeTraining(target, bridges, tokens, 2).loss(passages)
+    assert float(loss.detach()) == pytest.approx(_drafted_one_by_one(target, bridges, passages, tokens), rel=1e-3)
+
+
+def _greedy(target: Target, passage: Passage) -> Passage:
+    """The same prompt, continued by the target, so that drafts are right now and then."""
+    ids = torch.tensor([passage.prompt])
+    made = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+    return Passage(passage.prompt_id, "own", passage.prompt, tuple(made[0, ids.shape[1] :].tolist()), 12)
+
+
+def test_the_gradient_is_what_differences_say() -> None:
+    target = Target(build("llama").double())
+    passages, bridges = _passages(target)[:2], _bridges(target).double()
+    training = BridgeTraining(target, bridges, torch.arange(target.vocabulary), 1)
+    training.loss(passages).backward()  # type: ignore[no-untyped-call]
+    for _, bridge in bridges.parts():
+        for name in ("bias", "down", "up", "gate", "out"):
+            parameter = getattr(bridge, name)
+            flat, found = parameter.detach().view(-1), float(parameter.grad.view(-1)[3])
+            step = 1e-2
+            losses = []
+            for sign in (1, -1):
+                flat[3] += sign * step
+                with torch.no_grad():
+                    losses.append(float(training.loss(passages)))
+                flat[3] -= sign * step
+            assert found == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=0.02, abs=1e-4)
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+
+
+def test_training_makes_drafts_better() -> None:
+    """From the closed form, on the texts that it was fitted to."""
+    found = calibration("llama")
+    target = found.target
+    bridges = found.fit(_shape(target, "layers:1-2")).bridges
+    passages = list(found.passages)
+    training = BridgeTraining(target, bridges, torch.arange(target.vocabulary), 1)
+    optimiser = torch.optim.AdamW(bridges.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(30):
+        loss = training.loss(passages)
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert SkipMask.parse("layers:1-2", 4) == bridges.mask
