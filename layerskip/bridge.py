@@ -58,6 +58,17 @@ class BridgeShape:
         if (self.width > 0) != (self.kind == "mlp"):
             raise ConfigError(f"bridge.width: {self.width} is not what a bridge of kind {self.kind} has")
 
+    @property
+    def spans(self) -> int:
+        """How many bridges there are."""
+        return len(SkipMask.parse(self.mask, self.layers).gaps)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a pass reads for all of them together."""
+        flat = 0 if self.kind == "mean" else 2 * self.rank * self.hidden or self.hidden**2
+        return self.spans * (self.hidden + flat + 3 * self.width * self.hidden)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
@@ -148,10 +159,6 @@ class Bridges(nn.Module):
     def parts(self) -> list[tuple[Gap, Bridge]]:
         """Every gap with its bridge, in the order in which a pass comes to them."""
         return [(gap, self.of(gap)) for gap in self.mask.gaps]
-
-    def numbers(self) -> int:
-        """How many numbers a pass reads for all of them together."""
-        return sum(parameter.numel() for parameter in self.parameters())
 
 
 def load_bridges(folder: str | Path, target: Target, mask: SkipMask) -> Bridges:

@@ -71,34 +71,29 @@ class Calibration:
     Args:
         target: the model.
         passages: its own continuations.
-        most_bytes: of the hidden states that are kept; of rows that do not fit, evenly spread ones are left out.
+        most_bytes: of the hidden states, keys and values that are kept; of more passages, evenly spread ones are taken.
         max_rows: rows per pass.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped, or rows cannot be told apart in its attention.
-        ValueError: not even a few rows fit the budget.
+        ValueError: not even one passage fits the budget.
     """
 
     def __init__(self, target: Target, passages: Sequence[Passage], most_bytes: int, max_rows: int = 256) -> None:
-        self.target, self.passages = target, tuple(passages)
+        self.target = target
         self._model = RowModel(target.model)
-        self._texts = Texts(self._model, target.vocabulary, passages, Sampling())
-        width = int(target.model.config.get_text_config(decoder=True).hidden_size)
-        each = (target.layers + 1) * width * target.model.dtype.itemsize
-        starts = [(p, s) for p, passage in enumerate(passages) for s in range(passage.starts)]
-        room = most_bytes // each
-        if room < 2 or len(starts) < 2:
-            raise ValueError(f"most_bytes: {most_bytes} hold the hidden states of {room} of {len(starts)} positions")
-        self.hidden = width
-        self.starts = starts[:: max(1, -(-len(starts) // room))]
+        self.passages = self._affordable([passage for passage in passages if passage.starts > 1], most_bytes)
+        self._texts = Texts(self._model, target.vocabulary, self.passages, Sampling())
+        self.starts = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts)]
         packs = [self._pack(self.starts[i : i + max_rows]) for i in range(0, len(self.starts), max_rows)]
         self._texts.lay(max(packs, key=lambda pack: pack.end + pack.room))  # the one cache has room for all from now on
         self._parts = [self._read(pack) for pack in packs]
 
     @property
     def nbytes(self) -> int:
-        """What the hidden states take."""
-        return sum(state.numel() * state.element_size() for part in self._parts for state in part.states)
+        """What hidden states, keys and values take."""
+        states = sum(state.numel() * state.element_size() for part in self._parts for state in part.states)
+        return states + sum(text.cache.nbytes for text in self._texts.texts)
 
     def fit(self, shape: BridgeShape) -> Fit:
         """Fit the bridges of a mask in closed form; the MLP of kind ``mlp`` begins as nothing."""
@@ -108,6 +103,24 @@ class Calibration:
         ridges = self._fit(bridges)
         empty, bridged = self._judge(bridges.mask, None), self._judge(bridges.mask, bridges)
         return Fit(bridges, ridges, empty, bridged, len(self.starts), time.monotonic() - begin)
+
+    def _affordable(self, passages: Sequence[Passage], most_bytes: int) -> tuple[Passage, ...]:
+        """As many passages, evenly spread, as the budget holds."""
+        width = int(self.target.model.config.get_text_config(decoder=True).hidden_size)
+        each = (self.target.layers + 1) * width * self.target.model.dtype.itemsize
+        kept: list[Passage] = []
+        if passages:
+            (one,) = Texts(self._model, self.target.vocabulary, passages[:1], Sampling()).texts
+            beside = one.cache.nbytes // one.cache.max_length
+            costs = [(len(p.prompt) + p.max_new_tokens) * beside + p.starts * each for p in passages]
+            for count in range(len(passages), 0, -1):
+                places = [number * len(passages) // count for number in range(count)]
+                if sum(costs[place] for place in places) <= most_bytes:
+                    kept = [passages[place] for place in places]
+                    break
+        if not kept:
+            raise ValueError(f"most_bytes: {most_bytes} hold not even one of {len(passages)} continuations")
+        return tuple(kept)
 
     def _pack(self, starts: list[Start]) -> Pack:
         return self._texts.pack(starts, len(starts))

@@ -8,6 +8,7 @@ assumed to be flat. Drafts are timed in whole rounds, each followed by its verif
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,10 +20,12 @@ import torch
 from torch import nn
 
 from .anatomy import anatomy
+from .bridge import Bridges, BridgeShape
 from .cache import KVCache
 from .clock import now
-from .config import StopRule
+from .config import ConfigError, StopRule
 from .draft import Draft
+from .draft_head import DraftHead
 from .drafters.chain import draft_chain
 from .drafters.stopping import Stopper, confidence
 from .forward import forward
@@ -34,6 +37,31 @@ from .verify import verify
 from .view import decoding_view, skip_view
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
+_NARROW = 4  # a timed draft head has this share of the vocabulary
+
+
+@dataclass(frozen=True)
+class Aids:
+    """What a draft has beside the sub-layers that it keeps.
+
+    Args:
+        bridges: how many stand in for skipped ones.
+        numbers: that a pass reads for all of them together.
+        left_out: tokens that are never drafted.
+    """
+
+    bridges: int = 0
+    numbers: int = 0
+    left_out: int = 0
+
+    @classmethod
+    def of(cls, shape: BridgeShape | None, left_out: int = 0) -> Aids:
+        """Those of a mask's bridges, and of a draft head."""
+        return cls(left_out=left_out) if shape is None else cls(shape.spans, shape.numbers, left_out)
+
+
+NO_AIDS = Aids()
+"""Empty skips, and the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +77,9 @@ class CostProfile:
         confidence_seconds: reading how sure a draft is of a token, which a stop rule does.
         round_seconds: what a round takes for having drafted with a model at all, beside its draft passes and verification.
         verify_seconds: entry g: verifying g drafted tokens; entry 0 is a step of plain decoding.
+        bridge_seconds: what a bridge takes for being there at all.
+        number_seconds: what each number that bridges read adds.
+        token_seconds: what the output layer takes for each token of the vocabulary.
     """
 
     context: int
@@ -59,6 +90,9 @@ class CostProfile:
     confidence_seconds: float
     round_seconds: float
     verify_seconds: tuple[float, ...]
+    bridge_seconds: float = 0.0
+    number_seconds: float = 0.0
+    token_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -70,11 +104,14 @@ class CostProfile:
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         return cls(**values)
 
-    def draft_seconds(self, mask: SkipMask) -> float:
+    def draft_seconds(self, mask: SkipMask, aids: Aids = NO_AIDS) -> float:
         """One draft pass with a mask."""
         pairs = list(zip(mask.attention, mask.mlp, strict=True))
         return (
             self.head_seconds
+            + self.bridge_seconds * aids.bridges
+            + self.number_seconds * aids.numbers
+            - self.token_seconds * aids.left_out
             + self.block_seconds * sum(not (attention and mlp) for attention, mlp in pairs)
             + sum(cost for cost, (skipped, _) in zip(self.attention_seconds, pairs, strict=True) if not skipped)
             + sum(cost for cost, (_, skipped) in zip(self.mlp_seconds, pairs, strict=True) if not skipped)
@@ -84,7 +121,7 @@ class CostProfile:
         """What skipping each layer's sub-layer of a kind, ``attention`` or ``mlp``, takes off a draft pass."""
         return self.attention_seconds if kind == "attention" else self.mlp_seconds
 
-    def seconds(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
+    def seconds(self, counts: Counts, mask: SkipMask, stop: StopRule, aids: Aids = NO_AIDS) -> float:
         """What decoding takes that is so counted.
 
         Raises:
@@ -92,12 +129,12 @@ class CostProfile:
         """
         if len(counts.verified) > len(self.verify_seconds):
             raise ValueError(f"verified: {len(counts.verified) - 1} tokens at once; the profile ends at {self.longest}")
-        each = self.draft_seconds(mask) + (self.confidence_seconds if stop.kind != "length" else 0.0)
+        each = self.draft_seconds(mask, aids) + (self.confidence_seconds if stop.kind != "length" else 0.0)
         return counts.drafted * each + sum(counts.verified[1:]) * self.round_seconds + self._verifying(counts)
 
-    def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
+    def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule, aids: Aids = NO_AIDS) -> float:
         """Predicted speedup over plain decoding; 1.0 where nothing is decoded."""
-        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop) if counts.tokens else 1.0
+        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop, aids) if counts.tokens else 1.0
 
     def lookup_speedup(self, counts: Counts) -> float:
         """The same for a drafter that runs no model, whose drafts cost next to nothing beside their verification."""
@@ -162,16 +199,18 @@ def profile_costs(
     def check_given(count: int) -> None:
         check(Draft(tokens[:count], probs=None if sampling.greedy else even.expand(count, -1)))
 
-    def decode_round(view: nn.Module, count: int) -> None:
-        draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()))
+    def decode_round(part: _Part, view: nn.Module, count: int) -> None:
+        draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), head=part.head)
         cache.length = context
         check(draft)
 
     lengths = sorted({min(count, longest) for count in _DRAFTED})
     jobs: dict[tuple[str, int, int], Callable[[], object]] = {}
-    for number, (mask, _) in enumerate(parts):
-        view = skip_view(target.model, mask)
-        jobs |= {("round", number, count): partial(decode_round, view, count) for count in lengths}
+    for number, part in enumerate(parts):
+        view = skip_view(target.model, part.mask, part.bridges)
+        if part.head is not None:
+            part.head.narrow(view)
+        jobs |= {("round", number, count): partial(decode_round, part, view, count) for count in lengths}
     jobs |= {("verify", 0, count): partial(check_given, count) for count in range(longest + 1)}
     jobs["confidence", 0, 0] = lambda: float(confidence(logits))
     times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
@@ -189,12 +228,12 @@ def profile_costs(
     median = {name: float(np.median(found)) for name, found in times.items()}
     verifying = [median["verify", 0, count] for count in range(longest + 1)]
     rounds = [name for name in jobs if name[0] == "round"]
-    rows = np.array([[1.0, *(count * part for part in parts[number][1])] for _, number, count in rounds])
+    rows = np.array([[1.0, *(count * number_of for number_of in parts[number].counts)] for _, number, count in rounds])
     drafting = np.array([median[name] - verifying[name[2]] for name in rounds])
     near = 1 / np.array([median[name] for name in rounds])  # a per cent of a short round is worth one of a long round
     solved = np.linalg.lstsq(rows * near[:, None], drafting * near, rcond=None)[0]
     kinds = _kinds(target)
-    costs = dict(zip(kinds, np.maximum(solved[3:], 0.0), strict=True))
+    costs = dict(zip(kinds, np.maximum(solved[6:], 0.0), strict=True))
     by_layer = {name: tuple(float(costs[kind]) for kind in _of_layers(target, name)) for name in ("attention", "mlp")}
     return CostProfile(
         context,
@@ -205,6 +244,7 @@ def profile_costs(
         median["confidence", 0, 0],
         float(solved[0]),  # below 0 where drafting warms up what verification needs
         tuple(verifying),
+        *(max(0.0, float(cost)) for cost in solved[3:6]),
     )
 
 
@@ -225,8 +265,18 @@ def _kinds(target: Target) -> list[tuple[Any, ...]]:
     return list(dict.fromkeys([*_of_layers(target, "attention"), *_of_layers(target, "mlp")]))
 
 
-def _parts(target: Target) -> list[tuple[SkipMask, list[float]]]:
-    """Masks to time, each with how often a pass with it runs head, blocks and every kind of sub-layer."""
+@dataclass(frozen=True)
+class _Part:
+    """A draft to time, with how often a pass of it runs head, blocks, bridges, their numbers, tokens left out, and kinds."""
+
+    mask: SkipMask
+    bridges: Bridges | None
+    head: DraftHead | None
+    counts: list[float]
+
+
+def _parts(target: Target) -> list[_Part]:
+    """What to time."""
     attention, mlp, kinds = _of_layers(target, "attention"), _of_layers(target, "mlp"), _kinds(target)
     nothing, everything = (False,) * target.layers, (True,) * target.layers
     masks = [SkipMask(nothing, nothing), SkipMask(everything, everything)]
@@ -235,9 +285,24 @@ def _parts(target: Target) -> list[tuple[SkipMask, list[float]]]:
         masks.append(SkipMask(*flags))
     # Two of a kind skipped together tell a block's own cost from its sub-layers'.
     masks += [SkipMask(everything, nothing), SkipMask(nothing, everything)]
+    # A bridge in place of every attention, so that they are many enough to be told from noise.
+    hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
+    no_attention = SkipMask(everything, nothing)
+    shapes = [BridgeShape(no_attention.format(), target.layers, hidden, kind) for kind in ("mean", "linear")]
+    drafts: list[tuple[SkipMask, BridgeShape | None, DraftHead | None]] = [
+        (mask, None, None) for mask in dict.fromkeys(masks)
+    ]
+    drafts += [(no_attention, shape, None) for shape in shapes]
+    with contextlib.suppress(ConfigError):  # an output layer that cannot be cut costs what it does
+        some = torch.arange(max(1, target.vocabulary // _NARROW))
+        drafts.append((SkipMask(everything, everything), None, DraftHead(target.model, some, target.vocabulary)))
     rows = []
-    for mask in dict.fromkeys(masks):
+    for mask, shape, head in drafts:
         kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]
         blocks = sum(not (a and m) for a, m in zip(mask.attention, mask.mlp, strict=True))
-        rows.append((mask, [1.0, float(blocks), *(float(kept.count(kind)) for kind in kinds)]))
+        aids = Aids.of(shape, 0 if head is None else target.vocabulary - head.tokens.numel())
+        bridges = None if shape is None else Bridges(shape).to(target.device, target.model.dtype).requires_grad_(False)
+        beside = [float(aids.bridges), float(aids.numbers), -float(aids.left_out)]
+        counts = [1.0, float(blocks), *beside, *(float(kept.count(kind)) for kind in kinds)]
+        rows.append(_Part(mask, bridges, head, counts))
     return rows

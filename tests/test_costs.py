@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from layerskip import SkipMask, StopRule, Target
-from layerskip.costs import CostProfile, profile_costs
+from layerskip.bridge import BridgeShape
+from layerskip.costs import Aids, CostProfile, profile_costs
 from layerskip.replay import Counts
 from tests.families import build
 
@@ -18,6 +21,16 @@ PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, 0.5, (20.0, 21
 )
 def test_a_draft_pass_costs_what_it_keeps(mask: str, seconds: float) -> None:
     assert PROFILE.draft_seconds(SkipMask.parse(mask, 2)) == seconds
+
+
+def test_bridges_and_a_narrow_head_have_their_price() -> None:
+    profile = replace(PROFILE, bridge_seconds=0.5, number_seconds=0.01, token_seconds=0.002)
+    mask = SkipMask.parse("layers:0", 2)
+    aids = Aids.of(BridgeShape("layers:0", 2, 4, "linear"), left_out=100)
+    assert aids == Aids(1, 20, 100)
+    assert profile.draft_seconds(mask, aids) == pytest.approx(9.5 + 0.5 + 0.2 - 0.2)
+    counts = Counts(rounds=4, drafted=5, accepted=3, tokens=7, verified=(1, 1, 2))
+    assert profile.seconds(counts, mask, StopRule(), aids) - profile.seconds(counts, mask, StopRule()) == pytest.approx(2.5)
 
 
 def test_counts_become_seconds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -54,6 +55,33 @@ def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "h" / "head.json").read_text())["training"] == about["training"]
 
 
+@pytest.mark.parametrize("bridge", ["mean", "linear", "mlp"])
+def test_bridges_are_trained_and_draft(bridge: str, model: Path, tmp_path: Path) -> None:
+    few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=30", f"head={tmp_path}/b")
+    sizes = {"mean": (), "linear": ("bridge.rank=8",), "mlp": ("bridge.width=8",)}[bridge]
+    which = ("drafter=layer_skip", "mask=layers:1-2", f"bridge.kind={bridge}", *sizes)
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", *which, *few)
+    done = execute("train", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "closed form, " in done.stdout
+    rates = [float(rate) for rate in re.findall(r"(?:empty: .*by token|trained, .* s): ([\d.]+)", done.stdout)]
+    if rates[1] <= rates[0]:
+        assert "nothing is written" in done.stdout
+        assert not (tmp_path / "b" / "head.json").exists()
+        return
+    about = json.loads((tmp_path / "b" / "head.json").read_text())
+    assert about["training"]["steps_done"] == 30
+    assert about["training"]["held_out"][0] == pytest.approx(rates[1], abs=1e-3)
+    target = load_target(str(model), dtype="float32", device="cpu")
+    heads = {"bridge": str(tmp_path / "b"), "draft_head": str(tmp_path / "b" / "draft_head")}
+    config = SpeculativeConfig.from_dict({"kind": "layer_skip", "mask": "layers:1-2", "draft_length": 2} | heads)
+    plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=24)
+    assert generate(target, "Tell me more.", config, max_new_tokens=24).tokens == plain.tokens
+    again = execute("train", *overrides, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "b" / "head.json").read_text())["training"] == about["training"]
+
+
 def test_a_killed_training_goes_on(model: Path, tmp_path: Path) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl")
     overrides = (*SMALL, f"target.path={model}", *few, "steps=60", "save_seconds=0.001")
@@ -93,10 +121,15 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path) -> None:
         ("three_layers=3", "three_layers"),
         ("feature_bytes=10", "feature_bytes"),
         ("feature_bytes=10_000_000_000_000_000", "feature_bytes"),
+        ("drafter=layer_skip mask=layers:90", "mask"),
+        ("drafter=layer_skip mask=''", "mask"),
+        ("drafter=layer_skip mask=layers:1 bridge.kind=other", "bridge.kind"),
+        ("drafter=layer_skip mask=layers:1 bridge.rank=-1", "bridge.rank"),
+        ("drafter=layer_skip mask=layers:1 calibration_bytes=10", "calibration_bytes"),
     ],
 )
 def test_bad_input_is_one_line(override: str, named: str, model: Path, tmp_path: Path) -> None:
-    done = execute("train", *SMALL, f"target.path={model}", f"outputs={tmp_path}", override, cwd=tmp_path)
+    done = execute("train", *SMALL, f"target.path={model}", f"outputs={tmp_path}", *override.split(), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}")
     assert "Traceback" not in done.stderr

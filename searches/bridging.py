@@ -1,0 +1,163 @@
+"""Bridges of one mask, from texts to a folder: the closed form first, then by gradient.
+
+What ``python -m searches.train drafter=layer_skip mask=...`` does once the target's own texts are there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from layerskip import MaskError, Sampling, SkipMask, Target
+from layerskip.bridge import KIND, Bridges, BridgeShape
+from layerskip.bridge_fit import Calibration, Fit
+from layerskip.bridge_training import BridgeTraining
+from layerskip.draft_head import KIND as HEAD
+from layerskip.files import digest
+from layerskip.heads import save_head
+from layerskip.own_texts import OwnText
+from layerskip.passages import Passage
+from layerskip.scan import Scanner
+
+from .application import InputError
+from .learner import Learner
+from .tracking import Tracker
+
+
+def shape_of(config: DictConfig, target: Target) -> BridgeShape:
+    """The bridges that a configuration asks for.
+
+    Raises:
+        InputError: they cannot be.
+    """
+    text = str(config.drafter.mask if config.mask is None else config.mask)
+    try:
+        mask = SkipMask.parse(text, target.layers)
+    except MaskError as error:
+        raise InputError(str(error)) from None
+    if not mask.gaps:
+        raise InputError("mask: skips nothing, so there is nothing to stand in for")
+    hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
+    kind, rank, width = (config.bridge[name] for name in ("kind", "rank", "width"))
+    return BridgeShape(mask.format(), target.layers, hidden, kind, rank, width)
+
+
+def passages_of(texts: list[OwnText]) -> list[Passage]:
+    """A target's own texts as continuations."""
+    found = []
+    for number, text in enumerate(texts):
+        answer = text.tokens[text.begin :]
+        if len(answer) > 1:
+            found.append(Passage(str(number), "own", text.tokens[: text.begin], answer, len(answer)))
+    return found
+
+
+def train_bridges(
+    config: DictConfig,
+    target: Target,
+    texts: list[OwnText],
+    judges: tuple[Passage, ...],
+    tokens: Tensor | None,
+    folder: Path,
+    learnt: dict[str, Any],
+    tracker: Tracker,
+) -> Path | None:
+    """Fit and train the bridges of one mask; returns their folder, or None where an empty skip drafts better.
+
+    Args:
+        config: of ``conf/train.yaml``.
+        target: the model.
+        texts: its own, to learn from.
+        judges: what it says to held-out prompts.
+        tokens: ``[v]`` int64: those that are drafted; None for all.
+        folder: to write.
+        learnt: what tells this training from others.
+        tracker: for losses and rates.
+    """
+    shape = shape_of(config, target)
+    passages = passages_of(texts)
+    if not passages:
+        raise InputError(f"max_new_tokens: {config.max_new_tokens} leave no text of two tokens to learn from")
+    said = tokens if tokens is not None else torch.arange(target.vocabulary)
+    scanner = Scanner(target, [p for p in judges if p.starts > 0], Sampling(), int(config.unroll))
+    empty = rates(scanner, shape, None, tokens)
+    print(f"{shape.mask}, empty: accepted on held-out prompts, token by token: {shown(empty)}", flush=True)
+    learner = BridgeLearner(config, shape, target, passages, scanner, said, tokens, folder / "training.pt", digest(learnt))
+    if learner.fit is not None:
+        fit = learner.fit
+        print(f"closed form, {fit.rows} positions in {fit.seconds:.1f} s: {shown(learner.judge())}", flush=True)
+        tracker.log(tracker.run_id, {"fit_seconds": fit.seconds, "agreement_closed_form": fit.bridged})
+    learner.learn_all(tracker)
+    accepted = learner.judge()
+    print(f"trained, {learner.step} steps in {learner.seconds:.0f} s: {shown(accepted)}")
+    if accepted[0] <= empty[0]:
+        print(f"the draft is not better than with empty skips ({empty[0]:.3f}); nothing is written")
+        return None
+    training = learnt | {"steps_done": learner.step, "seconds": learner.seconds, "held_out": accepted, "empty": empty}
+    training |= {"data": digest([list(text.tokens) for text in texts]), "dtype": target.dtype}
+    save_head(folder, KIND, shape.to_dict(), learner.module.state_dict(), target, training)
+    if tokens is not None:
+        save_head(folder / "draft_head", HEAD, {"tokens": len(tokens)}, {"tokens": tokens}, target, learnt)
+    tracker.log_file(folder / "head.json")
+    also = f" draft_head={folder / 'draft_head'}" if tokens is not None else ""
+    print(f"wrote {folder}; decode with kind=layer_skip mask={shape.mask} bridge={folder}{also}")
+    return folder
+
+
+class BridgeLearner(Learner):
+    """Bridges in training."""
+
+    def __init__(
+        self,
+        config: DictConfig,
+        shape: BridgeShape,
+        target: Target,
+        passages: list[Passage],
+        scanner: Scanner,
+        said: Tensor,
+        tokens: Tensor | None,
+        file: Path,
+        identity: str,
+    ) -> None:
+        self.fit: Fit | None = None
+        self._target, self._passages, self._scanner, self._tokens = target, passages, scanner, tokens
+        self.bridges = Bridges(shape).to(target.device)
+        self._training = BridgeTraining(target, self.bridges, said, int(config.unroll))
+        super().__init__(config, self.bridges, len(passages), file, identity)
+
+    def begin(self) -> None:
+        """The closed form."""
+        try:
+            calibration = Calibration(self._target, self._passages, int(self.config.calibration_bytes))
+        except ValueError as error:
+            raise InputError(f"calibration_bytes: {str(error).removeprefix('most_bytes: ')}") from None
+        self.fit = calibration.fit(self.bridges.shape)
+        self.bridges.load_state_dict(self.fit.bridges.state_dict())
+
+    def loss(self, places: list[int]) -> Tensor:
+        """Of drafts on some texts."""
+        return self._training.loss([self._passages[place] for place in places])
+
+    def judge(self) -> list[float]:
+        """By a scan of held-out continuations."""
+        return rates(self._scanner, self.bridges.shape, self.bridges, self._tokens)
+
+
+def rates(scanner: Scanner, shape: BridgeShape, bridges: Bridges | None, tokens: Tensor | None) -> list[float]:
+    """For each further token: how often a draft that was right so far is right there."""
+    mask = SkipMask.parse(shape.mask, shape.layers)
+    (scan,) = scanner.scan([mask], bridges=[bridges], tokens=tokens)
+    found = []
+    for place in range(scanner.depth):
+        pairs = [(trace.agreed[s], s) for trace in scan.traces for s in range(len(trace.agreed) - place)]
+        tried = [agreed for agreed, _ in pairs if agreed >= place]
+        found.append(sum(agreed > place for agreed in tried) / len(tried) if tried else 0.0)
+    return found
+
+
+def shown(rates: list[float]) -> str:
+    return ", ".join(f"{rate:.3f}" for rate in rates)

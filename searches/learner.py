@@ -1,0 +1,122 @@
+"""How does a training go on, step after step and kill after kill? Its schedule, its order of texts, and its file."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from layerskip.clock import now
+
+from .application import InputError
+from .tracking import Tracker
+
+_WARMING = 0.03  # of the steps, during which the learning rate rises
+_CLIP = 1.0
+_LOSSES = 50  # steps over which the loss is averaged
+
+
+class Learner(ABC):
+    """Something in training; what it has come to lies in a file.
+
+    Args:
+        config: of ``conf/train.yaml``.
+        module: what learns, in float32 and on its device.
+        texts: how many texts there are to learn from.
+        file: where everything is kept.
+        identity: of the training; the file of another is refused.
+    """
+
+    def __init__(self, config: DictConfig, module: nn.Module, texts: int, file: Path, identity: str) -> None:
+        self.config, self.module, self.texts, self.file, self.identity = config, module, texts, file, identity
+        self.device = next(module.parameters()).device
+        self.optimiser = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=0.01)
+        self.step, self.seconds = 0, 0.0
+        if file.exists():
+            state: dict[str, Any] = torch.load(file, weights_only=True, map_location=self.device)
+            if state.get("identity") != identity:
+                raise InputError(f"head: {file.parent} holds another training; name another folder")
+            module.load_state_dict(state["head"])
+            self.optimiser.load_state_dict(state["optimiser"])
+            self.step, self.seconds = state["step"], state["seconds"]
+        else:
+            start = time.monotonic()
+            self.begin()
+            self.seconds = time.monotonic() - start
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Set what training begins from."""
+
+    @abstractmethod
+    def loss(self, places: list[int]) -> Tensor:
+        """The loss on some of the texts."""
+
+    @abstractmethod
+    def judge(self) -> list[float]:
+        """For each further token on held-out prompts: how often a draft that was right so far is right there."""
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1: how much of the steps, or of the time, is done."""
+        most = self.config.max_seconds
+        return float(max(self.step / self.config.steps, self.seconds / most if most else 0.0))
+
+    def learn(self) -> float:
+        """One step; returns its loss."""
+        start = now(self.device)
+        rate = (
+            min(1.0, (self.step + 1) / max(1.0, _WARMING * self.config.steps)) * (1 + math.cos(math.pi * self.progress)) / 2
+        )
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.config.learning_rate * rate
+        loss = self.loss(self._places())
+        if loss.requires_grad:
+            self.optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP)
+            self.optimiser.step()
+        found = float(loss.detach())
+        self.step += 1
+        self.seconds += now(self.device) - start
+        return found
+
+    def learn_all(self, tracker: Tracker) -> None:
+        """Train to the end, keeping and judging what it has come to now and then."""
+        kept = time.monotonic()
+        losses: list[float] = []
+        with tqdm(total=int(self.config.steps), initial=self.step, unit="step", desc="training", disable=None) as bar:
+            while self.progress < 1.0:
+                losses = [*losses[-_LOSSES + 1 :], self.learn()]
+                bar.update()
+                bar.set_postfix_str(f"loss {sum(losses) / len(losses):.3f}")
+                if time.monotonic() - kept >= self.config.save_seconds or self.progress >= 1.0:
+                    self.save()
+                    rates = self.judge()
+                    found = {f"held_out_acceptance_at_{place + 1:02d}": rate for place, rate in enumerate(rates)}
+                    tracker.log(tracker.run_id, found | {"loss": sum(losses) / len(losses)}, step=self.step)
+                    kept = time.monotonic()
+
+    def save(self) -> None:
+        """Keep everything, whole or not at all."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.file.with_suffix(".partial")
+        state = {"head": self.module.state_dict(), "optimiser": self.optimiser.state_dict()}
+        torch.save(state | {"step": self.step, "seconds": self.seconds, "identity": self.identity}, partial)
+        partial.replace(self.file)
+
+    def _places(self) -> list[int]:
+        """Texts of this step: of all in a random order that changes every time they were gone through, the next ones."""
+        each = min(self.config.texts_per_step, self.texts)
+        turns = max(1, self.texts // each)
+        generator = torch.Generator().manual_seed(self.config.seed + 1 + self.step // turns)
+        order = torch.randperm(self.texts, generator=generator).tolist()
+        first = self.step % turns * each
+        return order[first : first + each]

@@ -1,0 +1,59 @@
+"""What does a target say by itself, and which tokens does it say most? Its own texts, written once and kept.
+
+Whatever is trained or fitted learns from them; the same settings give the same texts to all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from tqdm import tqdm
+
+from layerskip import Sampling, Target, own_texts
+from layerskip.files import digest
+from layerskip.own_texts import OwnText
+from layerskip.readout import choose_tokens
+
+from .kept import Kept
+
+_TEXTS = ("tokens", "max_new_tokens", "batch", "seed")
+
+
+def asked_texts(config: DictConfig, target: Target, sampling: Sampling) -> dict[str, Any]:
+    """Everything that texts depend on."""
+    return {"target": target.digest, "sampling": sampling.to_dict(), **{name: config[name] for name in _TEXTS}}
+
+
+def write_texts(config: DictConfig, target: Target, sampling: Sampling) -> list[OwnText]:
+    """The target's own texts, those that are kept in the outputs folder and as many more as are asked for."""
+    name = digest(asked_texts(config, target, sampling))[:16]
+    kept = Kept(Path(config.outputs) / "texts" / f"{name}.jsonl")
+    texts = [OwnText(tuple(kept[name][0]), kept[name][1]) for name in kept]
+    left = int(config.tokens) - sum(len(text.tokens) - text.begin for text in texts)
+    with tqdm(
+        total=int(config.tokens), initial=int(config.tokens) - max(0, left), unit="token", desc="texts", disable=None
+    ) as bar:
+        # Draws of their own for what was missing after a kill, so that no text is drawn twice.
+        source = own_texts.write_texts(
+            target, sampling, int(config.max_new_tokens), int(config.batch), config.seed + 1000 * len(texts)
+        )
+        while left > 0:
+            text = next(source)
+            kept.add(str(len(texts)), [list(text.tokens), text.begin])
+            texts.append(text)
+            left -= len(text.tokens) - text.begin
+            bar.update(len(text.tokens) - text.begin)
+    return texts
+
+
+def drafted_tokens(config: DictConfig, target: Target, texts: list[OwnText]) -> Tensor | None:
+    """``[v]`` int64: the tokens that are drafted from, those that the target says most; None for all."""
+    if config.vocabulary is None or config.vocabulary >= target.vocabulary:
+        return None
+    said = torch.tensor([token for text in texts for token in text.tokens[text.begin :]])
+    counts = torch.bincount(said, minlength=target.vocabulary)
+    return choose_tokens(counts, int(config.vocabulary), sorted(target.eos_ids))
