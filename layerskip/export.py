@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .attachments import attach, locate
 from .config import ConfigError, SpeculativeConfig
 from .files import write_json
 from .hugging_face import custom_generate
@@ -67,8 +68,13 @@ class Export:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the file whole or not at all."""
-        write_json(Path(path), self.to_dict())
+        """Write the file whole or not at all, and beside it what is trained and named by the configuration.
+
+        Raises:
+            ConfigError: a folder that the configuration names holds nothing that was trained.
+        """
+        attached = replace(self, config=attach(self.config, Path(path)))
+        write_json(Path(path), attached.to_dict())
 
     @classmethod
     def load(cls, path: str | Path, target: Target | None = None) -> Export:
@@ -102,7 +108,7 @@ class Export:
             if type(fields["target"].get(name)) is not kind:
                 raise ExportError(f"target.{name}: is missing or not a {kind.__name__}, in {path}")
         try:
-            config = SpeculativeConfig.from_dict(fields["config"])
+            config = locate(SpeculativeConfig.from_dict(fields["config"]), Path(path))
             sampling = Sampling.from_dict(fields.get("sampling", {}))
         except ConfigError as error:
             raise ExportError(f"config.{error} (in {path})") from None

@@ -21,7 +21,7 @@ from layerskip.files import digest
 from layerskip.heads import save_head
 from layerskip.own_texts import OwnText
 from layerskip.passages import Passage
-from layerskip.scan import Scanner
+from layerskip.scan import Scan, Scanner
 
 from .application import InputError
 from .learner import Learner
@@ -82,11 +82,10 @@ def train_bridges(
     passages = passages_of(texts)
     if not passages:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leave no text of two tokens to learn from")
-    said = tokens if tokens is not None else torch.arange(target.vocabulary)
     scanner = Scanner(target, [p for p in judges if p.starts > 0], Sampling(), int(config.unroll))
-    empty = rates(scanner, shape, None, tokens)
+    empty = _judged(scanner, shape, None, tokens)
     print(f"{shape.mask}, empty: accepted on held-out prompts, token by token: {shown(empty)}", flush=True)
-    learner = BridgeLearner(config, shape, target, passages, scanner, said, tokens, folder / "training.pt", digest(learnt))
+    learner = BridgeLearner(config, shape, target, passages, scanner, tokens, folder / "training.pt", digest(learnt))
     if learner.fit is not None:
         fit = learner.fit
         print(f"closed form, {fit.rows} positions in {fit.seconds:.1f} s: {shown(learner.judge())}", flush=True)
@@ -118,7 +117,6 @@ class BridgeLearner(Learner):
         target: Target,
         passages: list[Passage],
         scanner: Scanner,
-        said: Tensor,
         tokens: Tensor | None,
         file: Path,
         identity: str,
@@ -126,6 +124,7 @@ class BridgeLearner(Learner):
         self.fit: Fit | None = None
         self._target, self._passages, self._scanner, self._tokens = target, passages, scanner, tokens
         self.bridges = Bridges(shape).to(target.device)
+        said = tokens if tokens is not None else torch.arange(target.vocabulary)
         self._training = BridgeTraining(target, self.bridges, said, int(config.unroll))
         super().__init__(config, self.bridges, len(passages), file, identity)
 
@@ -144,18 +143,23 @@ class BridgeLearner(Learner):
 
     def judge(self) -> list[float]:
         """By a scan of held-out continuations."""
-        return rates(self._scanner, self.bridges.shape, self.bridges, self._tokens)
+        return _judged(self._scanner, self.bridges.shape, self.bridges, self._tokens)
 
 
-def rates(scanner: Scanner, shape: BridgeShape, bridges: Bridges | None, tokens: Tensor | None) -> list[float]:
-    """For each further token: how often a draft that was right so far is right there."""
+def _judged(scanner: Scanner, shape: BridgeShape, bridges: Bridges | None, tokens: Tensor | None) -> list[float]:
     mask = SkipMask.parse(shape.mask, shape.layers)
     (scan,) = scanner.scan([mask], bridges=[bridges], tokens=tokens)
+    return rates(scan)
+
+
+def rates(scan: Scan) -> list[float]:
+    """For each further token: how often a draft that was right so far is right there."""
     found = []
-    for place in range(scanner.depth):
-        pairs = [(trace.agreed[s], s) for trace in scan.traces for s in range(len(trace.agreed) - place)]
-        tried = [agreed for agreed, _ in pairs if agreed >= place]
-        found.append(sum(agreed > place for agreed in tried) / len(tried) if tried else 0.0)
+    for place in range(scan.traces[0].depth if scan.traces else 0):
+        reached = [
+            int(right) for trace in scan.traces for right in trace.agreed[: len(trace.agreed) - place] if right >= place
+        ]
+        found.append(sum(right > place for right in reached) / len(reached) if reached else 0.0)
     return found
 
 

@@ -84,7 +84,7 @@ def train(config: DictConfig) -> Path | None:
                 target, held_out, Sampling(), int(config.held_out_tokens), config.seed, outputs / "continuations", bar.update
             )
         if kind == "layer_skip":
-            said = drafted_tokens(config, target, texts)
+            said = drafted_tokens(target, texts, config.vocabulary)
             return train_bridges(config, target, texts, continued, said, folder, learnt, tracker)
         return _train_head(config, target, texts, continued, folder, written, learnt, tracker)
 
@@ -152,7 +152,7 @@ def _thought(target: Target, passage: Passage, modules: tuple[str, ...]) -> Thou
 
 
 def _head(config: DictConfig, kind: str, target: Target, texts: list[OwnText]) -> EagleHead | MedusaHeads:
-    tokens = drafted_tokens(config, target, texts)
+    tokens = drafted_tokens(target, texts, config.vocabulary)
     size = None if tokens is None else tokens.shape[0]
     torch.manual_seed(config.seed)
     if kind == "eagle":

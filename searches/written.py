@@ -50,10 +50,10 @@ def write_texts(config: DictConfig, target: Target, sampling: Sampling) -> list[
     return texts
 
 
-def drafted_tokens(config: DictConfig, target: Target, texts: list[OwnText]) -> Tensor | None:
+def drafted_tokens(target: Target, texts: list[OwnText], size: int | None) -> Tensor | None:
     """``[v]`` int64: the tokens that are drafted from, those that the target says most; None for all."""
-    if config.vocabulary is None or config.vocabulary >= target.vocabulary:
+    if size is None or size >= target.vocabulary:
         return None
     said = torch.tensor([token for text in texts for token in text.tokens[text.begin :]])
     counts = torch.bincount(said, minlength=target.vocabulary)
-    return choose_tokens(counts, int(config.vocabulary), sorted(target.eos_ids))
+    return choose_tokens(counts, size, sorted(target.eos_ids))

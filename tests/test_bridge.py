@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from layerskip import Export, generate
 from layerskip.bridge import KIND, Bridges, BridgeShape, load_bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.config import ConfigError, SpeculativeConfig
@@ -156,6 +158,34 @@ def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
         build_drafter(config, target)
     with pytest.raises(ConfigError, match="^bridge: nothing is skipped"):
         replace(config, mask="")
+
+
+def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
+    """Moved to another machine with what lies beside it, the places where it was found gone."""
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
+    shape = _shape(target, "layers:1-2")
+    parts = tmp_path / "parts"
+    save_head(parts / "bridge", KIND, shape.to_dict(), Bridges(shape).state_dict(), target, {})
+    save_head(parts / "tokens", "draft_head", {}, {"tokens": torch.arange(5, 40)}, target, {})
+    (parts / "bridge" / "training.pt").write_bytes(b"large")
+    fields = {"bridge": str(parts / "bridge"), "draft_head": str(parts / "tokens")}
+    skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", **fields)  # type: ignore[arg-type]
+    config = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), skip))
+    for name in ("best", "again"):
+        Export(Export.describe(target), config).save(tmp_path / "found" / f"{name}.json")
+    shutil.rmtree(parts)
+    (tmp_path / "found").rename(tmp_path / "elsewhere")
+    assert not list((tmp_path / "elsewhere").rglob("training.pt"))
+    export = Export.load(tmp_path / "elsewhere" / "best.json", target)
+    assert Path(export.config.members[1].bridge).is_relative_to(tmp_path / "elsewhere")
+    plain = generate(target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
+    assert generate(target, "Hello.", export.config, max_new_tokens=12).tokens == plain.tokens
+    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device="cpu")
+    with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
+        generate(other, "Hello.", export.config, max_new_tokens=12)
+    with pytest.raises(ConfigError, match="^bridge: there is nothing in"):
+        Export(Export.describe(target), skip).save(tmp_path / "lost.json")
+    assert not (tmp_path / "lost.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""What does an export need beside its file? The trained parts that its configuration names, copied next to it.
+
+Their folders are named after what is in them, so that a copy that was interrupted never passes for a whole one, and an older
+export keeps its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from .config import ConfigError, SpeculativeConfig
+
+_PARTS = ("bridge", "draft_head", "head")
+_FILES = ("head.json", "head.safetensors", "config.json", "model.safetensors", "pytorch_model.bin")
+
+
+def attach(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
+    """Copy what a configuration names beside an export's file; returns the configuration with names relative to it.
+
+    Raises:
+        ConfigError: a folder that it names holds nothing of the kind.
+    """
+
+    def copied(part: str, name: str) -> str:
+        source = Path(name)
+        found = [source / name for name in _FILES if (source / name).is_file()]
+        if not found:
+            raise ConfigError(f"{part}: there is nothing in {source} to export")
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in found)).hexdigest()[:12]
+        folder = file.parent / f"{file.stem}.{part}-{digest}"
+        if not folder.exists():
+            partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+            partial.mkdir(parents=True)
+            try:
+                for path in found:
+                    shutil.copyfile(path, partial / path.name)
+                partial.replace(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return folder.name
+
+    return _renamed(config, copied)
+
+
+def locate(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
+    """The configuration of an export's file with absolute names of what lies beside it."""
+    return _renamed(config, lambda _, name: name if Path(name).is_absolute() else str((file.parent / name).resolve()))
+
+
+def _renamed(config: SpeculativeConfig, rename: Callable[[str, str], str]) -> SpeculativeConfig:
+    changes = {part: rename(part, getattr(config, part)) for part in _PARTS if getattr(config, part)}
+    members = tuple(_renamed(member, rename) for member in config.members)
+    return replace(config, members=members, **changes)  # type: ignore[arg-type]

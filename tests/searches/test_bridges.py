@@ -1,0 +1,60 @@
+"""What bridges are worth, on tiny models of several families: the whole program, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from layerskip import SpeculativeConfig, generate, load_target
+from tests.searches.programs import execute
+from tests.tiny import save_tiny
+
+SMALL = (
+    *("tokens=300", "max_new_tokens=16", "batch=8", "texts_per_step=4", "steps=6", "max_seconds=1000", "depth=3"),
+    *("masks=[layers:1,layers:1-2]", "vocabularies=[48]", "contenders=1", "measure.max_new_tokens=12", "measure.prompts=2"),
+    *("measure.held_out_prompts=2", "scan.profile_repeats=2", "target=local", "target.dtype=float32", "target.device=cpu"),
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", family)
+    few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
+    (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
+    prompts = ("prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
+    overrides = (*SMALL, f"target.path={folder}", f"outputs={tmp_path}", *prompts, f"record={tmp_path}/record.json")
+    done = execute("bridges", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (tmp_path / "record.png").stat().st_size > 1000
+    points = record["points"]
+    kinds = {(point["mask"], point["bridge"], point["tokens"]) for point in points}
+    assert len(points) == len(kinds) == 2 * 4 * 2
+    assert {point["bridge"] for point in points} == {"empty", "mean", "linear", "trained"}
+    assert all(0 <= point["agreement"] <= 1 and point["predicted"] > 0 for point in points)
+    assert set(record["measured"]) == {"empty 1", "bridged 1"}
+    assert {found["losslessness"] for found in record["measured"].values()} == {"exact"}
+    target = load_target(str(folder), dtype="float32", device="cpu")
+    config = SpeculativeConfig.from_dict(record["measured"]["bridged 1"]["config"])
+    assert config.bridge
+    plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=16)
+    assert generate(target, "Tell me more.", config, max_new_tokens=16).tokens == plain.tokens
+    again = execute("bridges", *overrides, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads((tmp_path / "record.json").read_text())["points"] == points
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("masks=['']", "masks"), ("masks=[layers:90]", "masks"), ("calibration_bytes=9", "calibration_")],
+)
+def test_bad_input_is_one_line(override: str, named: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+    few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
+    (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
+    prompts = ("prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
+    done = execute("bridges", *SMALL, f"target.path={folder}", f"outputs={tmp_path}", *prompts, override, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}")
