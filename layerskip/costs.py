@@ -143,13 +143,13 @@ class CostProfile:
     def _verifying(self, counts: Counts) -> float:
         return sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
 
-    def round(self, mask: SkipMask, draft_length: int) -> float:
+    def round(self, mask: SkipMask, draft_length: int, aids: Aids = NO_AIDS) -> float:
         """A round that drafts with a mask, and verifies what it drafted."""
-        return draft_length * self.draft_seconds(mask) + self.round_seconds + self.verify_seconds[draft_length]
+        return draft_length * self.draft_seconds(mask, aids) + self.round_seconds + self.verify_seconds[draft_length]
 
-    def bound(self, mask: SkipMask) -> float:
+    def bound(self, mask: SkipMask, aids: Aids = NO_AIDS) -> float:
         """The speedup that no draft length can beat even if every drafted token were accepted."""
-        return max((1 + g) * self.verify_seconds[0] / self.round(mask, g) for g in range(1, self.longest + 1))
+        return max((1 + g) * self.verify_seconds[0] / self.round(mask, g, aids) for g in range(1, self.longest + 1))
 
     @property
     def longest(self) -> int:

@@ -36,13 +36,13 @@ from layerskip.scan import Scanner
 
 from .application import InputError, run
 from .bench import BASELINE, ModelBench
-from .bridging import BridgeLearner, passages_of, rates
+from .bridging import BridgeLearner, rates
 from .foresight import ScanSettings, cost_profile
 from .kept import Kept
 from .objective import MeasureSettings, check_seed
 from .oracle import Choices
 from .tracking import Tracker
-from .written import asked_texts, drafted_tokens, write_texts
+from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 EMPTY, TRAINED = "empty", "trained"
 

@@ -26,6 +26,7 @@ from layerskip.scan import Scan, Scanner
 from .application import InputError
 from .learner import Learner
 from .tracking import Tracker
+from .written import passages_of
 
 
 def shape_of(config: DictConfig, target: Target) -> BridgeShape:
@@ -44,16 +45,6 @@ def shape_of(config: DictConfig, target: Target) -> BridgeShape:
     hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
     kind, rank, width = (config.bridge[name] for name in ("kind", "rank", "width"))
     return BridgeShape(mask.format(), target.layers, hidden, kind, rank, width)
-
-
-def passages_of(texts: list[OwnText]) -> list[Passage]:
-    """A target's own texts as continuations."""
-    found = []
-    for number, text in enumerate(texts):
-        answer = text.tokens[text.begin :]
-        if len(answer) > 1:
-            found.append(Passage(str(number), "own", text.tokens[: text.begin], answer, len(answer)))
-    return found
 
 
 def train_bridges(

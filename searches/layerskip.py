@@ -29,6 +29,7 @@ from .oracle import ScanOracle
 from .plan import Plan, default_name, describe
 from .prior import Prior
 from .proposals import propose_all
+from .shelf import makeups
 from .stability import SeedStability, across_seeds
 from .standings import incumbent, ranking
 from .starts import starting_points
@@ -93,14 +94,15 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
     measuring, settings = plan.measuring, plan.settings
     start = time.monotonic()
     oracle = _foresee(plan, tune, folder)
-    proposed = _propose(oracle, plan)
+    bridged = _bridged(oracle, plan)
+    proposed = _propose(oracle, bridged, plan)
     add_foresight(study, time.monotonic() - start)
     prepare(study)
     for trial in finished(study):
         tracker.record(trial)
     print(f"study {study.study_name}: {len(finished(study))} of {settings.n_trials} trials are there", flush=True)
     bench = ModelBench(plan.target, plan.sampling, measuring.max_new_tokens)
-    prior = None if oracle is None else Prior(oracle)
+    prior = None if oracle is None else Prior(oracle, bridged)
     with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
         objective = Objective(bench, plan.space, tune, measuring, plan.seed, bar.refresh, prior)
 
@@ -134,12 +136,21 @@ def _foresee(plan: Plan, tune: PromptSet, folder: Path) -> ScanOracle | None:
     )
 
 
-def _propose(oracle: ScanOracle | None, plan: Plan) -> list[SpeculativeConfig]:
+def _bridged(oracle: ScanOracle | None, plan: Plan) -> list[ScanOracle]:
+    """Oracles of all that masks can be made up with, where the space has something to make them up with."""
+    space, shelf = plan.space, plan.space.shelf
+    if oracle is None or shelf is None:
+        return []
+    return [oracle.made_up(makeup, shelf) for makeup in makeups(space.bridges, space.ranks, space.draft_heads)[1:]]
+
+
+def _propose(oracle: ScanOracle | None, bridged: list[ScanOracle], plan: Plan) -> list[SpeculativeConfig]:
     if oracle is None:
         return []
-    with tqdm(total=plan.scanning.proposals.asked(plan.space), unit="mask", desc="scan", disable=None) as bar:
+    asked = plan.scanning.proposals.asked(plan.space)
+    with tqdm(total=asked * (1 + len(bridged)), unit="mask", desc="scan", disable=None) as bar:
         also = oracle.similar_masks(plan.space.skippable)
-        return propose_all(oracle, plan.space, plan.scanning.proposals, bar.update, also)
+        return propose_all(oracle, plan.space, plan.scanning.proposals, bar.update, also, bridged)
 
 
 def _publish(

@@ -113,9 +113,9 @@ class Objective:
             optuna.TrialPruned: the pruner has seen enough, or memory ran out (the attribute ``reason`` says which).
             OutputChanged: a float32 output differs from the baseline's.
         """
+        start = time.monotonic()  # a suggestion's bridges are fitted now, if nobody asked for them before
         config = self.space.suggest(trial)
         trial.set_user_attr("config", config.to_dict())
-        start = time.monotonic()
         rows: list[dict[str, Sample]] = []
         nothing = Measurement((), ())
         known = standings(trial.study.get_trials(deepcopy=False, states=FINISHED)).get(config)

@@ -17,12 +17,14 @@ from typing import Protocol
 import numpy as np
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
-from layerskip.costs import CostProfile
+from layerskip.bridge import Bridges
+from layerskip.costs import NO_AIDS, Aids, CostProfile
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.replay import Counts, count, replay_lookup
 from layerskip.scan import Scan, Scanner
 
 from .kept import Kept
+from .shelf import Makeup, Shelf
 from .stability import Stability, stability
 
 _ROWS = 256  # of a pass that is worth sharing
@@ -73,6 +75,10 @@ class Oracle(Protocol):
         """What is foretold of a configuration that :meth:`foretells` affirms."""
         ...
 
+    def aids(self, mask: SkipMask) -> Aids:
+        """What a mask's draft has beside the sub-layers that it keeps."""
+        ...
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -96,6 +102,8 @@ class ScanOracle:
         profile: of the same target.
         choices: what masks may be combined with.
         folder: keeps what was foretold; belongs to one target, prompt set and choice of lengths and stop rules.
+        makeup: how every mask drafts.
+        shelf: where bridges and draft heads come from, if the makeup asks for any.
     """
 
     def __init__(
@@ -105,7 +113,12 @@ class ScanOracle:
         profile: CostProfile,
         choices: Choices,
         folder: Path,
+        makeup: Makeup | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
+        self.makeup, self._shelf = makeup or Makeup(), shelf
+        self._folder = folder
+        self._tokens = None if shelf is None else shelf.tokens(self.makeup.tokens)
         self._scanner, self._screen, self._profile, self._choices = scanner, screen, profile, choices
         self._agreements = Kept(folder / "agreements.jsonl")
         self._counts = Kept(folder / "counts.jsonl")
@@ -142,7 +155,7 @@ class ScanOracle:
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """One pass over the screen's positions for each mask that was not asked about before."""
         for some in self._portions(self._new(masks, self._agreements)):
-            for scan in self._screen.scan(some, depth=1):
+            for scan in self._screen.scan(some, depth=1, bridges=self._bridges(some), tokens=self._tokens):
                 self._agreements.add(scan.mask.format(), scan.agreement)
         return [float(self._agreements[mask.format()]) for mask in masks]
 
@@ -155,6 +168,8 @@ class ScanOracle:
     def foretells(self, config: SpeculativeConfig) -> bool:
         """Prompt lookups whose verification was timed, and chains of layer skipping up to the depth of scans."""
         longest = {"prompt_lookup": self._profile.longest, "layer_skip": min(self._scanner.depth, self._profile.longest)}
+        if config.kind == "layer_skip" and (config.bridge, config.draft_head) != self._aided(config.mask):
+            return False
         chain = not config.siblings and config.lossless
         return chain and config.draft_length <= longest.get(config.kind, 0)
 
@@ -168,14 +183,35 @@ class ScanOracle:
         known = self._read(mask) if mask.format() in self._counts else {}
         choice = config.draft_length, config.stop
         counts = known[choice] if choice in known else self._count(mask, *choice)
-        return self._profile.speedup(counts, mask, config.stop)
+        return self._profile.speedup(counts, mask, config.stop, self.aids(mask))
+
+    def aids(self, mask: SkipMask) -> Aids:
+        """Those of the makeup."""
+        return NO_AIDS if self._shelf is None else self._shelf.aids(mask, self.makeup)
+
+    def made_up(self, makeup: Makeup, shelf: Shelf) -> ScanOracle:
+        """The same for masks that draft otherwise; texts and passes are shared."""
+        folder = self._folder / f"{makeup.bridge}-{makeup.rank}-{makeup.tokens}-{shelf.digest[:12]}"
+        return ScanOracle(self._scanner, self._screen, self._profile, self._choices, folder, makeup, shelf)
+
+    def _aided(self, mask: str) -> tuple[str, str]:
+        """The folders of a mask's bridges and of the draft head."""
+        if self._shelf is None:
+            return "", ""
+        parsed = SkipMask.parse(mask, self.layers)
+        return self._shelf.bridge(parsed, self.makeup), self._shelf.head(self.makeup.tokens)
+
+    def _bridges(self, masks: Sequence[SkipMask]) -> list[Bridges | None] | None:
+        if self._shelf is None:
+            return None
+        return [self._shelf.load(self._shelf.bridge(mask, self.makeup), mask) for mask in masks]
 
     def _count(self, mask: SkipMask, draft_length: int, stop: StopRule) -> Counts:
         """The counts of one draft length and stop rule beside the choices."""
         name = json.dumps([mask.format(), draft_length, stop.to_dict()])
         if name not in self._others:
             if mask not in self._scans:
-                (self._scans[mask],) = self._scanner.scan([mask])
+                (self._scans[mask],) = self._scanner.scan([mask], bridges=self._bridges([mask]), tokens=self._tokens)
                 self._forget()
             self._others.add(name, _sum(self._scanner.counts(self._scans[mask], draft_length, stop)).to_list())
         return Counts.from_list(self._others[name])
@@ -208,7 +244,7 @@ class ScanOracle:
                 if (length, self._choices.stops[rule]) == (best.draft_length, best.stop)
             )
             counts = [Counts.from_list(part) for part in parts]
-            seconds.append([self._profile.seconds(part, mask, best.stop) for part in counts])
+            seconds.append([self._profile.seconds(part, mask, best.stop, self.aids(mask)) for part in counts])
             baseline = [part.tokens * self._profile.verify_seconds[0] for part in counts]
         return stability(masks, np.array(seconds), np.array(baseline), sublayers)
 
@@ -223,7 +259,7 @@ class ScanOracle:
     def _scan(self, masks: Sequence[SkipMask]) -> None:
         for some in self._portions(self._new(masks, self._counts)):
             start = time.monotonic()
-            scans = self._scanner.scan(some, floor=self._choices.floor)
+            scans = self._scanner.scan(some, floor=self._choices.floor, bridges=self._bridges(some), tokens=self._tokens)
             seconds = (time.monotonic() - start) / len(some)
             for scan in scans:
                 start = time.monotonic()
@@ -256,9 +292,11 @@ class ScanOracle:
         return {(length, self._choices.stops[rule]): _sum(map(Counts.from_list, found)) for length, rule, found in rows}
 
     def _best(self, mask: SkipMask) -> Prediction:
-        found = {key: self._profile.speedup(counts, mask, key[1]) for key, counts in self._read(mask).items()}
+        aids = self.aids(mask)
+        found = {key: self._profile.speedup(counts, mask, key[1], aids) for key, counts in self._read(mask).items()}
         (length, stop), speedup = max(found.items(), key=lambda pair: pair[1])
-        config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop)
+        bridge, head = self._aided(mask.format())
+        config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop, bridge=bridge, draft_head=head)
         return Prediction(config, speedup, float(self._counts[mask.format()]["agreement"]))
 
 

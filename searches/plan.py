@@ -20,6 +20,7 @@ from layerskip.tree import tree_model
 from .application import InputError
 from .foresight import ScanSettings
 from .objective import MeasureSettings, check_seed
+from .shelf import BridgingSettings, Shelf
 from .space import TREES, SearchSpace
 from .study import StudySettings
 
@@ -55,6 +56,9 @@ class Plan:
         space = supported(instantiate(config.space, layers=target.layers), target)
         eagle, medusa = (_open_heads(kind, space.heads[kind], target) for kind in ("eagle", "medusa"))
         space = replace(space, eagle_heads=eagle, medusa_heads=medusa)
+        bridging: BridgingSettings = instantiate(config.bridging)
+        if space.bridged:
+            space = replace(space, shelf=Shelf(target, sampling, bridging, Path(config.outputs), config.seed))
         space = replace(space, datastores=[open_datastore(name, target, prompts) for name in space.datastores])
         return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, Path(config.outputs))
 

@@ -7,14 +7,14 @@ what its scan foretells, widened by how far foretelling has been off on the tria
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip import SkipMask, SpeculativeConfig
+from layerskip import SkipMask, SpeculativeConfig, StopRule
 
 from .oracle import Oracle
 from .standings import incumbent
@@ -24,6 +24,7 @@ _FIRST_ERROR = 0.15
 """Log error assumed until enough configurations tell."""
 _SIBLINGS = 0.15
 """Log speedup that siblings may add to a mask's best chain; no scan tells."""
+_NO_SIBLINGS = SpeculativeConfig().least_probability
 _LEAST_ERROR = 0.03
 _LEAST_CONFIGURATIONS = 4
 _DEVIATIONS = 2.0
@@ -58,10 +59,11 @@ class Prior:
 
     Args:
         oracle: foretells.
+        others: foretell masks that are bridged or draft from few tokens.
     """
 
-    def __init__(self, oracle: Oracle) -> None:
-        self._oracle = oracle
+    def __init__(self, oracle: Oracle, others: Sequence[Oracle] = ()) -> None:
+        self._oracles = (oracle, *others)
 
     def judge(
         self, study: optuna.Study, config: SpeculativeConfig, prompts: Collection[str] | None = None
@@ -73,25 +75,35 @@ class Prior:
             config: the suggestion.
             prompts: the incumbent's speedup is that on these; on all its own where None.
         """
-        foretold = self._oracle.foretells(config)
+        oracle = next((oracle for oracle in self._oracles if oracle.foretells(config)), None)
+        foretold = oracle is not None
+        if oracle is None:
+            oracle = next((other for other in self._oracles if _drafts_alike(other, config)), self._oracles[0])
         if config.kind != "layer_skip" and not foretold:
             return None
         to_beat = incumbent(study, prompts)
         error = calibrated_error(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
         if config.kind != "layer_skip":
-            predicted = self._oracle.speedup(config)
+            predicted = oracle.speedup(config)
             return Judgement(predicted, predicted * math.exp(error), to_beat)
-        mask = SkipMask.parse(config.mask, self._oracle.layers)
-        most = self._oracle.profile.bound(mask)
+        mask = SkipMask.parse(config.mask, oracle.layers)
+        most = oracle.profile.bound(mask, oracle.aids(mask))
         if most * math.exp(error) < to_beat:
             return Judgement(None, most * math.exp(error), to_beat)
         if foretold:
-            predicted = self._oracle.speedup(config)
+            predicted = oracle.speedup(config)
             return Judgement(predicted, min(most, predicted) * math.exp(error), to_beat)
         # Another draft length or stop rule than were scanned, or siblings: at most a little better than the best that was.
-        (best,) = self._oracle.predict([mask])
+        (best,) = oracle.predict([mask])
         allowed = max(error, _FIRST_ERROR) + (_SIBLINGS if config.siblings else 0.0)
         return Judgement(None, min(most, best.speedup) * math.exp(allowed), to_beat)
+
+
+def _drafts_alike(oracle: Oracle, config: SpeculativeConfig) -> bool:
+    """Whether an oracle foretells the plain chains of a configuration's mask, bridges and draft head."""
+    if config.kind != "layer_skip":
+        return False
+    return oracle.foretells(replace(config, draft_length=1, stop=StopRule(), siblings=0, least_probability=_NO_SIBLINGS))
 
 
 def calibrated_error(trials: Iterable[FrozenTrial]) -> float:

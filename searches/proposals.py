@@ -20,13 +20,14 @@ import numpy as np
 from layerskip import SkipMask, SpeculativeConfig
 
 from .application import InputError
-from .oracle import Oracle, Prediction
+from .oracle import Oracle, Prediction, ScanOracle
 from .space import SearchSpace
 
 _AT_ONCE = 8  # masks asked about together
 _CLOSE = 0.99  # speedups that no profile tells apart
 _SLACK = 0.03  # a run may look this much worse than the best so far and still grow
 _PATIENCE = 2  # steps without a gain before a greedy search or a run ends
+_EARLY = 2  # first layers of runs that are bridged
 _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
 
@@ -92,6 +93,23 @@ def propose(
     return predictions[: settings.enqueued]
 
 
+def propose_bridged(
+    oracle: ScanOracle, space: SearchSpace, settings: ProposalSettings, on_mask: Callable[[], None] = lambda: None
+) -> list[Prediction]:
+    """The contiguous runs that are foretold to be fastest with what stands in for them, best first.
+
+    One long early run with one bridge is worth more than scattered skips, whatever these are worth when they are empty; so
+    runs from the first layers that may be skipped are asked about, of every other length.
+    """
+    search = _Search(oracle, space, settings.asked(space), on_mask, lambda _: None)
+    end = space.skippable[-1]
+    for first in space.skippable[:_EARLY]:
+        search.ask(run(search.layers, first, length) for length in range(2, end - first + 2, 2))
+    best = sorted(search.scores, key=lambda mask: -search.scores[mask])[: settings.scanned]
+    predictions = sorted(oracle.predict(best), key=lambda found: -found.speedup)
+    return predictions[: settings.enqueued]
+
+
 def propose_lookups(oracle: Oracle, space: SearchSpace, most: int) -> list[Prediction]:
     """The prompt lookups that are foretold to be fastest, best first; the text alone decides what they draft."""
     configs = [config for config in space.lookups() if oracle.foretells(config)]
@@ -105,16 +123,19 @@ def propose_all(
     settings: ProposalSettings,
     on_mask: Callable[[], None] = lambda: None,
     also: Sequence[SkipMask] = (),
+    bridged: Sequence[ScanOracle] = (),
 ) -> list[SpeculativeConfig]:
     """What a study tries first: lookups, as they are many times faster where the text repeats itself, then masks.
 
-    Arguments are those of :func:`propose`.
+    Arguments are those of :func:`propose`, and oracles of masks that are bridged or draft from few tokens.
     """
+    made_up = [prediction for other in bridged for prediction in propose_bridged(other, space, settings, on_mask)]
+    made_up = sorted(made_up, key=lambda prediction: -prediction.speedup)[: settings.enqueued if bridged else 0]
     found = propose(oracle, space, settings, on_mask, also)
     configs = [prediction.config for prediction in (*propose_lookups(oracle, space, settings.lookups), *found)]
     if found and space.siblings:
         configs.insert(len(configs) - len(found) + 1, replace(found[0].config, siblings=space.siblings))
-    return configs
+    return configs + [prediction.config for prediction in made_up]
 
 
 def expected_speedup(oracle: Oracle, mask: SkipMask, agreement: float, lengths: tuple[int, int]) -> tuple[float, int]:
@@ -124,12 +145,12 @@ def expected_speedup(oracle: Oracle, mask: SkipMask, agreement: float, lengths: 
     Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost of
     verification.
     """
-    profile = oracle.profile
+    profile, aids = oracle.profile, oracle.aids(mask)
     shortest, longest = lengths
     found = {}
     for length in range(shortest, min(longest, profile.longest) + 1):
         tokens = sum(agreement**accepted for accepted in range(length + 1))
-        found[length] = tokens * profile.verify_seconds[0] / profile.round(mask, length)
+        found[length] = tokens * profile.verify_seconds[0] / profile.round(mask, length, aids)
     best = max(found.values(), default=0.0)
     return best, min((length for length, speedup in found.items() if speedup >= _CLOSE * best), default=shortest)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from layerskip import DecodeStats, PromptSet, Round, SkipMask, SpeculativeConfig
-from layerskip.costs import CostProfile
+from layerskip.costs import NO_AIDS, Aids, CostProfile
 from layerskip.lossless import Losslessness
 from layerskip.measurement import Sample
 from layerskip.prompts import PromptItem
@@ -195,6 +195,10 @@ class SimulatedOracle:
     def foretells(self, config: SpeculativeConfig) -> bool:
         """Layer skipping by any stop rule, and prompt lookups."""
         return config.kind in ("layer_skip", "prompt_lookup") and not config.siblings and config.lossless
+
+    def aids(self, mask: SkipMask) -> Aids:
+        """Skips are empty here."""
+        return NO_AIDS
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """What is foretold of one configuration."""

@@ -1,7 +1,6 @@
 """Which configurations may a study propose? A trial's choices to a configuration, and back for enqueueing.
 
-The space is conditional: first the kind of drafter, then that kind's own parameters. A mask is one ``suggest_int`` of 0 or 1
-per sub-layer outside the protected first and last layers; as categories the same bits taught Optuna's TPE nothing.
+The space is conditional: first the kind of drafter, then that kind's own parameters.
 """
 
 from __future__ import annotations
@@ -11,9 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import optuna
 
-from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig, StopRule
+from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig
 
 from .application import InputError
+from .shelf import BRIDGES, Shelf
+from .skipping import LEAST_PROBABILITY, skip_params, stop_params, suggest_skip, suggest_stop
 
 KINDS = (
     *("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead"),
@@ -22,7 +23,6 @@ KINDS = (
 TREES = ("retrieval", "token_recycling", "lookahead", "eagle", "medusa")  # kinds that draft trees
 STOPS = ("length", "threshold", "adaptive")
 Range = tuple[int, int]
-_LEAST_PROBABILITY = (0.005, 0.5)
 _RANGES = (
     *("skip_length", "lookup_length", "ngram", "tree_length", "tree_tokens"),
     *("candidates", "lookahead_length", "window", "model_length"),
@@ -42,6 +42,9 @@ class SearchSpace:
         protect_last: so many last layers are never skipped.
         skip_length: shortest and longest draft of ``layer_skip``.
         siblings: the most other tokens that ``layer_skip`` may verify beside each drafted one; 0 searches chains alone.
+        bridges: what may stand in for skipped sub-layers: ``none``, ``mean``, ``linear``.
+        ranks: of linear bridges; 0 is a full map.
+        draft_heads: sizes of the vocabulary that self-drafts have; 0 is all of it.
         stops: the stop rules of ``layer_skip``, ``draft_model`` and ``cross_tokenizer``.
         lookup_length: shortest and longest draft of ``prompt_lookup``.
         ngram: shortest and longest n-gram of ``prompt_lookup`` and ``retrieval``.
@@ -58,6 +61,7 @@ class SearchSpace:
         model_length: shortest and longest draft of both.
         masks: further masks to try first, in text form.
         allow_lossy: whether rules of acceptance that change the output are searched, too, and may win.
+        shelf: where bridges and draft heads come from; without it there are none.
 
     Raises:
         InputError: a field is out of range.
@@ -69,6 +73,9 @@ class SearchSpace:
     protect_last: int = 2
     skip_length: Range = (1, 8)
     siblings: int = 2
+    bridges: Sequence[str] = ("none",)
+    ranks: Sequence[int] = (0,)
+    draft_heads: Sequence[int] = (0,)
     stops: Sequence[str] = STOPS
     lookup_length: Range = (2, 16)
     ngram: Range = (1, 4)
@@ -85,17 +92,23 @@ class SearchSpace:
     model_length: Range = (1, 8)
     masks: Sequence[str] = ()
     allow_lossy: bool = False
+    shelf: Shelf | None = field(default=None, repr=False, compare=False)
     _bits: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, known in (("kinds", KINDS), ("stops", STOPS)):
+        for name, known in (("kinds", KINDS), ("stops", STOPS), ("bridges", BRIDGES)):
             unknown = [value for value in getattr(self, name) if value not in known]
             if unknown:
                 raise InputError(f"space.{name}: {unknown[0]!r} is not one of {', '.join(known)}")
             if name == "kinds" and set(self.kinds) <= {"none", "cascade"} and "cascade" in self.kinds:
                 raise InputError("space.kinds: a cascade is prompt_lookup and another kind, and those are missing")
-            if name == "stops" and not self.stops:
-                raise InputError("space.stops: is empty")
+        for name in ("stops", "bridges", "ranks", "draft_heads"):
+            if not getattr(self, name):
+                raise InputError(f"space.{name}: is empty")
+        for name in ("ranks", "draft_heads"):
+            wrong = [value for value in getattr(self, name) if type(value) is not int or value < 0]
+            if wrong:
+                raise InputError(f"space.{name}: {wrong[0]!r} is not a whole number of at least 0")
         for name in _RANGES:
             bounds = getattr(self, name)
             whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
@@ -127,6 +140,11 @@ class SearchSpace:
     def skippable(self) -> tuple[int, ...]:
         """The layers that are not protected."""
         return self._bits
+
+    @property
+    def bridged(self) -> bool:
+        """Whether anything may stand in for what is skipped, or drafts may be from few tokens."""
+        return "layer_skip" in self.kinds and (set(self.bridges) != {"none"} or any(self.draft_heads))
 
     @property
     def models(self) -> dict[str, Sequence[str]]:
@@ -169,16 +187,7 @@ class SearchSpace:
             then = str(trial.suggest_categorical("then", self.seconds))
             return SpeculativeConfig(kind, members=(self._suggest(trial, "prompt_lookup"), self._suggest(trial, then)))
         if kind == "layer_skip":
-            attention = {i for i in self._bits if trial.suggest_int(f"attention_{i}", 0, 1)}
-            mlp = {i for i in self._bits if trial.suggest_int(f"mlp_{i}", 0, 1)}
-            mask = SkipMask.of(self.layers, attention, mlp).format()
-            length = trial.suggest_int("skip_length", *self.skip_length)
-            skip = SpeculativeConfig(kind, length, mask=mask, stop=self._suggest_stop(trial, "skip"))
-            siblings = trial.suggest_int("siblings", 0, self.siblings) if self.siblings else 0
-            if not siblings:
-                return skip
-            probability = trial.suggest_float("sibling_probability", *_LEAST_PROBABILITY, log=True)
-            return replace(skip, siblings=siblings, least_probability=probability)
+            return suggest_skip(self, trial)
         if kind == "prompt_lookup":
             shortest, longest = self._suggest_ngram(trial, "")
             return SpeculativeConfig(
@@ -197,7 +206,7 @@ class SearchSpace:
                 ngram_max=longest,
                 datastore=str(trial.suggest_categorical("datastore", ("", *self.datastores))),
                 tree_tokens=trial.suggest_int("retrieval_tokens", *self.tree_tokens),
-                least_probability=trial.suggest_float("retrieval_probability", *_LEAST_PROBABILITY, log=True),
+                least_probability=trial.suggest_float("retrieval_probability", *LEAST_PROBABILITY, log=True),
             )
         if kind == "token_recycling":
             return SpeculativeConfig(
@@ -205,7 +214,7 @@ class SearchSpace:
                 trial.suggest_int("tree_length", *self.tree_length),
                 tree_tokens=trial.suggest_int("tree_tokens", *self.tree_tokens),
                 candidates=trial.suggest_int("candidates", *self.candidates),
-                least_probability=trial.suggest_float("least_probability", *_LEAST_PROBABILITY, log=True),
+                least_probability=trial.suggest_float("least_probability", *LEAST_PROBABILITY, log=True),
             )
         if kind == "lookahead":
             length, window = (trial.suggest_int(name, *getattr(self, name)) for name in ("lookahead_length", "window"))
@@ -217,7 +226,7 @@ class SearchSpace:
             prefix = _MODEL_PREFIXES[kind]
             draft = str(trial.suggest_categorical(f"{prefix}draft", tuple(self.models[kind])))
             length = trial.suggest_int(f"{prefix}model_length", *self.model_length)
-            return SpeculativeConfig(kind, length, draft=draft, stop=self._suggest_stop(trial, f"{prefix}model"))
+            return SpeculativeConfig(kind, length, draft=draft, stop=suggest_stop(trial, f"{prefix}model", self.stops))
         return SpeculativeConfig()
 
     def _suggest_head(self, trial: optuna.trial.BaseTrial, kind: str) -> SpeculativeConfig:
@@ -225,12 +234,12 @@ class SearchSpace:
         config = SpeculativeConfig(kind, trial.suggest_int(f"{kind}_length", *self.model_length), head=head, candidates=2)
         width = trial.suggest_int(f"{kind}_candidates", max(2, self.candidates[0]), max(2, self.candidates[1]))
         if kind == "eagle" and not trial.suggest_int("eagle_tree", 0, 1):
-            return replace(config, candidates=1, stop=self._suggest_stop(trial, kind))
+            return replace(config, candidates=1, stop=suggest_stop(trial, kind, self.stops))
         return replace(
             config,
             candidates=width,
             tree_tokens=trial.suggest_int(f"{kind}_tokens", *self.tree_tokens),
-            least_probability=trial.suggest_float(f"{kind}_probability", *_LEAST_PROBABILITY, log=True),
+            least_probability=trial.suggest_float(f"{kind}_probability", *LEAST_PROBABILITY, log=True),
         )
 
     def _suggest_ngram(self, trial: optuna.trial.BaseTrial, prefix: str) -> tuple[int, int]:
@@ -238,12 +247,6 @@ class SearchSpace:
         # Its own name per upper end: a distribution whose bounds move is of no use to the samplers.
         shortest = trial.suggest_int(f"{prefix}ngram_min_of_{longest}", self.ngram[0], longest)
         return shortest, longest
-
-    def _suggest_stop(self, trial: optuna.trial.BaseTrial, prefix: str) -> StopRule:
-        kind = str(trial.suggest_categorical(f"{prefix}_stop", tuple(self.stops)))
-        if kind == "length":
-            return StopRule()
-        return StopRule(kind, trial.suggest_float(f"{prefix}_threshold", 0.1, 0.9, step=0.05))
 
     def params(self, config: SpeculativeConfig) -> dict[str, int | float | str]:
         """The choices that lead to a configuration; the reverse of :meth:`suggest`."""
@@ -253,14 +256,7 @@ class SearchSpace:
                 found |= self.params(member)
             found["then"] = config.members[1].kind
         elif config.kind == "layer_skip":
-            mask = SkipMask.parse(config.mask, self.layers)
-            found |= {f"attention_{i}": int(mask.attention[i]) for i in self._bits}
-            found |= {f"mlp_{i}": int(mask.mlp[i]) for i in self._bits}
-            found |= {"skip_length": config.draft_length} | _stop_params(config.stop, "skip")
-            if self.siblings:
-                found["siblings"] = config.siblings
-            if config.siblings:
-                found["sibling_probability"] = config.least_probability
+            found |= skip_params(self, config)
         elif config.kind == "prompt_lookup":
             found |= {"lookup_length": config.draft_length, "match": config.match}
             found |= _ngram_params(config, "")
@@ -279,13 +275,13 @@ class SearchSpace:
             found |= {f"{kind}_head": config.head, f"{kind}_length": config.draft_length}
             found[f"{kind}_candidates"] = max(config.candidates, self.candidates[0], 2)
             if kind == "eagle":
-                found |= {"eagle_tree": int(tree)} | ({} if tree else _stop_params(config.stop, kind))
+                found |= {"eagle_tree": int(tree)} | ({} if tree else stop_params(config.stop, kind))
             if tree:
                 found |= {f"{kind}_tokens": config.tree_tokens, f"{kind}_probability": config.least_probability}
         elif config.kind in self.models:
             prefix = _MODEL_PREFIXES[config.kind]
             found |= {f"{prefix}draft": config.draft, f"{prefix}model_length": config.draft_length}
-            found |= _stop_params(config.stop, f"{prefix}model")
+            found |= stop_params(config.stop, f"{prefix}model")
         if self.allow_lossy and config.kind != "none":
             found["accept"] = config.accept.kind
             if config.accept.kind == "threshold":
@@ -308,10 +304,3 @@ class SearchSpace:
 
 def _ngram_params(config: SpeculativeConfig, prefix: str) -> dict[str, int | float | str]:
     return {f"{prefix}ngram_max": config.ngram_max, f"{prefix}ngram_min_of_{config.ngram_max}": config.ngram_min}
-
-
-def _stop_params(stop: StopRule, prefix: str) -> dict[str, int | float | str]:
-    found: dict[str, int | float | str] = {f"{prefix}_stop": stop.kind}
-    if stop.kind != "length":
-        found[f"{prefix}_threshold"] = stop.threshold
-    return found

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from layerskip import Sampling, Target, own_texts
 from layerskip.files import digest
 from layerskip.own_texts import OwnText
+from layerskip.passages import Passage
 from layerskip.readout import choose_tokens
 
 from .kept import Kept
@@ -57,3 +58,13 @@ def drafted_tokens(target: Target, texts: list[OwnText], size: int | None) -> Te
     said = torch.tensor([token for text in texts for token in text.tokens[text.begin :]])
     counts = torch.bincount(said, minlength=target.vocabulary)
     return choose_tokens(counts, size, sorted(target.eos_ids))
+
+
+def passages_of(texts: list[OwnText]) -> list[Passage]:
+    """A target's own texts as continuations."""
+    found = []
+    for number, text in enumerate(texts):
+        answer = text.tokens[text.begin :]
+        if len(answer) > 1:
+            found.append(Passage(str(number), "own", text.tokens[: text.begin], answer, len(answer)))
+    return found

@@ -15,7 +15,7 @@ from optuna.distributions import IntDistribution
 from optuna.trial import create_trial
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
-from layerskip.costs import CostProfile
+from layerskip.costs import NO_AIDS, Aids, CostProfile
 from searches.oracle import Prediction
 from searches.prior import PREDICTED, Prior, calibrated_error
 from searches.proposals import ProposalSettings, expected_speedup, propose, published_masks
@@ -59,6 +59,9 @@ class Landscape:
 
     def foretells(self, config: SpeculativeConfig) -> bool:
         return config.kind == "layer_skip" and config.stop.kind == "length" and not config.siblings
+
+    def aids(self, mask: SkipMask) -> Aids:
+        return NO_AIDS
 
     def speedup(self, config: SpeculativeConfig) -> float:
         (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])

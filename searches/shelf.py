@@ -1,0 +1,184 @@
+"""Where do a search's bridges come from? A shelf: fitted in closed form when first asked for, then kept, mask by mask.
+
+A mask is to be chosen for what it is worth bridged, so whatever judges masks asks here first. Bridges that do not make the
+draft better are kept, too, so that nobody fits them again, but never handed out.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from layerskip import Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip.bridge import KIND, Bridges, BridgeShape, load_bridges
+from layerskip.bridge_fit import Calibration
+from layerskip.costs import NO_AIDS, Aids
+from layerskip.draft_head import KIND as HEAD
+from layerskip.files import digest
+from layerskip.heads import save_head
+from layerskip.own_texts import OwnText
+
+from .application import InputError
+from .written import asked_texts, drafted_tokens, passages_of, write_texts
+
+BRIDGES = ("none", "mean", "linear")
+
+
+@dataclass(frozen=True)
+class Makeup:
+    """How a mask drafts: what stands in for what it skips, and from how many tokens it drafts.
+
+    Args:
+        bridge: ``none``, ``mean`` or ``linear``.
+        rank: of linear bridges; 0 for full maps.
+        tokens: the size of the draft head; 0 for the whole vocabulary.
+    """
+
+    bridge: str = "none"
+    rank: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class BridgingSettings:
+    """What bridges are fitted to.
+
+    Args:
+        tokens: of the target's own answers.
+        max_new_tokens: of an answer.
+        batch: answers written at once.
+        calibration_bytes: of hidden states, keys and values in memory.
+
+    Raises:
+        InputError: one of them is no whole number of at least 1.
+    """
+
+    tokens: int = 6000
+    max_new_tokens: int = 128
+    batch: int = 48
+    calibration_bytes: int = 500_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "max_new_tokens", "batch", "calibration_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"bridging.{name}: {value!r} is not a whole number of at least 1")
+
+
+class Shelf:
+    """Bridges and draft heads of one target.
+
+    Args:
+        target: the model.
+        sampling: of its own texts.
+        settings: how many of them.
+        outputs: where texts, bridges and heads are kept.
+        seed: of the texts.
+    """
+
+    def __init__(self, target: Target, sampling: Sampling, settings: BridgingSettings, outputs: Path, seed: int) -> None:
+        self.target, self._sampling, self._settings = target, sampling, settings
+        fields = {name: getattr(settings, name) for name in ("tokens", "max_new_tokens", "batch")}
+        self._config = OmegaConf.create(fields | {"seed": seed, "outputs": str(outputs)})
+        asked = [asked_texts(self._config, target, sampling), settings.calibration_bytes]
+        self._asked = digest(asked)
+        self._folder = (outputs / "shelf" / self._asked[:12]).resolve()
+        self._loaded: dict[str, Bridges] = {}
+
+    @property
+    def digest(self) -> str:
+        """Of everything that bridges are fitted to."""
+        return self._asked
+
+    def bridge(self, mask: SkipMask, makeup: Makeup) -> str:
+        """The folder of a mask's bridges; empty where none are asked for, or where they would not make the draft better."""
+        if makeup.bridge == "none" or not mask.gaps:
+            return ""
+        folder = self._folder / digest([mask.format(), makeup.bridge, makeup.rank])[:16]
+        if not (folder / "head.json").exists():
+            self._fit(mask, makeup, folder)
+        return str(folder) if _about(folder)["helps"] else ""
+
+    def head(self, size: int) -> str:
+        """The folder of the draft head of so many tokens; empty for the whole vocabulary."""
+        tokens = self.tokens(size)
+        if tokens is None:
+            return ""
+        folder = self._folder / f"head-{len(tokens)}"
+        if not (folder / "head.json").exists():
+            about = {"tokens": len(tokens), "texts": self._asked}
+            save_head(folder, HEAD, {"tokens": len(tokens)}, {"tokens": tokens}, self.target, about)
+        return str(folder)
+
+    def tokens(self, size: int) -> Tensor | None:
+        """``[size]`` int64: the tokens of a draft head; None for the whole vocabulary."""
+        return drafted_tokens(self.target, self._texts, size) if 0 < size < self.target.vocabulary else None
+
+    def load(self, folder: str, mask: SkipMask) -> Bridges | None:
+        """The bridges in a folder that :meth:`bridge` gave."""
+        if not folder:
+            return None
+        if folder not in self._loaded:
+            self._loaded[folder] = load_bridges(folder, self.target, mask)
+        return self._loaded[folder]
+
+    def aids(self, mask: SkipMask, makeup: Makeup) -> Aids:
+        """What a mask's draft has beside the sub-layers that it keeps."""
+        if makeup == Makeup():
+            return NO_AIDS
+        left_out = self.target.vocabulary - makeup.tokens if 0 < makeup.tokens < self.target.vocabulary else 0
+        return Aids.of(self._shape(mask, makeup) if self.bridge(mask, makeup) else None, left_out)
+
+    def makeup(self, config: SpeculativeConfig) -> Makeup:
+        """How a configuration drafts that this shelf made up."""
+        bridge: dict[str, Any] = _about(Path(config.bridge)) if config.bridge else {}
+        size = _about(Path(config.draft_head))["tokens"] if config.draft_head else 0
+        return Makeup(str(bridge.get("bridge", "none")), int(bridge.get("rank", 0)), int(size))
+
+    @functools.cached_property
+    def _texts(self) -> list[OwnText]:
+        return write_texts(self._config, self.target, self._sampling)
+
+    @functools.cached_property
+    def _calibration(self) -> Calibration:
+        try:
+            return Calibration(self.target, passages_of(self._texts), self._settings.calibration_bytes)
+        except ValueError as error:
+            raise InputError(f"bridging.calibration_bytes: {str(error).removeprefix('most_bytes: ')}") from None
+
+    def _shape(self, mask: SkipMask, makeup: Makeup) -> BridgeShape:
+        hidden = int(self.target.model.config.get_text_config(decoder=True).hidden_size)
+        return BridgeShape(mask.format(), self.target.layers, hidden, makeup.bridge, makeup.rank)
+
+    def _fit(self, mask: SkipMask, makeup: Makeup, folder: Path) -> None:
+        shape = self._shape(mask, makeup)
+        fit = self._calibration.fit(shape)
+        about = {"bridge": makeup.bridge, "rank": makeup.rank, "helps": fit.helps, "empty": fit.empty}
+        about |= {"bridged": fit.bridged, "seconds": fit.seconds, "rows": fit.rows, "texts": self._asked}
+        save_head(folder, KIND, shape.to_dict(), fit.bridges.state_dict(), self.target, about)
+        if not fit.helps:
+            print(f"bridge: {makeup.bridge} for {mask.format()} drafts no better ({fit.bridged:.2f}) than empty skips")
+
+
+@functools.cache
+def _about(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "head.json").read_text(encoding="utf-8"))["training"]
+    return found
+
+
+def makeups(bridges: Sequence[str], ranks: Sequence[int], heads: Sequence[int]) -> list[Makeup]:
+    """All that a space can make of a mask, empty skips over the whole vocabulary first."""
+    found = [
+        Makeup(bridge, rank, tokens)
+        for bridge in bridges
+        for rank in (ranks if bridge == "linear" else (0,))
+        for tokens in heads
+    ]
+    return list(dict.fromkeys([Makeup(), *found]))

@@ -1,0 +1,131 @@
+"""Bridges in a search: fitted once, scored in place, tried by trials, and counted as what the search took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import optuna
+import pytest
+
+from layerskip import Export, Sampling, SkipMask, SpeculativeConfig, Target, generate, load_target
+from layerskip.bridge import load_bridges
+from layerskip.costs import CostProfile
+from layerskip.passages import continue_prompts
+from layerskip.prompts import PromptSet
+from layerskip.scan import Scanner
+from searches.oracle import Choices, ScanOracle
+from searches.shelf import BridgingSettings, Makeup, Shelf, makeups
+from searches.space import SearchSpace
+from tests.searches.programs import execute, journal_study, quick
+
+LINEAR = Makeup("linear")
+
+
+@pytest.fixture
+def shelf(tiny_target: Target, tmp_path: Path) -> Shelf:
+    return Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24), tmp_path, 0)
+
+
+def test_bridges_are_fitted_once(shelf: Shelf, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("layers:1", "layers:1-2", "mlp:1", "attention:2")]
+    found = [shelf.bridge(mask, LINEAR) for mask in masks]
+    assert any(found)
+    monkeypatch.setattr("searches.shelf.Calibration", None)  # whoever fits again fails
+    again = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24), shelf._folder.parents[1], 0)
+    assert [again.bridge(mask, LINEAR) for mask in masks] == found
+    for mask, folder in zip(masks, found, strict=True):
+        if folder:
+            about = json.loads((Path(folder) / "head.json").read_text())["training"]
+            assert about["bridged"] > about["empty"]
+            assert load_bridges(folder, tiny_target, mask).shape.kind == "linear"
+    assert shelf.bridge(SkipMask.none(tiny_target.layers), LINEAR) == ""
+    assert shelf.bridge(masks[0], Makeup()) == ""
+
+
+def test_bridges_that_do_not_help_are_not_handed_out(
+    shelf: Shelf, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mask = SkipMask.parse("layers:1", tiny_target.layers)
+    monkeypatch.setattr("layerskip.bridge_fit.Fit.helps", False)
+    assert shelf.bridge(mask, LINEAR) == ""
+    assert "layers:1 drafts no better" in capsys.readouterr().out
+    assert shelf.bridge(mask, LINEAR) == ""
+    assert shelf.aids(mask, LINEAR).bridges == 0
+
+
+def test_choices_lead_to_made_up_masks_and_back(shelf: Shelf, tiny_target: Target) -> None:
+    space = SearchSpace(
+        tiny_target.layers, ["layer_skip"], 1, 0, siblings=1, bridges=["none", "mean", "linear"], ranks=[0, 8],
+        draft_heads=[0, 40], shelf=shelf,
+    )  # fmt: skip
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    configs = [space.suggest(study.ask()) for _ in range(40)]
+    assert {shelf.makeup(config).tokens for config in configs} == {0, 40}
+    assert {shelf.makeup(config).bridge for config in configs} == {"none", "mean", "linear"}
+    for config in configs:
+        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
+
+
+def test_an_oracle_foretells_masks_as_they_are_made_up(shelf: Shelf, tiny_target: Target, tmp_path: Path) -> None:
+    """Its counts are the real decoder's, and its prices have the bridges and the narrow head in them."""
+    passages = continue_prompts(tiny_target, PromptSet.of(["Say one.", "Say two."]), Sampling(), 10)
+    scanner = Scanner(tiny_target, passages, Sampling(), depth=3)
+    layers = tiny_target.layers
+    prices = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0), 0.2, 1e-4, 0.01)
+    plain = ScanOracle(scanner, scanner.sample(8), prices, Choices((1, 3)), tmp_path / "scans")
+    mask = next(m for m in (SkipMask.parse(f"layers:{i}", layers) for i in range(layers)) if shelf.bridge(m, LINEAR))
+    made = makeups(["none", "linear"], [0], [0, 60])
+    assert made == [Makeup(), Makeup(tokens=60), LINEAR, Makeup("linear", tokens=60)]
+    found = {makeup: plain.made_up(makeup, shelf) for makeup in made}
+    for makeup, oracle in found.items():
+        (best,) = oracle.predict([mask])
+        assert (best.config.bridge, best.config.draft_head) == (shelf.bridge(mask, makeup), shelf.head(makeup.tokens))
+        assert [other.foretells(best.config) for other in found.values()] == [other is oracle for other in found.values()]
+        assert oracle.speedup(best.config) == pytest.approx(best.speedup)
+        rounds = []
+        for passage in passages:
+            generation = generate(tiny_target, list(passage.prompt), best.config, max_new_tokens=10)
+            rounds += generation.stats.rounds
+        drafted, tokens = sum(r.drafted for r in rounds), sum(r.committed for r in rounds)
+        left_out = tiny_target.vocabulary - makeup.tokens if makeup.tokens else 0
+        each = prices.draft_seconds(mask) - 0.01 * left_out
+        if makeup.bridge == "linear":
+            each += 0.2 + 1e-4 * (32 * 32 + 32)
+        spent = drafted * each + sum((0.3 if r.drafted else 0.0) + 8.0 + r.drafted for r in rounds)
+        assert best.speedup == pytest.approx(tokens * 8.0 / spent)
+
+
+def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path) -> None:
+    bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8")
+    which = ("space=bridged", "space.draft_heads=[0,60]", "scan.proposals.screened=12", "scan.proposals.enqueued=2")
+    overrides = (*quick(tiny_folder, tmp_path, "study.n_trials=8", "study.name=one"), *bridging, *which)
+    done = execute("layerskip", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    configs = [trial.user_attrs["config"] for trial in journal_study(tmp_path, "one").trials]
+    assert any("bridge" in config for config in configs)
+    assert any("draft_head" in config for config in configs)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("shelf/*/*/head.json")}
+    assert kept
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    found = Export.load(tmp_path / "one" / "best.json", target).config
+    plain = generate(target, "a prompt", SpeculativeConfig(), max_new_tokens=12)
+    assert generate(target, "a prompt", found, max_new_tokens=12).tokens == plain.tokens
+    again = execute("layerskip", *overrides, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("space.bridges=[other]", "space.bridges"),
+        ("space.ranks=[-1]", "space.ranks"),
+        ("space.draft_heads=[]", "space.draft_heads"),
+        ("bridging.tokens=0", "bridging.tokens"),
+    ],
+)
+def test_bad_input_is_one_line(override: str, named: str, tiny_folder: Path, tmp_path: Path) -> None:
+    done = execute("layerskip", *quick(tiny_folder, tmp_path, "space=bridged", override), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}")
