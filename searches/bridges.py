@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra.utils import instantiate
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
@@ -90,7 +90,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         "prompts": {"scanned": len(tune.take(measuring.prompts)), "held_out": len(prompts), "digest": held_out.digest},
         "max_new_tokens": measuring.max_new_tokens,
         "fitted_to": work.fitted_to,
-        "train_seconds": config.max_seconds,
+        "trained": {**config.trained, "seconds": config.max_seconds},
         "profile": work.profile.to_dict(),
         "points": points,
         "eagle": _eagle(config.eagle_head, rows),
@@ -149,6 +149,7 @@ class _Work:
         asked = {
             "texts": asked_texts(config, target, sampling),
             "calibration_bytes": config.calibration_bytes,
+            "trained": OmegaConf.to_container(config.trained),
             "training": [config[name] for name in ("steps", "max_seconds", "texts_per_step", "learning_rate", "unroll")],
             "scanned": [dataclasses.astuple(passage) for passage in self.scanned],
             "depth": config.depth,
@@ -156,6 +157,7 @@ class _Work:
         }
         self.folder = outputs / f"bridges-{digest(asked)[:12]}"
         self._kept = Kept(self.folder / "scans.jsonl")
+        self._shape(_mask(config.masks[0], target), TRAINED)  # refuses now what cannot be trained
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
         self._asked = digest(asked)
         self._calibration: Calibration | None = None
@@ -192,7 +194,8 @@ class _Work:
 
     def _shape(self, mask: SkipMask, kind: str) -> BridgeShape:
         hidden = int(self.target.model.config.get_text_config(decoder=True).hidden_size)
-        return BridgeShape(mask.format(), self.target.layers, hidden, "linear" if kind == TRAINED else kind)
+        made: Any = self.config.trained if kind == TRAINED else {"kind": kind, "rank": 0, "width": 0}
+        return BridgeShape(mask.format(), self.target.layers, hidden, made["kind"], made["rank"], made["width"])
 
     def _place(self, mask: SkipMask, kind: str) -> Path:
         return self.folder / f"{mask.format().replace(':', '-').replace(';', '_').replace(',', '.')}-{kind}"

@@ -66,13 +66,14 @@ class Finalist:
         return self.stayed and keeps and enough and self.low > 1.0
 
     @property
-    def complexity(self) -> tuple[int, int, int, int, int]:
-        """What ties are settled by: the kind of drafter, how many there are, how much they skip, whether they branch, and
-        how far they draft."""
+    def complexity(self) -> tuple[int, int, bool, int, int, int]:
+        """What ties are settled by: the kind of drafter, how many there are, whether anything stands in for what they skip,
+        how much that is, whether they branch, and how far they draft."""
         parts = self.config.members or (self.config,)
         return (
             max(_SIMPLEST.index(part.kind) for part in parts),
             len(parts),
+            any(part.bridge or part.draft_head for part in parts),
             sum(sum(mask.count(part.mask)) for part in parts),
             max(part.siblings for part in parts),
             max(part.draft_length for part in parts),

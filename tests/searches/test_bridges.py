@@ -13,8 +13,15 @@ from tests.tiny import save_tiny
 
 SMALL = (
     *("tokens=300", "max_new_tokens=16", "batch=8", "texts_per_step=4", "steps=6", "max_seconds=1000", "depth=3"),
-    *("masks=[layers:1,layers:1-2]", "vocabularies=[48]", "contenders=1", "measure.max_new_tokens=12", "measure.prompts=2"),
-    *("measure.held_out_prompts=2", "scan.profile_repeats=2", "target=local", "target.dtype=float32", "target.device=cpu"),
+    *("masks=[layers:1,layers:1-2]", "vocabularies=[48]", "contenders=1", "trained.width=8", "measure.prompts=2"),
+    *(
+        "measure.held_out_prompts=2",
+        "measure.max_new_tokens=12",
+        "scan.profile_repeats=2",
+        "target=local",
+        "target.dtype=float32",
+        "target.device=cpu",
+    ),
 )
 
 
@@ -48,7 +55,12 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("override", "named"),
-    [("masks=['']", "masks"), ("masks=[layers:90]", "masks"), ("calibration_bytes=9", "calibration_")],
+    [
+        ("masks=['']", "masks"),
+        ("masks=[layers:90]", "masks"),
+        ("calibration_bytes=9", "calibration_"),
+        ("trained.rank=-1", "bridge.rank"),
+    ],
 )
 def test_bad_input_is_one_line(override: str, named: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
