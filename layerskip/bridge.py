@@ -8,7 +8,7 @@ mask of one target, and touch none of its weights.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +156,33 @@ class Bridges(nn.Module):
         assert isinstance(found, Bridge)
         return found
 
+    @torch.no_grad()
+    def warm(self, other: Bridges) -> None:
+        """Take the bridges of another mask, each from its nearest neighbour of the same kind of gap, where there is one.
+
+        Raises:
+            ConfigError: the other's bridges are of another kind or size.
+        """
+        mine, theirs = (replace(bridges.shape, mask="") for bridges in (self, other))
+        if mine != theirs:
+            raise ConfigError(f"bridge: those of {other.shape.mask} are of another kind or size")
+        for gap, bridge in self.parts():
+            near = [(abs(g.first - gap.first) + abs(g.last - gap.last), b) for g, b in other.parts() if g.kind == gap.kind]
+            if near:
+                bridge.load_state_dict(min(near, key=lambda pair: pair[0])[1].state_dict())
+
     def parts(self) -> list[tuple[Gap, Bridge]]:
         """Every gap with its bridge, in the order in which a pass comes to them."""
         return [(gap, self.of(gap)) for gap in self.mask.gaps]
 
 
-def load_bridges(folder: str | Path, target: Target, mask: SkipMask) -> Bridges:
+def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = None) -> Bridges:
     """The bridges of a mask of a target, in its dtype and on its device.
+
+    Args:
+        folder: as :func:`~layerskip.heads.save_head` wrote it.
+        target: that they must be for.
+        mask: that they must be for; None for any.
 
     Raises:
         ConfigError: there are none, they are damaged, or they were made for another target or mask.
@@ -170,7 +190,7 @@ def load_bridges(folder: str | Path, target: Target, mask: SkipMask) -> Bridges:
     fields, weights = load_head(folder, KIND, target, "bridge")
     try:
         shape = BridgeShape(**fields)
-        if shape.mask != mask.format():
+        if mask is not None and shape.mask != mask.format():
             raise ConfigError(
                 f"bridge: {folder} stands in for {shape.mask or 'nothing'}, not for {mask.format() or 'nothing'}"
             )

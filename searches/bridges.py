@@ -161,6 +161,7 @@ class _Work:
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
         self._asked = digest(asked)
         self._calibration: Calibration | None = None
+        self._neighbour: Bridges | None = None  # trained last
 
     @property
     def calibration(self) -> Calibration:
@@ -229,9 +230,18 @@ class _Work:
         self._tracker.open_study(folder.name, identity, shape.to_dict(), environment(self.target.device), role="training")
         with self._tracker.closing():
             learner = BridgeLearner(
-                self.config, shape, self.target, self.passages, self.scanner, largest, folder / "training.pt", identity
+                self.config,
+                shape,
+                self.target,
+                self.passages,
+                self.scanner,
+                largest,
+                folder / "training.pt",
+                identity,
+                self._neighbour,
             )
             learner.learn_all(self._tracker)
+        self._neighbour = learner.bridges
         return learner.bridges
 
     def _point(self, mask: SkipMask, kind: str, kept: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:

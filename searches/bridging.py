@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from layerskip import MaskError, Sampling, SkipMask, Target
-from layerskip.bridge import KIND, Bridges, BridgeShape
+from layerskip.bridge import KIND, Bridges, BridgeShape, load_bridges
 from layerskip.bridge_fit import Calibration, Fit
 from layerskip.bridge_training import BridgeTraining
 from layerskip.draft_head import KIND as HEAD
@@ -27,6 +27,8 @@ from .application import InputError
 from .learner import Learner
 from .tracking import Tracker
 from .written import passages_of
+
+_COMPARED = 8  # texts that tell whether to begin as a neighbour
 
 
 def shape_of(config: DictConfig, target: Target) -> BridgeShape:
@@ -76,7 +78,9 @@ def train_bridges(
     scanner = Scanner(target, [p for p in judges if p.starts > 0], Sampling(), int(config.unroll))
     empty = _judged(scanner, shape, None, tokens)
     print(f"{shape.mask}, empty: accepted on held-out prompts, token by token: {shown(empty)}", flush=True)
-    learner = BridgeLearner(config, shape, target, passages, scanner, tokens, folder / "training.pt", digest(learnt))
+    neighbour = None if config.warm_start is None else load_bridges(str(config.warm_start), target)
+    file = folder / "training.pt"
+    learner = BridgeLearner(config, shape, target, passages, scanner, tokens, file, digest(learnt), neighbour)
     if learner.fit is not None:
         fit = learner.fit
         print(f"closed form, {fit.rows} positions in {fit.seconds:.1f} s: {shown(learner.judge())}", flush=True)
@@ -99,7 +103,10 @@ def train_bridges(
 
 
 class BridgeLearner(Learner):
-    """Bridges in training."""
+    """Bridges in training.
+
+    They begin as their closed form, or as a neighbour's, whichever loses less on a few texts.
+    """
 
     def __init__(
         self,
@@ -111,8 +118,10 @@ class BridgeLearner(Learner):
         tokens: Tensor | None,
         file: Path,
         identity: str,
+        neighbour: Bridges | None = None,
     ) -> None:
         self.fit: Fit | None = None
+        self._neighbour = neighbour
         self._target, self._passages, self._scanner, self._tokens = target, passages, scanner, tokens
         self.bridges = Bridges(shape).to(target.device)
         said = tokens if tokens is not None else torch.arange(target.vocabulary)
@@ -127,6 +136,11 @@ class BridgeLearner(Learner):
             raise InputError(f"calibration_bytes: {str(error).removeprefix('most_bytes: ')}") from None
         self.fit = calibration.fit(self.bridges.shape)
         self.bridges.load_state_dict(self.fit.bridges.state_dict())
+        if self._neighbour is not None:
+            fitted = float(self._training.loss(self._passages[:_COMPARED]).detach())
+            self.bridges.warm(self._neighbour.to(self._target.device).float())
+            if float(self._training.loss(self._passages[:_COMPARED]).detach()) >= fitted:
+                self.bridges.load_state_dict(self.fit.bridges.state_dict())
 
     def loss(self, places: list[int]) -> Tensor:
         """Of drafts on some texts."""

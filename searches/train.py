@@ -73,7 +73,7 @@ def train(config: DictConfig) -> Path | None:
     learnt = {"kind": kind, "recipe": _RECIPE, "texts": digest(written), **{name: config[name] for name in _LEARNING}}
     if kind == "layer_skip":
         shape = shape_of(config, target)
-        learnt |= {"bridges": shape.to_dict(), "calibration_bytes": config.calibration_bytes}
+        learnt |= {"bridges": shape.to_dict(), "calibration_bytes": config.calibration_bytes, "warm": config.warm_start}
     folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
     tracker.open_study(folder.name, digest(learnt), learnt, environment(target.device), role="training")

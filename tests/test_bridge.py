@@ -124,6 +124,18 @@ def test_bridges_of_lower_rank_read_fewer_numbers() -> None:
     assert [shape.spans for shape in shapes] == [2, 2, 2, 2]
 
 
+def test_bridges_begin_as_their_neighbours() -> None:
+    target = target_of("llama")
+    other, own = Bridges(_shape(target, "layers:0;layers:2-3;mlp:1")), Bridges(_shape(target, "layers:1-2;attention:3"))
+    for _, bridge in other.parts():
+        torch.nn.init.normal_(bridge.bias)
+    own.warm(other)
+    assert torch.equal(own.of(Gap("layers", 1, 2)).bias, other.of(Gap("layers", 2, 3)).bias)
+    assert not own.of(Gap("attention", 3, 3)).bias.any()
+    with pytest.raises(ConfigError, match="^bridge: .* another kind or size"):
+        own.warm(Bridges(_shape(target, "layers:1", "mean")))
+
+
 def test_the_memory_of_a_calibration_is_bounded() -> None:
     target = Target(build("llama"))
     passages = _passages(target)

@@ -77,6 +77,8 @@ def test_bridges_are_trained_and_draft(bridge: str, model: Path, tmp_path: Path)
     config = SpeculativeConfig.from_dict({"kind": "layer_skip", "mask": "layers:1-2", "draft_length": 2} | heads)
     plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=24)
     assert generate(target, "Tell me more.", config, max_new_tokens=24).tokens == plain.tokens
+    warm = execute("train", *overrides, "mask=layers:1", f"warm_start={tmp_path}/b", f"head={tmp_path}/w", cwd=tmp_path)
+    assert warm.returncode == 0, warm.stderr
     again = execute("train", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "b" / "head.json").read_text())["training"] == about["training"]
