@@ -6,7 +6,7 @@ What ``python -m searches.train drafter=layer_skip mask=...`` does once the targ
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig
@@ -25,8 +25,10 @@ from layerskip.scan import Scan, Scanner
 
 from .application import InputError
 from .learner import Learner
-from .tracking import Tracker
 from .written import passages_of
+
+if TYPE_CHECKING:
+    from .tracking import Tracker
 
 _COMPARED = 8  # texts that tell whether to begin as a neighbour
 
@@ -114,7 +116,7 @@ class BridgeLearner(Learner):
         shape: BridgeShape,
         target: Target,
         passages: list[Passage],
-        scanner: Scanner,
+        scanner: Scanner | None,
         tokens: Tensor | None,
         file: Path,
         identity: str,
@@ -148,6 +150,7 @@ class BridgeLearner(Learner):
 
     def judge(self) -> list[float]:
         """By a scan of held-out continuations."""
+        assert self._scanner is not None
         return _judged(self._scanner, self.bridges.shape, self.bridges, self._tokens)
 
 

@@ -23,7 +23,7 @@ from layerskip.measurement import CONFIDENCE, Sample
 from .bench import BASELINE, Bench
 from .kept import Kept
 from .objective import MeasureSettings
-from .standings import is_lossless, ranking
+from .standings import Standing, is_lossless, ranking
 
 LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
 _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
@@ -105,6 +105,7 @@ def measure_finals(
     seed: int,
     folder: Path | None = None,
     on_prompt: Callable[[], None] = lambda: None,
+    also: Sequence[Standing] = (),
 ) -> Finals:
     """Measure a study's finalists on held-out prompts.
 
@@ -113,8 +114,9 @@ def measure_finals(
             not lead on all.
         folder: keeps what was measured, prompt by prompt, and is not measured again; None keeps nothing.
         on_prompt: called for every prompt, kept or measured.
+        also: further finalists, with what the search knew of those that they were made of.
     """
-    chosen = {str(i): standing for i, standing in enumerate(ranking(study)[: settings.finalists])}
+    chosen = {str(i): standing for i, standing in enumerate([*ranking(study)[: settings.finalists], *also])}
     configs = {name: standing.config for name, standing in chosen.items()}
     asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed]
     kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")

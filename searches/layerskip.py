@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import time
@@ -31,7 +32,7 @@ from .prior import Prior
 from .proposals import propose_all
 from .shelf import makeups
 from .stability import SeedStability, across_seeds
-from .standings import incumbent, ranking
+from .standings import Standing, incumbent, ranking
 from .starts import starting_points
 from .study import (
     SETTINGS,
@@ -118,11 +119,22 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
             print(report.summary(study, None))
             raise
     final_prompts = held_out.take(measuring.held_out_prompts)
+    start = time.monotonic()
+    trained = _train_finalists(plan, study)
+    add_foresight(study, time.monotonic() - start)
     rounds = len(final_prompts) * measuring.held_out_repeats
     with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:
-        finals = measure_finals(study, bench, final_prompts, measuring, plan.seed, folder, bar.update)
+        finals = measure_finals(study, bench, final_prompts, measuring, plan.seed, folder, bar.update, trained)
     _publish(plan, study, tracker, finals, oracle, folder, final_prompts)
     return finals
+
+
+def _train_finalists(plan: Plan, study: optuna.Study) -> list[Standing]:
+    """The finalists that are bridged once more, with trained bridges."""
+    if plan.space.shelf is None or not plan.bridging.train_seconds:
+        return []
+    leading = [standing for standing in ranking(study)[: plan.measuring.finalists] if standing.config.bridge]
+    return [dataclasses.replace(standing, config=plan.space.shelf.trained(standing.config)) for standing in leading]
 
 
 def _foresee(plan: Plan, tune: PromptSet, folder: Path) -> ScanOracle | None:

@@ -39,6 +39,7 @@ class Plan:
     target: Target
     prompts: PromptSet
     space: SearchSpace
+    bridging: BridgingSettings
     seed: int
     outputs: Path
 
@@ -60,7 +61,8 @@ class Plan:
         if space.bridged:
             space = replace(space, shelf=Shelf(target, sampling, bridging, Path(config.outputs), config.seed))
         space = replace(space, datastores=[open_datastore(name, target, prompts) for name in space.datastores])
-        return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, Path(config.outputs))
+        outputs = Path(config.outputs)
+        return cls(settings, measuring, scanning, sampling, target, prompts, space, bridging, config.seed, outputs)
 
 
 def _open_heads(kind: str, folders: Sequence[str], target: Target) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,13 @@ from layerskip.heads import save_head
 from layerskip.own_texts import OwnText
 
 from .application import InputError
+from .bridging import BridgeLearner
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 BRIDGES = ("none", "mean", "linear")
+_STEPS = 10**6  # time ends training
+_SAVED = 30.0  # seconds between savings
+_TRAINED_TOKENS = 16384  # that training looks at where drafts are from the whole vocabulary: enough to learn by
 
 
 @dataclass(frozen=True)
@@ -55,18 +59,30 @@ class BridgingSettings:
         max_new_tokens: of an answer.
         batch: answers written at once.
         calibration_bytes: of hidden states, keys and values in memory.
+        train_seconds: of training by gradient, for every finalist that is bridged; 0 for none.
+        learning_rate: of it.
+        unroll: tokens in a row that it learns.
+        texts_per_step: answers of a step.
 
     Raises:
-        InputError: one of them is no whole number of at least 1.
+        InputError: one of them is out of range.
     """
 
     tokens: int = 6000
     max_new_tokens: int = 128
     batch: int = 48
     calibration_bytes: int = 500_000_000
+    train_seconds: float = 0.0
+    learning_rate: float = 0.001
+    unroll: int = 3
+    texts_per_step: int = 6
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "max_new_tokens", "batch", "calibration_bytes"):
+        for name, least in (("train_seconds", 0.0), ("learning_rate", 1e-9)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+                raise InputError(f"bridging.{name}: {value!r} is not a number of at least {least:g}")
+        for name in ("tokens", "max_new_tokens", "batch", "calibration_bytes", "unroll", "texts_per_step"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"bridging.{name}: {value!r} is not a whole number of at least 1")
@@ -105,6 +121,37 @@ class Shelf:
         if not (folder / "head.json").exists():
             self._fit(mask, makeup, folder)
         return str(folder) if _about(folder)["helps"] else ""
+
+    def trained(self, config: SpeculativeConfig) -> SpeculativeConfig:
+        """A bridged configuration with its bridges trained by gradient, from their closed form on."""
+        settings = self._settings
+        names = ("learning_rate", "unroll", "texts_per_step", "calibration_bytes")
+        learning = {name: getattr(settings, name) for name in names}
+        learning |= {
+            "max_seconds": settings.train_seconds,
+            "steps": _STEPS,
+            "save_seconds": _SAVED,
+            "seed": self._config.seed,
+        }
+        mask = SkipMask.parse(config.mask, self.target.layers)
+        makeup = self.makeup(config)
+        shape, identity = self._shape(mask, makeup), digest([self._asked, learning, config.bridge, makeup.tokens])
+        folder = self._folder / f"trained-{identity[:16]}"
+        if not (folder / "head.json").exists():
+            learner = BridgeLearner(
+                OmegaConf.create(learning),
+                shape,
+                self.target,
+                passages_of(self._texts),
+                None,
+                self.tokens(makeup.tokens or _TRAINED_TOKENS),
+                folder / "training.pt",
+                identity,
+            )
+            learner.learn_all(None)
+            about = {"bridge": makeup.bridge, "rank": makeup.rank, "texts": self._asked, "steps": learner.step} | learning
+            save_head(folder, KIND, shape.to_dict(), learner.bridges.state_dict(), self.target, about)
+        return replace(config, bridge=str(folder))
 
     def head(self, size: int) -> str:
         """The folder of the draft head of so many tokens; empty for the whole vocabulary."""

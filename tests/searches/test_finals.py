@@ -16,6 +16,7 @@ from searches.finals import measure_finals
 from searches.objective import MeasureSettings, Objective
 from searches.space import SearchSpace
 from searches.stability import SeedStability, Stability
+from searches.standings import ranking
 from searches.study import StudySettings, run_trials
 from tests.searches.test_racing import Known, run_known
 
@@ -46,6 +47,17 @@ def test_measuring_ends_once_one_is_left() -> None:
     finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=2, held_out_repeats=3), 0)
     assert sum(found == fast for found, _ in bench.asked) == 24
     assert finals.winner.config == fast
+
+
+def test_who_was_trained_since_takes_part_as_well() -> None:
+    closed, trained = _lookup(4), _lookup(6)  # any two, of which no trial was about the second
+    bench = Known({closed: 1.3, trained: 1.6})
+    study = run_known(bench, closed)
+    (standing,) = ranking(study)
+    also = [replace(standing, config=trained)]
+    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0, also=also)
+    assert finals.winner.config == trained
+    assert {finalist.config for finalist in finals.finalists} == {closed, trained}
 
 
 def test_the_report_says_what_the_winner_is_worth_and_what_it_cost() -> None:

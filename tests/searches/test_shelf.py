@@ -7,6 +7,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+import torch
 
 from layerskip import Export, Sampling, SkipMask, SpeculativeConfig, Target, generate, load_target
 from layerskip.bridge import load_bridges
@@ -67,6 +68,21 @@ def test_choices_lead_to_made_up_masks_and_back(shelf: Shelf, tiny_target: Targe
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
 
+def test_finalists_are_trained_once(tiny_target: Target, tmp_path: Path) -> None:
+    shelf = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
+    mask = next(m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if shelf.bridge(m, LINEAR))
+    config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=shelf.bridge(mask, LINEAR))
+    trained = shelf.trained(config)
+    before, after = (load_bridges(found.bridge, tiny_target, mask).state_dict() for found in (config, trained))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert shelf.makeup(trained) == LINEAR
+    written = (Path(trained.bridge) / "head.json").stat().st_mtime_ns
+    assert shelf.trained(config) == trained
+    assert (Path(trained.bridge) / "head.json").stat().st_mtime_ns == written
+    plain = generate(tiny_target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
+    assert generate(tiny_target, "Hello.", trained, max_new_tokens=12).tokens == plain.tokens
+
+
 def test_an_oracle_foretells_masks_as_they_are_made_up(shelf: Shelf, tiny_target: Target, tmp_path: Path) -> None:
     """Its counts are the real decoder's, and its prices have the bridges and the narrow head in them."""
     passages = continue_prompts(tiny_target, PromptSet.of(["Say one.", "Say two."]), Sampling(), 10)
@@ -97,7 +113,7 @@ def test_an_oracle_foretells_masks_as_they_are_made_up(shelf: Shelf, tiny_target
 
 
 def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path) -> None:
-    bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8")
+    bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     which = ("space=bridged", "space.draft_heads=[0,60]", "scan.proposals.screened=12", "scan.proposals.enqueued=2")
     overrides = (*quick(tiny_folder, tmp_path, "study.n_trials=8", "study.name=one"), *bridging, *which)
     done = execute("layerskip", *overrides, cwd=tmp_path)
