@@ -7,6 +7,7 @@ export keeps its own.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -49,7 +50,19 @@ def attach(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
 
 def locate(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
     """The configuration of an export's file with absolute names of what lies beside it."""
-    return _renamed(config, lambda _, name: name if Path(name).is_absolute() else str((file.parent / name).resolve()))
+
+    def found(_: str, name: str) -> str:
+        beside = file.parent / name
+        return str(beside.resolve()) if beside.is_dir() else name
+
+    return _renamed(config, found)
+
+
+def attached(file: Path) -> list[Path]:
+    """The folders beside an export's file that it names."""
+    config = SpeculativeConfig.from_dict(json.loads(file.read_text(encoding="utf-8"))["config"])
+    names = [getattr(part, name) for part in (config, *config.members) for name in _PARTS]
+    return [file.parent / name for name in dict.fromkeys(names) if name and (file.parent / name).is_dir()]
 
 
 def _renamed(config: SpeculativeConfig, rename: Callable[[str, str], str]) -> SpeculativeConfig:

@@ -19,10 +19,11 @@ from torch.nn.functional import linear, rms_norm, silu
 from .config import ConfigError
 from .heads import load_head
 from .mask import Gap, MaskError, SkipMask
+from .rules import check_integer
 from .target import Target
 
 KIND = "bridge"
-KINDS = ("none", "mean", "linear", "mlp")
+KINDS = ("mean", "linear", "mlp")
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,22 @@ class BridgeShape:
     width: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS[1:]:
-            raise ConfigError(f"bridge.kind: {self.kind!r} is not one of {', '.join(KINDS[1:])}")
-        if not 0 <= self.rank <= self.hidden:
+        if self.kind not in KINDS:
+            raise ConfigError(f"bridge.kind: {self.kind!r} is not one of {', '.join(KINDS)}")
+        for name in ("rank", "width"):
+            check_integer(f"bridge.{name}", getattr(self, name), 0)
+        if self.rank > self.hidden:
             raise ConfigError(f"bridge.rank: {self.rank} is not within 0 (a full map) and {self.hidden}")
         if self.kind == "mean" and self.rank:
             raise ConfigError("bridge.rank: says nothing of a mean")
         if (self.width > 0) != (self.kind == "mlp"):
             raise ConfigError(f"bridge.width: {self.width} is not what a bridge of kind {self.kind} has")
+
+    @classmethod
+    def of(cls, target: Target, mask: SkipMask, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
+        """That of a target's mask."""
+        hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
+        return cls(mask.format(), target.layers, hidden, kind, rank, width)
 
     @property
     def spans(self) -> int:

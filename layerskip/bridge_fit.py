@@ -25,6 +25,7 @@ from .texts import Pack, Start, Texts
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _JUDGED = 0.2  # of the rows; the last ones, hence of other passages than the rest
+_CHOOSING = 0.2  # of the others: those that the constant is chosen by
 _FAR = 8.0  # times the median norm: targets beyond it are left out
 
 
@@ -35,9 +36,9 @@ class Fit:
     Args:
         bridges: in float32.
         ridges: the constant chosen for every gap.
-        empty: how often the draft's first token is the target's, on rows that nothing was fitted to, the gaps left empty.
+        empty: how often the draft's first token is the target's, the gaps left empty, on rows that nothing was fitted to.
         bridged: the same with the bridges.
-        rows: what they were fitted to, the judged ones included.
+        rows: how many there were, the judged ones included.
         seconds: that it took.
     """
 
@@ -98,8 +99,9 @@ class Calibration:
     def fit(self, shape: BridgeShape) -> Fit:
         """Fit the bridges of a mask in closed form; the MLP of kind ``mlp`` begins as nothing."""
         begin = time.monotonic()
-        torch.manual_seed(0)
-        bridges = Bridges(shape).to(self.target.device)
+        with torch.random.fork_rng(devices=[]):  # what a map of lower rank and an MLP begin from
+            torch.manual_seed(0)
+            bridges = Bridges(shape).to(self.target.device)
         ridges = self._fit(bridges)
         empty, bridged = self._judge(bridges.mask, None), self._judge(bridges.mask, bridges)
         return Fit(bridges, ridges, empty, bridged, len(self.starts), time.monotonic() - begin)
@@ -172,19 +174,29 @@ class Calibration:
         layer(own)
         given = self._model.seen()[1]
         self._lay(part, only)
-        without = layer(own)
-        read_before = layer(stream)
-        read = self._model.seen()[0]
+        before, read = layer(stream), self._model.seen()[0]
         # Where the layer adds what its sub-layer gives as it is, the bridge can also mend the drift before it.
         if gap.kind == "mlp":
-            if _same(part.states[gap.first + 1], without + given):
-                given = part.states[gap.first + 1] - read_before
+            if self._adds(part, gap):
+                given = part.states[gap.first + 1] - before
         else:
             self._lay(part, _single(self.target.layers, Gap("mlp", gap.first, gap.first)))
             between = layer(own)
-            if _same(between, own + given):
+            if _same(own + given, between):
                 given = between - stream
         return read, given
+
+    def _adds(self, part: _Part, gap: Gap) -> bool:
+        """Whether a layer adds what its MLP gives as it is, or changes it on the way, as a norm behind it does."""
+        layer, own = part.layers[gap.first], part.states[gap.first]
+        mask = _single(self.target.layers, gap)
+        probe = Bridges(BridgeShape(mask.format(), mask.layers, own.shape[-1], "mean")).to(own.device)
+        known = torch.linspace(-1, 1, own.shape[-1], device=own.device) * own.float().square().mean().sqrt()
+        probe.of(gap).bias.copy_(known)
+        self._lay(part, mask, probe)
+        added = layer(own)
+        self._lay(part, mask)
+        return _same(known.expand_as(own), (added - layer(own)).float())
 
     def _through(self, part: _Part, stream: Tensor, gap: Gap, bridges: Bridges) -> Tensor:
         """A stream through the layer of a bridged sub-layer."""
@@ -231,38 +243,48 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _regress(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
     """Fit one bridge to ``[n, H]`` what it reads and what it should give, both float32; returns the chosen constant."""
-    judged = _judged(hidden.shape[0])
+    rows = hidden.shape[0] - _judged(hidden.shape[0])
+    hidden, wanted = hidden[:rows], wanted[:rows]
     norms = wanted.norm(dim=-1)
     near = norms <= _FAR * norms.median()
-    read = normalised(hidden)
-    learnt, told = near.clone(), near.clone()
-    learnt[-judged:] = False
-    told[:-judged] = False
-    if bridge.shape.kind == "mean" or not bool(learnt.any()):
-        bridge.bias.copy_(wanted[near].mean(0))
+    read, wanted = normalised(hidden[near]), wanted[near]
+    learnt = read.shape[0] - int(_CHOOSING * read.shape[0])
+    if bridge.shape.kind == "mean" or learnt < 2:
+        bridge.bias.copy_(wanted.mean(0))
         return 0.0
-    chosen = min(_RIDGES, key=lambda ridge: _error(*_solve(read[learnt], wanted[learnt], ridge), read[told], wanted[told]))
-    weight, bias = _solve(read[near], wanted[near], chosen)
+    part = _Moments(read[:learnt], wanted[:learnt])
+    chosen = min(_RIDGES, key=lambda ridge: _error(*part.solve(ridge), read[learnt:], wanted[learnt:]))
+    moments = _Moments(read, wanted)
+    weight, bias = moments.solve(chosen)
     basis = None
     if bridge.shape.rank:
         # Reduced-rank regression (Izenman, Journal of Multivariate Analysis 5, 1975): most of what the full map adds.
-        added = (read[near] - read[near].mean(0)) @ weight.T
+        added = (read - moments.mean) @ weight.T
         basis = torch.linalg.eigh((added.T @ added).double())[1][:, -bridge.shape.rank :].to(weight.dtype)
-        bias = wanted[near].mean(0) - (basis @ (basis.T @ (weight @ read[near].mean(0))))
+        bias = moments.middle - basis @ (basis.T @ (weight @ moments.mean))
     bridge.set_map(weight, bias, basis)
     return chosen
 
 
-def _solve(read: Tensor, wanted: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """An affine map ``[H, H]``, ``[H]``; the inputs are standardised, so that the constant means the same for each."""
-    mean, scale = read.mean(0), read.std(0).clamp_min(1e-6)
-    inputs, middle = (read - mean) / scale, wanted.mean(0)
-    squares = (inputs.T @ inputs).double() / inputs.shape[0]
-    products = (inputs.T @ (wanted - middle)).double() / inputs.shape[0]
-    squares.diagonal().add_(ridge)
-    solved = torch.cholesky_solve(products, torch.linalg.cholesky(squares)).to(read.dtype)
-    weight = (solved / scale[:, None]).T
-    return weight, middle - weight @ mean
+class _Moments:
+    """What a regression needs of ``read`` and ``wanted``, ``[n, H]`` each.
+
+    Inputs are standardised, so that the constant means the same for each of them.
+    """
+
+    def __init__(self, read: Tensor, wanted: Tensor) -> None:
+        self.mean, self.scale, self.middle = read.mean(0), read.std(0).clamp_min(1e-6), wanted.mean(0)
+        inputs = (read - self.mean) / self.scale
+        self._squares = (inputs.T @ inputs).double() / inputs.shape[0]
+        self._products = (inputs.T @ (wanted - self.middle)).double() / inputs.shape[0]
+
+    def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
+        """An affine map ``[H, H]``, ``[H]``."""
+        squares = self._squares.clone()
+        squares.diagonal().add_(ridge)
+        solved = torch.cholesky_solve(self._products, torch.linalg.cholesky(squares)).to(self.scale.dtype)
+        weight = (solved / self.scale[:, None]).T
+        return weight, self.middle - weight @ self.mean
 
 
 def _error(weight: Tensor, bias: Tensor, read: Tensor, wanted: Tensor) -> float:

@@ -37,6 +37,7 @@ from .verify import verify
 from .view import decoding_view, skip_view
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
+_TIMED_NUMBERS = 2**25  # of timed bridges, so that those of a wide model take no memory to speak of
 _NARROW = 4  # a timed draft head has this share of the vocabulary
 
 
@@ -108,10 +109,9 @@ class CostProfile:
         """One draft pass with a mask."""
         pairs = list(zip(mask.attention, mask.mlp, strict=True))
         return (
-            self.head_seconds
+            max(0.0, self.head_seconds - self.token_seconds * aids.left_out)
             + self.bridge_seconds * aids.bridges
             + self.number_seconds * aids.numbers
-            - self.token_seconds * aids.left_out
             + self.block_seconds * sum(not (attention and mlp) for attention, mlp in pairs)
             + sum(cost for cost, (skipped, _) in zip(self.attention_seconds, pairs, strict=True) if not skipped)
             + sum(cost for cost, (_, skipped) in zip(self.mlp_seconds, pairs, strict=True) if not skipped)
@@ -166,6 +166,7 @@ def profile_costs(
     repeats: int = 12,
     seed: int = 0,
     on_repeat: Callable[[], None] = lambda: None,
+    bridged: bool = False,
 ) -> CostProfile:
     """Measure a profile: every part in a random order, again and again; each part's time is its median.
 
@@ -177,11 +178,12 @@ def profile_costs(
         repeats: how often.
         seed: of the order.
         on_repeat: called after every repeat.
+        bridged: whether what bridges and draft heads cost is measured as well.
     """
     sampling = sampling or Sampling()
     longest = max(longest, 2)  # rounds of one length alone would not tell a round's own cost from its tokens'
     context = max(context, longest)  # drafted tokens are taken from it
-    parts = _parts(target)
+    parts = _parts(target, bridged)
     cache = KVCache(target.layers, context + longest + 1, device=target.device)
     tokens = upload([token % target.vocabulary for token in range(context)], target.device)
     chooser = Chooser(sampling, target.vocabulary, target.device, seed)
@@ -275,7 +277,7 @@ class _Part:
     counts: list[float]
 
 
-def _parts(target: Target) -> list[_Part]:
+def _parts(target: Target, bridged: bool) -> list[_Part]:
     """What to time."""
     attention, mlp, kinds = _of_layers(target, "attention"), _of_layers(target, "mlp"), _kinds(target)
     nothing, everything = (False,) * target.layers, (True,) * target.layers
@@ -285,17 +287,19 @@ def _parts(target: Target) -> list[_Part]:
         masks.append(SkipMask(*flags))
     # Two of a kind skipped together tell a block's own cost from its sub-layers'.
     masks += [SkipMask(everything, nothing), SkipMask(nothing, everything)]
-    # A bridge in place of every attention, so that they are many enough to be told from noise.
-    hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
-    no_attention = SkipMask(everything, nothing)
-    shapes = [BridgeShape(no_attention.format(), target.layers, hidden, kind) for kind in ("mean", "linear")]
     drafts: list[tuple[SkipMask, BridgeShape | None, DraftHead | None]] = [
         (mask, None, None) for mask in dict.fromkeys(masks)
     ]
-    drafts += [(no_attention, shape, None) for shape in shapes]
-    with contextlib.suppress(ConfigError):  # an output layer that cannot be cut costs what it does
-        some = torch.arange(max(1, target.vocabulary // _NARROW))
-        drafts.append((SkipMask(everything, everything), None, DraftHead(target.model, some, target.vocabulary)))
+    if bridged:
+        # Bridges in place of many attentions, so that they are told from noise.
+        hidden = BridgeShape.of(target, masks[0]).hidden
+        many = max(1, min(target.layers, _TIMED_NUMBERS // hidden**2))
+        attentions = SkipMask.of(target.layers, set(range(many)), set())
+        drafts += [(attentions, None, None)] * (many < target.layers)
+        drafts += [(attentions, BridgeShape.of(target, attentions, kind), None) for kind in ("mean", "linear")]
+        with contextlib.suppress(ConfigError):  # an output layer that cannot be cut costs what it does
+            some = torch.arange(max(1, target.vocabulary // _NARROW))
+            drafts.append((SkipMask(everything, everything), None, DraftHead(target.model, some, target.vocabulary)))
     rows = []
     for mask, shape, head in drafts:
         kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]

@@ -27,6 +27,7 @@ from layerskip.bridge import KIND, Bridges, BridgeShape
 from layerskip.bridge_fit import Calibration
 from layerskip.costs import Aids, CostProfile
 from layerskip.draft_head import KIND as HEAD
+from layerskip.drafters.build import build_drafter
 from layerskip.environment import environment
 from layerskip.files import digest, write_json
 from layerskip.heads import save_head
@@ -36,7 +37,7 @@ from layerskip.scan import Scanner
 
 from .application import InputError, run
 from .bench import BASELINE, ModelBench
-from .bridging import BridgeLearner, rates
+from .bridging import BridgeLearner, calibrate, rates
 from .foresight import ScanSettings, cost_profile
 from .kept import Kept
 from .objective import MeasureSettings, check_seed
@@ -45,17 +46,23 @@ from .tracking import Tracker
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 EMPTY, TRAINED = "empty", "trained"
+_NUMBERS = ("depth", "contenders", "tokens", "max_new_tokens", "batch", "steps", "texts_per_step", "unroll")
 
 
 def bridges(config: DictConfig) -> dict[str, Any]:
     """Fit, train, scan and measure; see ``conf/bridges.yaml``."""
     check_seed(config.seed)
+    for name in _NUMBERS:
+        if isinstance(config[name], bool) or not isinstance(config[name], int) or config[name] < 1:
+            raise InputError(f"{name}: {config[name]!r} is not a whole number of at least 1")
     measuring: MeasureSettings = instantiate(config.measure)
     scanning: ScanSettings = instantiate(config.scan)
     sampling: Sampling = instantiate(config.sampling)
     tune, held_out = instantiate(config.prompts).split()
     target: Target = instantiate(config.target)
-    masks = [_mask(text, target) for text in config.masks]
+    masks = [_mask(text, target) for text in config.masks or _runs(target.layers)]
+    if config.eagle_head is not None:
+        build_drafter(SpeculativeConfig("eagle", head=str(config.eagle_head)), target)  # refuses now what cannot draft
     work = _Work(config, target, sampling, scanning, tune.take(measuring.prompts), measuring.max_new_tokens)
     points = [point for mask in masks for point in work.points(mask)]
     chosen = _choose(points, int(config.contenders))
@@ -74,7 +81,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         measurement = Measurement.of(rows, BASELINE, name)
         low, high = measurement.interval()
         measured[name] = {
-            "config": found.to_dict(),
+            "config": _named(found),
             "speedup": measurement.speedup,
             "low": low,
             "high": high,
@@ -82,6 +89,11 @@ def bridges(config: DictConfig) -> dict[str, Any]:
             "acceptance_rate": measurement.to_dict()["acceptance_rate"],
             "losslessness": measurement.to_dict()["losslessness"]["verdict"],
         }
+    if "bridged 1" in configs:
+        evidence = Measurement.of(rows, BASELINE, "bridged 1").to_dict() | {"prompts_digest": prompts.digest}
+        where = environment(target.device)
+        Export(Export.describe(target), configs["bridged 1"], sampling, evidence, where).save(work.folder / "best.json")
+        print(f"wrote {work.folder / 'best.json'}, the best that is bridged")
     record = {
         "schema": "layerskip.bridges/1",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -92,7 +104,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         "fitted_to": work.fitted_to,
         "trained": {**config.trained, "seconds": config.max_seconds},
         "profile": work.profile.to_dict(),
-        "points": points,
+        "points": [point | {"config": _named(work.config_of(point))} for point in points],
         "eagle": _eagle(config.eagle_head, rows),
         "measured": measured,
     }
@@ -102,6 +114,19 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     print(table(record))
     print(f"wrote {path} and {path.with_suffix('.png')}")
     return record
+
+
+def _named(config: SpeculativeConfig) -> dict[str, Any]:
+    """A configuration for a record, what it was trained by named without the place."""
+    fields = config.to_dict()
+    return fields | {name: Path(fields[name]).name for name in ("bridge", "draft_head", "head") if name in fields}
+
+
+def _runs(layers: int) -> list[str]:
+    """Contiguous runs from the third layer on, of seven lengths, up to all but the outermost layers."""
+    most = layers - 4
+    lengths = dict.fromkeys(max(1, round(most * share)) for share in (0.27, 0.42, 0.58, 0.69, 0.81, 0.92, 1.0))
+    return [f"layers:2-{1 + length}" for length in lengths if most > 0]
 
 
 def _mask(text: str, target: Target) -> SkipMask:
@@ -142,11 +167,13 @@ class _Work:
         self.scanned: tuple[Passage, ...] = tuple(passage for passage in continued if passage.starts > 0)
         self.scanner = Scanner(target, self.scanned, sampling, int(config.depth), scanning.max_rows or 256)
         self.profile: CostProfile = cost_profile(
-            target, self.scanned, int(config.depth), sampling, scanning.profile_repeats, outputs
+            target, self.scanned, int(config.depth), sampling, scanning.profile_repeats, outputs, bridged=True
         )
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops)
         asked = {
+            "recipe": 1,
+            "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling),
             "calibration_bytes": config.calibration_bytes,
             "trained": OmegaConf.to_container(config.trained),
@@ -157,26 +184,26 @@ class _Work:
         }
         self.folder = outputs / f"bridges-{digest(asked)[:12]}"
         self._kept = Kept(self.folder / "scans.jsonl")
-        self._shape(_mask(config.masks[0], target), TRAINED)  # refuses now what cannot be trained
+        self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # refuses now what cannot be trained
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
         self._asked = digest(asked)
         self._calibration: Calibration | None = None
-        self._neighbour: Bridges | None = None  # trained last
+        self._helps = True  # what was fitted last
 
     @property
     def calibration(self) -> Calibration:
         """Made when first asked for, as a run that goes on may need none."""
         if self._calibration is None:
-            try:
-                self._calibration = Calibration(self.target, self.passages, int(self.config.calibration_bytes))
-            except ValueError as error:
-                raise InputError(f"calibration_bytes: {str(error).removeprefix('most_bytes: ')}") from None
+            budget = int(self.config.calibration_bytes)
+            self._calibration = calibrate(self.target, self.passages, budget, "calibration_bytes")
         return self._calibration
 
     @property
     def fitted_to(self) -> dict[str, int]:
         """How much there was to learn from."""
-        return {"texts": len(self.passages), "tokens": sum(len(passage.tokens) for passage in self.passages)}
+        closed = 0 if self._calibration is None else len(self._calibration.starts)
+        trained = sum(passage.starts for passage in self.passages)
+        return {"texts": len(self.passages), "trained_on": trained, "closed_forms": closed}
 
     def points(self, mask: SkipMask) -> list[dict[str, Any]]:
         """What is known of a mask, for every kind of bridge and every draft head."""
@@ -194,14 +221,16 @@ class _Work:
         return SpeculativeConfig.from_dict(dict(point["config"]))
 
     def _shape(self, mask: SkipMask, kind: str) -> BridgeShape:
-        hidden = int(self.target.model.config.get_text_config(decoder=True).hidden_size)
         made: Any = self.config.trained if kind == TRAINED else {"kind": kind, "rank": 0, "width": 0}
-        return BridgeShape(mask.format(), self.target.layers, hidden, made["kind"], made["rank"], made["width"])
+        return BridgeShape.of(self.target, mask, made["kind"], made["rank"], made["width"])
 
     def _place(self, mask: SkipMask, kind: str) -> Path:
         return self.folder / f"{mask.format().replace(':', '-').replace(';', '_').replace(',', '.')}-{kind}"
 
     def _scan(self, mask: SkipMask, kind: str) -> dict[str, Any]:
+        if kind != EMPTY:
+            self.calibration  # noqa: B018  # what reading all texts takes is nobody's fit
+        self._helps = True
         start = time.monotonic()
         own, seconds = None if kind == EMPTY else self._fitted(mask, kind), time.monotonic() - start
         rows = []
@@ -214,12 +243,18 @@ class _Work:
             ]
             right = rates(scan)
             rows.append({"tokens": None if tokens is None else len(tokens), "rates": right, "counts": counts})
-        return {"fit_seconds": seconds, "heads": rows}
+        return {"fit_seconds": seconds, "helps": self._helps, "heads": rows}
 
     def _fitted(self, mask: SkipMask, kind: str) -> Bridges:
         """Bridges, saved; in the target's dtype, as they will decode."""
         shape = self._shape(mask, kind)
-        found = self._trained(shape, mask) if kind == TRAINED else self.calibration.fit(shape).bridges
+        if kind == TRAINED:
+            found = self._trained(shape, mask)
+        else:
+            fit = self.calibration.fit(shape)
+            found, self._helps = fit.bridges, fit.helps
+            if not fit.helps:
+                print(f"{kind} for {shape.mask} drafts no better ({fit.bridged:.2f}) than empty skips ({fit.empty:.2f})")
         save_head(self._place(mask, kind), KIND, shape.to_dict(), found.state_dict(), self.target, {"asked": self._asked})
         return found.to(self.target.model.dtype).requires_grad_(False)
 
@@ -238,10 +273,9 @@ class _Work:
                 largest,
                 folder / "training.pt",
                 identity,
-                self._neighbour,
+                calibration=lambda: self.calibration,
             )
             learner.learn_all(self._tracker)
-        self._neighbour = learner.bridges
         return learner.bridges
 
     def _point(self, mask: SkipMask, kind: str, kept: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,6 +302,7 @@ class _Work:
             "rates": row["rates"],
             "predicted": best,
             "fit_seconds": kept["fit_seconds"],
+            "helps": kept["helps"],
             "config": fields,
         }
 
@@ -282,7 +317,7 @@ def _choose(points: list[dict[str, Any]], most: int) -> dict[str, dict[str, Any]
     """The configurations that are foretold to be fastest, so many of those that skip emptily and of those bridged."""
     chosen = {}
     for name, kinds in (("empty", True), ("bridged", False)):
-        some = [point for point in points if (point["bridge"] == EMPTY) is kinds]
+        some = [point for point in points if (point["bridge"] == EMPTY) is kinds and point["helps"]]
         best: dict[tuple[str, str], dict[str, Any]] = {}
         for point in sorted(some, key=lambda point: -point["predicted"]):
             best.setdefault((point["mask"], point["bridge"]), point)
@@ -295,7 +330,8 @@ def _eagle(folder: str | None, rows: list[Any]) -> dict[str, Any] | None:
     """An EAGLE head beside them: its first-token agreement where it drafted, and what a drafted token took."""
     if folder is None:
         return None
-    training = json.loads((Path(folder) / "head.json").read_text(encoding="utf-8"))["training"]
+    about = Path(folder) / "head.json"  # one in its authors' layout has none
+    training = json.loads(about.read_text(encoding="utf-8"))["training"] if about.is_file() else {}
     samples = [row["eagle"] for row in rows]
     tried = [r for sample in samples for r in sample.stats.rounds if r.drafted]
     plain = [row[BASELINE] for row in rows]

@@ -5,6 +5,7 @@ What ``python -m searches.train drafter=layer_skip mask=...`` does once the targ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,7 @@ def shape_of(config: DictConfig, target: Target) -> BridgeShape:
         raise InputError(str(error)) from None
     if not mask.gaps:
         raise InputError("mask: skips nothing, so there is nothing to stand in for")
-    hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
-    kind, rank, width = (config.bridge[name] for name in ("kind", "rank", "width"))
-    return BridgeShape(mask.format(), target.layers, hidden, kind, rank, width)
+    return BridgeShape.of(target, mask, **{name: config.bridge[name] for name in ("kind", "rank", "width")})
 
 
 def train_bridges(
@@ -78,9 +77,14 @@ def train_bridges(
     if not passages:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leave no text of two tokens to learn from")
     scanner = Scanner(target, [p for p in judges if p.starts > 0], Sampling(), int(config.unroll))
+    if not any(passage.limit(0) > 0 for passage in scanner.passages):
+        raise InputError(f"held_out_tokens: {config.held_out_tokens} leave nothing to draft")
     empty = _judged(scanner, shape, None, tokens)
     print(f"{shape.mask}, empty: accepted on held-out prompts, token by token: {shown(empty)}", flush=True)
     neighbour = None if config.warm_start is None else load_bridges(str(config.warm_start), target)
+    if neighbour is not None:
+        Bridges(shape).warm(neighbour)  # refuses now what is of another kind or size
+        learnt = learnt | {"warm_start": digest([tensor.float().tolist() for tensor in neighbour.state_dict().values()])}
     file = folder / "training.pt"
     learner = BridgeLearner(config, shape, target, passages, scanner, tokens, file, digest(learnt), neighbour)
     if learner.fit is not None:
@@ -104,6 +108,14 @@ def train_bridges(
     return folder
 
 
+def calibrate(target: Target, passages: list[Passage], most_bytes: int, field: str) -> Calibration:
+    """What bridges are fitted to, within a budget that a field of a configuration sets."""
+    try:
+        return Calibration(target, passages, most_bytes)
+    except ValueError as error:
+        raise InputError(f"{field}: {str(error).removeprefix('most_bytes: ')}") from None
+
+
 class BridgeLearner(Learner):
     """Bridges in training.
 
@@ -121,7 +133,9 @@ class BridgeLearner(Learner):
         file: Path,
         identity: str,
         neighbour: Bridges | None = None,
+        calibration: Callable[[], Calibration] | None = None,
     ) -> None:
+        self._calibrate = calibration or self._calibration
         self.fit: Fit | None = None
         self._neighbour = neighbour
         self._target, self._passages, self._scanner, self._tokens = target, passages, scanner, tokens
@@ -132,17 +146,17 @@ class BridgeLearner(Learner):
 
     def begin(self) -> None:
         """The closed form."""
-        try:
-            calibration = Calibration(self._target, self._passages, int(self.config.calibration_bytes))
-        except ValueError as error:
-            raise InputError(f"calibration_bytes: {str(error).removeprefix('most_bytes: ')}") from None
-        self.fit = calibration.fit(self.bridges.shape)
+        self.fit = self._calibrate().fit(self.bridges.shape)
         self.bridges.load_state_dict(self.fit.bridges.state_dict())
         if self._neighbour is not None:
-            fitted = float(self._training.loss(self._passages[:_COMPARED]).detach())
-            self.bridges.warm(self._neighbour.to(self._target.device).float())
-            if float(self._training.loss(self._passages[:_COMPARED]).detach()) >= fitted:
-                self.bridges.load_state_dict(self.fit.bridges.state_dict())
+            with torch.no_grad():
+                fitted = float(self._training.loss(self._passages[:_COMPARED]))
+                self.bridges.warm(self._neighbour.to(self._target.device).float())
+                if float(self._training.loss(self._passages[:_COMPARED])) >= fitted:
+                    self.bridges.load_state_dict(self.fit.bridges.state_dict())
+
+    def _calibration(self) -> Calibration:
+        return calibrate(self._target, self._passages, int(self.config.calibration_bytes), "calibration_bytes")
 
     def loss(self, places: list[int]) -> Tensor:
         """Of drafts on some texts."""

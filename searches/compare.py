@@ -53,6 +53,8 @@ def compare(config: DictConfig) -> dict[str, Any]:
     prompts = tune.take(measuring.prompts)
     target: Target = instantiate(config.target)
     space: SearchSpace = instantiate(config.space, layers=target.layers)
+    if space.bridged:
+        raise InputError("space.bridges, space.draft_heads: this program skips emptily; searches.bridges has bridges")
     asked = {
         "target": target.digest,
         "prompts": [prompts.digest, held_out.digest],

@@ -104,7 +104,7 @@ def foresee(
         print(f"scan: out of memory with scan.max_rows={rows}; every trial is run")
         return None
     longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.arms else depth
-    profile = cost_profile(target, passages, longest, sampling, settings.profile_repeats, outputs)
+    profile = cost_profile(target, passages, longest, sampling, settings.profile_repeats, outputs, space.bridged)
     stops = scanned_stops(space, settings.thresholds)
     asked = {
         "target": target.digest,
@@ -126,7 +126,13 @@ def scanned_stops(space: SearchSpace, thresholds: Sequence[float]) -> tuple[Stop
 
 
 def cost_profile(
-    target: Target, passages: Sequence[Passage], longest: int, sampling: Sampling, repeats: int, outputs: Path
+    target: Target,
+    passages: Sequence[Passage],
+    longest: int,
+    sampling: Sampling,
+    repeats: int,
+    outputs: Path,
+    bridged: bool = False,
 ) -> CostProfile:
     """The profile of a target at the context that passages have, measured unless it is kept in the outputs folder."""
     mean = statistics.fmean(len(passage.prompt) + len(passage.tokens) / 2 for passage in passages)
@@ -139,11 +145,12 @@ def cost_profile(
         "parts": [field.name for field in dataclasses.fields(CostProfile)],  # earlier profiles knew other parts
         "sampling": sampling.to_dict(),
         "machine": machine(target.device),
+        "bridged": bridged,
     }
     file = outputs / "profiles" / f"{digest(asked)[:16]}.json"
     if file.exists():
         return CostProfile.from_dict(json.loads(file.read_text(encoding="utf-8"))["profile"])
     with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
-        profile = profile_costs(target, context, longest, sampling, repeats, on_repeat=bar.update)
+        profile = profile_costs(target, context, longest, sampling, repeats, on_repeat=bar.update, bridged=bridged)
     write_json(file, {"asked": asked, "profile": profile.to_dict()})
     return profile

@@ -52,6 +52,8 @@ def foretell(config: DictConfig) -> dict[str, Any]:
     target: Target = instantiate(config.target)
     lengths_range = (lengths[0], lengths[-1])
     space: SearchSpace = instantiate(config.space, layers=target.layers, skip_length=lengths_range, stops=["length"])
+    if space.bridged:
+        raise InputError("space.bridges, space.draft_heads: this program skips emptily; searches.bridges has bridges")
     outputs = Path(config.outputs)
     folder = outputs / "foretold"
     oracle = foresee(target, prompts, sampling, measuring.max_new_tokens, space, scanning, outputs, folder, config.seed)

@@ -18,6 +18,7 @@ from optuna.storages import BaseStorage
 from tqdm import tqdm
 
 from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
+from layerskip.attachments import attached
 from layerskip.environment import environment
 
 from . import report
@@ -56,7 +57,7 @@ def search(config: DictConfig) -> Finals:
     """Run a composed study to its end; see ``conf/layerskip.yaml``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     plan = Plan.of(config)
-    flat = describe(config, plan.target, plan.prompts)
+    flat = describe(config, plan.target, plan.prompts, plan.space.bridged)
     name = plan.settings.name or default_name(config, flat)
     folder = plan.outputs / name
     check_space(folder)
@@ -190,6 +191,9 @@ def _publish(
     report.draw(study, finals, target.layers, folder / "report.png", singles)
     for name in ("report.md", "report.png", "best.json"):
         tracker.log_file(folder / name)
+    for place in attached(folder / "best.json"):
+        for path in sorted(place.iterdir()):
+            tracker.log_file(path, place.name)
     tracker.log(
         tracker.run_id,
         {

@@ -20,7 +20,8 @@ from .application import InputError
 if TYPE_CHECKING:
     from .tracking import Tracker
 
-_WARMING = 0.03  # of the steps, during which the learning rate rises
+_WARMING = 0.03  # of the training, during which the learning rate rises
+_SLIGHT = 1e-3  # so that the very first step moves
 _CLIP = 1.0
 _LOSSES = 50  # steps over which the loss is averaged
 
@@ -74,9 +75,8 @@ class Learner(ABC):
     def learn(self) -> float:
         """One step; returns its loss."""
         start = now(self.device)
-        rate = (
-            min(1.0, (self.step + 1) / max(1.0, _WARMING * self.config.steps)) * (1 + math.cos(math.pi * self.progress)) / 2
-        )
+        # By what is done of the steps or of the time, whichever ends the training.
+        rate = min(1.0, (self.progress + _SLIGHT) / _WARMING) * (1 + math.cos(math.pi * self.progress)) / 2
         for group in self.optimiser.param_groups:
             group["lr"] = self.config.learning_rate * rate
         loss = self.loss(self._places())

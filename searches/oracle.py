@@ -79,6 +79,10 @@ class Oracle(Protocol):
         """What a mask's draft has beside the sub-layers that it keeps."""
         ...
 
+    def knows(self, config: SpeculativeConfig) -> bool:
+        """Whether a self-draft has the bridges and the draft head that this foretells."""
+        ...
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -168,7 +172,7 @@ class ScanOracle:
     def foretells(self, config: SpeculativeConfig) -> bool:
         """Prompt lookups whose verification was timed, and chains of layer skipping up to the depth of scans."""
         longest = {"prompt_lookup": self._profile.longest, "layer_skip": min(self._scanner.depth, self._profile.longest)}
-        if config.kind == "layer_skip" and (config.bridge, config.draft_head) != self._aided(config.mask):
+        if config.kind == "layer_skip" and not self.knows(config):
             return False
         chain = not config.siblings and config.lossless
         return chain and config.draft_length <= longest.get(config.kind, 0)
@@ -188,6 +192,12 @@ class ScanOracle:
     def aids(self, mask: SkipMask) -> Aids:
         """Those of the makeup."""
         return NO_AIDS if self._shelf is None else self._shelf.aids(mask, self.makeup)
+
+    def knows(self, config: SpeculativeConfig) -> bool:
+        """Whether a self-draft's bridges and draft head are those of the makeup."""
+        if self._shelf is None or not (config.bridge or config.draft_head):
+            return self.makeup == Makeup() and not config.bridge and not config.draft_head
+        return self._shelf.makeup(config) == self.makeup
 
     def made_up(self, makeup: Makeup, shelf: Shelf) -> ScanOracle:
         """The same for masks that draft otherwise; texts and passes are shared."""

@@ -24,6 +24,7 @@ from .shelf import BridgingSettings, Shelf
 from .space import TREES, SearchSpace
 from .study import StudySettings
 
+_BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads")
 _WITHOUT_EFFECT = ("outputs", "study", "tracking")
 """Parts of the configuration that do not change what a trial measures."""
 
@@ -99,10 +100,12 @@ def supported(space: SearchSpace, target: Target) -> SearchSpace:
     return space
 
 
-def describe(config: DictConfig, target: Target, prompts: PromptSet) -> dict[str, Any]:
+def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bool = False) -> dict[str, Any]:
     """Everything that changes what a trial measures, flat and with plain values."""
     parts = {k: v for k, v in OmegaConf.to_container(config, resolve=True).items() if k not in _WITHOUT_EFFECT}  # type: ignore[union-attr]
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
+    if not bridged:  # a study without bridges is what it was before there were any
+        flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_BRIDGED))}
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
     return flat | {
         "target.digest": target.digest,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip import SkipMask, SpeculativeConfig, StopRule
+from layerskip import SkipMask, SpeculativeConfig
 
 from .oracle import Oracle
 from .standings import incumbent
@@ -24,7 +24,6 @@ _FIRST_ERROR = 0.15
 """Log error assumed until enough configurations tell."""
 _SIBLINGS = 0.15
 """Log speedup that siblings may add to a mask's best chain; no scan tells."""
-_NO_SIBLINGS = SpeculativeConfig().least_probability
 _LEAST_ERROR = 0.03
 _LEAST_CONFIGURATIONS = 4
 _DEVIATIONS = 2.0
@@ -78,7 +77,9 @@ class Prior:
         oracle = next((oracle for oracle in self._oracles if oracle.foretells(config)), None)
         foretold = oracle is not None
         if oracle is None:
-            oracle = next((other for other in self._oracles if _drafts_alike(other, config)), self._oracles[0])
+            oracle = next((other for other in self._oracles if other.knows(config)), None)
+            if oracle is None:
+                return None
         if config.kind != "layer_skip" and not foretold:
             return None
         to_beat = incumbent(study, prompts)
@@ -97,13 +98,6 @@ class Prior:
         (best,) = oracle.predict([mask])
         allowed = max(error, _FIRST_ERROR) + (_SIBLINGS if config.siblings else 0.0)
         return Judgement(None, min(most, best.speedup) * math.exp(allowed), to_beat)
-
-
-def _drafts_alike(oracle: Oracle, config: SpeculativeConfig) -> bool:
-    """Whether an oracle foretells the plain chains of a configuration's mask, bridges and draft head."""
-    if config.kind != "layer_skip":
-        return False
-    return oracle.foretells(replace(config, draft_length=1, stop=StopRule(), siblings=0, least_probability=_NO_SIBLINGS))
 
 
 def calibrated_error(trials: Iterable[FrozenTrial]) -> float:

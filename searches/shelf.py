@@ -26,11 +26,13 @@ from layerskip.heads import save_head
 from layerskip.own_texts import OwnText
 
 from .application import InputError
-from .bridging import BridgeLearner
+from .bridging import BridgeLearner, calibrate
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 BRIDGES = ("none", "mean", "linear")
+_RECIPE = 1  # of fitting and training; what was made otherwise is made anew
 _STEPS = 10**6  # time ends training
+_REMEMBERED = 16  # masks whose bridges are at hand
 _SAVED = 30.0  # seconds between savings
 _TRAINED_TOKENS = 16384  # that training looks at where drafts are from the whole vocabulary: enough to learn by
 
@@ -103,7 +105,7 @@ class Shelf:
         self.target, self._sampling, self._settings = target, sampling, settings
         fields = {name: getattr(settings, name) for name in ("tokens", "max_new_tokens", "batch")}
         self._config = OmegaConf.create(fields | {"seed": seed, "outputs": str(outputs)})
-        asked = [asked_texts(self._config, target, sampling), settings.calibration_bytes]
+        asked = [_RECIPE, asked_texts(self._config, target, sampling), settings.calibration_bytes]
         self._asked = digest(asked)
         self._folder = (outputs / "shelf" / self._asked[:12]).resolve()
         self._loaded: dict[str, Bridges] = {}
@@ -147,6 +149,7 @@ class Shelf:
                 self.tokens(makeup.tokens or _TRAINED_TOKENS),
                 folder / "training.pt",
                 identity,
+                calibration=lambda: self._calibration,
             )
             learner.learn_all(None)
             about = {"bridge": makeup.bridge, "rank": makeup.rank, "texts": self._asked, "steps": learner.step} | learning
@@ -173,6 +176,8 @@ class Shelf:
         if not folder:
             return None
         if folder not in self._loaded:
+            while len(self._loaded) >= _REMEMBERED:
+                del self._loaded[next(iter(self._loaded))]
             self._loaded[folder] = load_bridges(folder, self.target, mask)
         return self._loaded[folder]
 
@@ -195,14 +200,11 @@ class Shelf:
 
     @functools.cached_property
     def _calibration(self) -> Calibration:
-        try:
-            return Calibration(self.target, passages_of(self._texts), self._settings.calibration_bytes)
-        except ValueError as error:
-            raise InputError(f"bridging.calibration_bytes: {str(error).removeprefix('most_bytes: ')}") from None
+        budget = self._settings.calibration_bytes
+        return calibrate(self.target, passages_of(self._texts), budget, "bridging.calibration_bytes")
 
     def _shape(self, mask: SkipMask, makeup: Makeup) -> BridgeShape:
-        hidden = int(self.target.model.config.get_text_config(decoder=True).hidden_size)
-        return BridgeShape(mask.format(), self.target.layers, hidden, makeup.bridge, makeup.rank)
+        return BridgeShape.of(self.target, mask, makeup.bridge, makeup.rank)
 
     def _fit(self, mask: SkipMask, makeup: Makeup, folder: Path) -> None:
         shape = self._shape(mask, makeup)
@@ -216,7 +218,10 @@ class Shelf:
 
 @functools.cache
 def _about(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "head.json").read_text(encoding="utf-8"))["training"]
+    try:
+        found: dict[str, Any] = json.loads((folder / "head.json").read_text(encoding="utf-8"))["training"]
+    except OSError:
+        raise InputError(f"outputs: {folder}, which a trial of this study drafted with, is gone") from None
     return found
 
 

@@ -200,6 +200,10 @@ class SimulatedOracle:
         """Skips are empty here."""
         return NO_AIDS
 
+    def knows(self, config: SpeculativeConfig) -> bool:
+        """Skips are empty here."""
+        return not config.bridge and not config.draft_head
+
     def speedup(self, config: SpeculativeConfig) -> float:
         """What is foretold of one configuration."""
         if config.kind == "prompt_lookup":

@@ -114,6 +114,8 @@ class SearchSpace:
             whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
             if not whole or not 1 <= bounds[0] <= bounds[1]:
                 raise InputError(f"space.{name}: {bounds} is not a range of whole numbers from 1 on, such as [1,8]")
+        for name, plain in (("bridges", "none"), ("draft_heads", 0)):  # empty skips over all tokens are always a choice
+            object.__setattr__(self, name, tuple(dict.fromkeys([plain, *getattr(self, name)])))
         if type(self.allow_lossy) is not bool:
             raise InputError(f"allow_lossy: {self.allow_lossy!r} is neither true nor false")
         if type(self.siblings) is not int or self.siblings < 0:

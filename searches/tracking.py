@@ -176,9 +176,9 @@ class Tracker:
         """Keep a text as an artifact of the study's run."""
         self._client.log_text(self.run_id, text, name)
 
-    def log_file(self, path: Path) -> None:
-        """Keep a file as an artifact of the study's run."""
-        self._client.log_artifact(self.run_id, str(path))
+    def log_file(self, path: Path, folder: str | None = None) -> None:
+        """Keep a file as an artifact of the study's run, in a folder of its artifacts."""
+        self._client.log_artifact(self.run_id, str(path), folder)
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:

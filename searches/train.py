@@ -48,7 +48,7 @@ _NUMBERS = (
     "unroll",
     "held_out_tokens",
 )
-_RECIPE = 2  # of what follows and of layerskip.training; a training goes on only as it began
+_RECIPE = 3  # of what follows and of layerskip.training; a training goes on only as it began
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
 _LEARNING = (
     "steps",
@@ -73,7 +73,7 @@ def train(config: DictConfig) -> Path | None:
     learnt = {"kind": kind, "recipe": _RECIPE, "texts": digest(written), **{name: config[name] for name in _LEARNING}}
     if kind == "layer_skip":
         shape = shape_of(config, target)
-        learnt |= {"bridges": shape.to_dict(), "calibration_bytes": config.calibration_bytes, "warm": config.warm_start}
+        learnt |= {"bridges": shape.to_dict(), "calibration_bytes": config.calibration_bytes}
     folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
     tracker.open_study(folder.name, digest(learnt), learnt, environment(target.device), role="training")

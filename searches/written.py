@@ -57,7 +57,9 @@ def drafted_tokens(target: Target, texts: list[OwnText], size: int | None) -> Te
         return None
     said = torch.tensor([token for text in texts for token in text.tokens[text.begin :]])
     counts = torch.bincount(said, minlength=target.vocabulary)
-    return choose_tokens(counts, size, sorted(target.eos_ids))
+    special = [] if target.tokenizer is None else target.tokenizer.all_special_ids
+    always = {token for token in (*target.eos_ids, *special) if token < target.vocabulary}
+    return choose_tokens(counts, size, sorted(always))
 
 
 def passages_of(texts: list[OwnText]) -> list[Passage]:

@@ -49,7 +49,7 @@ def test_a_profile_has_a_cost_for_everything(family: str) -> None:
     """Equal sub-layers cost the same; a mixture of experts costs something else than a dense MLP."""
     target = Target(build(family))
     heard: list[int] = []
-    profile = profile_costs(target, context=12, longest=3, repeats=2, on_repeat=lambda: heard.append(1))
+    profile = profile_costs(target, context=12, longest=3, repeats=2, on_repeat=lambda: heard.append(1), bridged=True)
     assert len(profile.attention_seconds) == len(profile.mlp_seconds) == target.layers
     assert len(profile.verify_seconds) == 4
     assert all(seconds > 0 for seconds in profile.verify_seconds)

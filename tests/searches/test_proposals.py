@@ -63,6 +63,9 @@ class Landscape:
     def aids(self, mask: SkipMask) -> Aids:
         return NO_AIDS
 
+    def knows(self, config: SpeculativeConfig) -> bool:
+        return not config.bridge
+
     def speedup(self, config: SpeculativeConfig) -> float:
         (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])
         return found.speedup
