@@ -1,0 +1,217 @@
+"""What is a mask worth, left empty and with every kind of bridge? Fitted, trained, scanned and priced, and all is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from tqdm import tqdm
+
+from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
+from layerskip.bridge import KIND, Bridges, BridgeShape
+from layerskip.bridge_fit import Calibration
+from layerskip.costs import Aids, CostProfile
+from layerskip.draft_head import KIND as HEAD
+from layerskip.environment import environment
+from layerskip.files import digest
+from layerskip.heads import save_head
+from layerskip.passages import Passage, continue_prompts
+from layerskip.replay import Counts
+from layerskip.scan import Scanner
+
+from .bridging import BridgeLearner, calibrate, rates
+from .foresight import ScanSettings, cost_profile
+from .kept import Kept
+from .oracle import Choices
+from .tracking import Tracker
+from .written import asked_texts, drafted_tokens, passages_of, write_texts
+
+EMPTY, TRAINED = "empty", "trained"
+
+
+class BridgePoints:
+    """What there is to fit to and to scan, and where everything is kept.
+
+    Args:
+        config: of ``conf/bridges.yaml``.
+        target: the model.
+        sampling: how its texts and continuations are chosen.
+        scanning: rows per pass, thresholds, repeats of the profile.
+        prompts: whose continuations are scanned.
+        max_new_tokens: of each.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        target: Target,
+        sampling: Sampling,
+        scanning: ScanSettings,
+        prompts: PromptSet,
+        max_new_tokens: int,
+    ) -> None:
+        self.config, self.target = config, target
+        outputs = Path(config.outputs)
+        texts = write_texts(config, target, sampling)
+        self.passages = passages_of(texts)
+        self.heads: dict[int, Tensor] = {}
+        for size in config.vocabularies:
+            tokens = drafted_tokens(target, texts, int(size))
+            if tokens is not None:
+                self.heads[len(tokens)] = tokens
+        with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
+            continued = continue_prompts(
+                target, prompts, sampling, max_new_tokens, config.seed, outputs / "continuations", bar.update
+            )
+        self.scanned: tuple[Passage, ...] = tuple(passage for passage in continued if passage.starts > 0)
+        self.scanner = Scanner(target, self.scanned, sampling, int(config.depth), scanning.max_rows or 256)
+        self.profile: CostProfile = cost_profile(
+            target, self.scanned, int(config.depth), sampling, scanning.profile_repeats, outputs, bridged=True
+        )
+        self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
+        self._choices = Choices((1, int(config.depth)), self.stops)
+        asked = {
+            "recipe": 1,
+            "vocabularies": list(config.vocabularies),
+            "texts": asked_texts(config, target, sampling),
+            "calibration_bytes": config.calibration_bytes,
+            "trained": OmegaConf.to_container(config.trained),
+            "training": [config[name] for name in ("steps", "max_seconds", "texts_per_step", "learning_rate", "unroll")],
+            "scanned": [dataclasses.astuple(passage) for passage in self.scanned],
+            "depth": config.depth,
+            "stops": [stop.to_dict() for stop in self.stops],
+        }
+        self.folder = outputs / f"bridges-{digest(asked)[:12]}"
+        self._kept = Kept(self.folder / "scans.jsonl")
+        self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # refuses now what cannot be trained
+        self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
+        self._asked = digest(asked)
+        self._calibration: Calibration | None = None
+        self._helps = True  # what was fitted last
+
+    @property
+    def calibration(self) -> Calibration:
+        """Made when first asked for, as a run that goes on may need none."""
+        if self._calibration is None:
+            budget = int(self.config.calibration_bytes)
+            self._calibration = calibrate(self.target, self.passages, budget, "calibration_bytes")
+        return self._calibration
+
+    @property
+    def fitted_to(self) -> dict[str, int]:
+        """How much there was to learn from."""
+        closed = 0 if self._calibration is None else len(self._calibration.starts)
+        trained = sum(passage.starts for passage in self.passages)
+        return {"texts": len(self.passages), "trained_on": trained, "closed_forms": closed}
+
+    def points(self, mask: SkipMask) -> list[dict[str, Any]]:
+        """What is known of a mask, for every kind of bridge and every draft head."""
+        found = []
+        for kind in (EMPTY, *self.config.kinds, *((TRAINED,) if self.config.max_seconds else ())):
+            name = f"{mask.format()} {kind}"
+            if name not in self._kept:
+                self._kept.add(name, self._scan(mask, kind))
+            for row in self._kept[name]["heads"]:
+                found.append(self._point(mask, kind, self._kept[name], row))
+        return found
+
+    def config_of(self, point: Mapping[str, Any]) -> SpeculativeConfig:
+        """The configuration of a point."""
+        return SpeculativeConfig.from_dict(dict(point["config"]))
+
+    def _shape(self, mask: SkipMask, kind: str) -> BridgeShape:
+        made: Any = self.config.trained if kind == TRAINED else {"kind": kind, "rank": 0, "width": 0}
+        return BridgeShape.of(self.target, mask, made["kind"], made["rank"], made["width"])
+
+    def _place(self, mask: SkipMask, kind: str) -> Path:
+        return self.folder / f"{mask.format().replace(':', '-').replace(';', '_').replace(',', '.')}-{kind}"
+
+    def _scan(self, mask: SkipMask, kind: str) -> dict[str, Any]:
+        if kind != EMPTY:
+            self.calibration  # noqa: B018  # what reading all texts takes is nobody's fit
+        self._helps = True
+        start = time.monotonic()
+        own, seconds = None if kind == EMPTY else self._fitted(mask, kind), time.monotonic() - start
+        rows = []
+        for tokens in (None, *self.heads.values()):
+            (scan,) = self.scanner.scan([mask], bridges=[own], tokens=tokens, floor=self._choices.floor)
+            counts = [
+                [length, number, sum(self.scanner.counts(scan, length, stop), Counts()).to_list()]
+                for length in range(int(self.config.depth), 0, -1)
+                for number, stop in enumerate(self.stops)
+            ]
+            right = rates(scan)
+            rows.append({"tokens": None if tokens is None else len(tokens), "rates": right, "counts": counts})
+        return {"fit_seconds": seconds, "helps": self._helps, "heads": rows}
+
+    def _fitted(self, mask: SkipMask, kind: str) -> Bridges:
+        """Bridges, saved; in the target's dtype, as they will decode."""
+        shape = self._shape(mask, kind)
+        if kind == TRAINED:
+            found = self._trained(shape, mask)
+        else:
+            fit = self.calibration.fit(shape)
+            found, self._helps = fit.bridges, fit.helps
+            if not fit.helps:
+                print(f"{kind} for {shape.mask} drafts no better ({fit.bridged:.2f}) than empty skips ({fit.empty:.2f})")
+        save_head(self._place(mask, kind), KIND, shape.to_dict(), found.state_dict(), self.target, {"asked": self._asked})
+        return found.to(self.target.model.dtype).requires_grad_(False)
+
+    def _trained(self, shape: BridgeShape, mask: SkipMask) -> Bridges:
+        largest = max(self.heads.values(), key=len, default=None)
+        identity = digest([self._asked, shape.to_dict()])
+        folder = self._place(mask, TRAINED)
+        self._tracker.open_study(folder.name, identity, shape.to_dict(), environment(self.target.device), role="training")
+        with self._tracker.closing():
+            learner = BridgeLearner(
+                self.config,
+                shape,
+                self.target,
+                self.passages,
+                self.scanner,
+                largest,
+                folder / "training.pt",
+                identity,
+                calibration=lambda: self.calibration,
+            )
+            learner.learn_all(self._tracker)
+        return learner.bridges
+
+    def _point(self, mask: SkipMask, kind: str, kept: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """The best draft length and stop rule, by counts and costs."""
+        size = row["tokens"]
+        shape = None if kind == EMPTY else self._shape(mask, kind)
+        aids = Aids.of(shape, 0 if size is None else self.target.vocabulary - size)
+        best, length, number = max(
+            (self.profile.speedup(Counts.from_list(counts), mask, self.stops[number], aids), length, number)
+            for length, number, counts in row["counts"]
+        )
+        fields: dict[str, Any] = {"kind": "layer_skip", "mask": mask.format(), "draft_length": length}
+        fields["stop"] = self.stops[number].to_dict()
+        if shape is not None:
+            fields["bridge"] = str(self._place(mask, kind).resolve())
+        if size is not None:
+            fields["draft_head"] = self._head(size)
+        return {
+            "mask": mask.format(),
+            "bridge": kind,
+            "tokens": size,
+            "draft_cost": self.profile.draft_seconds(mask, aids) / self.profile.verify_seconds[0],
+            "agreement": row["rates"][0],
+            "rates": row["rates"],
+            "predicted": best,
+            "fit_seconds": kept["fit_seconds"],
+            "helps": kept["helps"],
+            "config": fields,
+        }
+
+    def _head(self, size: int) -> str:
+        folder = self.folder / f"head-{size}"
+        if not (folder / "head.json").exists():
+            save_head(folder, HEAD, {"tokens": size}, {"tokens": self.heads[size]}, self.target, {"asked": self._asked})
+        return str(folder.resolve())
