@@ -22,7 +22,7 @@ from .passages import Passage
 from .rows import RowModel
 from .sampling import Sampling
 from .target import Target
-from .texts import Texts
+from .texts import Texts, runs_of
 
 _FADING = 0.8  # weight of each further token of a draft
 
@@ -63,7 +63,8 @@ class BridgeTraining:
             visible, positions = texts.visible(pack, live, number, branches, place)
             fed = texts.tokens([(p, s + place) for p, s in live])
             of = torch.zeros_like(fed)
-            logits = self._drafts.run(fed, positions, cache, visible, [self.bridges.mask], of, bridges=[self.bridges])
+            parts = runs_of([p for p, _ in live])
+            logits = self._drafts.run(fed, positions, cache, visible, [self.bridges.mask], of, parts, [self.bridges])
             cache.keep()
             branches.append((number, place))
             wanted = torch.stack([texts.said(p)[s + place + 1] for p, s in live]).float()

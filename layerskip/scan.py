@@ -11,7 +11,6 @@ only confidence can end, is followed further when a replay asks for it.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ from .replay import Counts, Trace, count, expect, replay
 from .rows import RowModel
 from .sampling import Sampling
 from .target import Target
-from .texts import Pack, Start, Texts
+from .texts import Pack, Start, Texts, runs_of
 
 _MARGIN = 0.1
 """An adaptive threshold moves: its drafts are followed somewhat further than where it stands."""
@@ -273,7 +272,7 @@ class Scanner:
                 live = [rows[i] for i in here]
                 visible, positions = self._texts.visible(pack, [(p, s) for _, p, s in live], number, branches, place)
                 of = torch.tensor([m for m, _, _ in live], device=device)
-                parts = _runs([p for _, p, _ in live])
+                parts = runs_of([p for _, p, _ in live])
                 logits = self._texts.model.run(chain[:, -1], positions, cache, visible, masks, of, parts, bridges)
                 if hidden is not None:
                     logits = logits.masked_fill(hidden, -float("inf"))
@@ -316,9 +315,3 @@ class Scanner:
         q = drafted.gather(1, own[:, None])[:, 0].tolist()
         p_own = [self._texts.chance(start) for start in ahead]
         return own, [min(1.0, found / chance) if chance > 0 else 1.0 for found, chance in zip(q, p_own, strict=True)]
-
-
-def _runs(passages: Sequence[int]) -> list[tuple[int, int]]:
-    """Where runs of rows of the same passage begin and end."""
-    ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(passages)))
-    return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -217,3 +217,9 @@ class Texts:
             result[row, offset : offset + width] &= window[begin + place, :width]
             result[row, size:] &= window[begin + place, (begin + behind).clamp_max(window.shape[1] - 1)]
         return result
+
+
+def runs_of(passages: Sequence[int]) -> list[tuple[int, int]]:
+    """Where runs of rows of the same passage begin and end."""
+    ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(passages)))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
