@@ -15,6 +15,7 @@ from layerskip.costs import CostProfile
 from layerskip.passages import continue_prompts
 from layerskip.prompts import PromptSet
 from layerskip.scan import Scanner
+from searches.application import InputError
 from searches.oracle import Choices, ScanOracle
 from searches.shelf import BridgingSettings, Makeup, Shelf, makeups
 from searches.space import SearchSpace
@@ -133,15 +134,15 @@ def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("space.bridges=[other]", "space.bridges"),
-        ("space.ranks=[-1]", "space.ranks"),
-        ("space.draft_heads=[]", "space.draft_heads"),
-        ("bridging.tokens=0", "bridging.tokens"),
-    ],
+    ("fields", "named"),
+    [({"bridges": ["other"]}, "bridges"), ({"ranks": [-1]}, "ranks"), ({"draft_heads": []}, "draft_heads")],
 )
-def test_bad_input_is_one_line(override: str, named: str, tiny_folder: Path, tmp_path: Path) -> None:
-    done = execute("layerskip", *quick(tiny_folder, tmp_path, "space=bridged", override), cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}")
+def test_spaces_of_bridges_that_cannot_be_are_refused(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(InputError, match=f"^space.{named}: "):
+        SearchSpace(8, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("batch", 1.5), ("train_seconds", -1), ("learning_rate", "x")])
+def test_settings_out_of_range_are_refused(name: str, value: object) -> None:
+    with pytest.raises(InputError, match=f"^bridging.{name}: "):
+        BridgingSettings(**{name: value})  # type: ignore[arg-type]
