@@ -237,16 +237,19 @@ def profile_costs(
     kinds = _kinds(target)
     costs = dict(zip(kinds, np.maximum(solved[6:], 0.0), strict=True))
     by_layer = {name: tuple(float(costs[kind]) for kind in _of_layers(target, name)) for name in ("attention", "mlp")}
+    head = max(0.0, float(solved[1]))
+    beside = [max(0.0, float(cost)) for cost in solved[3:6]]
+    beside[2] = min(beside[2], head / target.vocabulary)  # few tokens take at least their share of the head
     return CostProfile(
         context,
-        max(0.0, float(solved[1])),
+        head,
         max(0.0, float(solved[2])),
         by_layer["attention"],
         by_layer["mlp"],
         median["confidence", 0, 0],
         float(solved[0]),  # below 0 where drafting warms up what verification needs
         tuple(verifying),
-        *(max(0.0, float(cost)) for cost in solved[3:6]),
+        *beside,
     )
 
 

@@ -56,3 +56,4 @@ def test_a_profile_has_a_cost_for_everything(family: str) -> None:
     assert len(set(profile.mlp_seconds)) <= (2 if family == "deepseek_v3" else 1)
     assert profile.draft_seconds(SkipMask.none(target.layers)) > 0
     assert len(heard) == 3
+    assert 0 <= profile.token_seconds * target.vocabulary <= profile.head_seconds
