@@ -48,13 +48,11 @@ def told(stage: str, work: Callable[..., Any], name: Callable[..., object]) -> C
 scan, compare = Scanner.scan, ModelBench.compare
 
 
-def scan_one_by_one(
-    self: Scanner, masks: list[SkipMask], depth: int | None = None, floor: float | None = None
-) -> list[Scan]:
+def scan_one_by_one(self: Scanner, masks: list[SkipMask], depth: int | None = None, *args: Any, **more: Any) -> list[Scan]:
     if depth != 2:  # the self-check, which belongs to every start
         for mask in masks:
             begin("scan", f"{depth} {mask.format()}")
-    return scan(self, masks, depth, floor)
+    return scan(self, masks, depth, *args, **more)
 
 
 def compare_finalists(self: ModelBench, *args: Any) -> Iterator[Mapping[str, Sample]]:

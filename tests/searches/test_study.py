@@ -65,6 +65,9 @@ def test_a_trials_run_says_what_it_measured(done: Path) -> None:
     for run in runs(sqlite(done), "trial"):
         trial = study.trials[int(run.data.tags["trial_number"])]
         assert run.data.params["kind"] == trial.user_attrs["config"]["kind"]
+        if "measurement" not in trial.user_attrs:  # what cannot reach the best is not run, which is for the machine to say
+            assert run.data.tags["reason"] == trial.user_attrs["reason"]
+            continue
         assert run.data.metrics["speedup"] == pytest.approx(trial.user_attrs["measurement"]["speedup"])
         needed = {"tokens_per_second", "acceptance_rate", "tokens_per_round", "peak_memory_bytes", "seconds"}
         assert needed <= run.data.metrics.keys()
