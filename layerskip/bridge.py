@@ -8,6 +8,7 @@ mask of one target, and touch none of its weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
 from .config import ConfigError
-from .heads import load_head
+from .heads import load_head, save_head
 from .mask import Gap, MaskError, SkipMask
 from .rules import check_integer
 from .target import Target
 
-KIND = "bridge"
+_KIND = "bridge"
 KINDS = ("mean", "linear", "mlp")
 
 
@@ -185,18 +186,30 @@ class Bridges(nn.Module):
         return [(gap, self.of(gap)) for gap in self.mask.gaps]
 
 
+def save_bridges(folder: Path, bridges: Bridges, target: Target, training: Mapping[str, Any]) -> None:
+    """Write the bridges of a mask of a target.
+
+    Args:
+        folder: is made.
+        bridges: of any dtype.
+        target: that they belong to.
+        training: how they came about, for people.
+    """
+    save_head(folder, _KIND, bridges.shape.to_dict(), bridges.state_dict(), target, training)
+
+
 def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = None) -> Bridges:
     """The bridges of a mask of a target, in its dtype and on its device.
 
     Args:
-        folder: as :func:`~layerskip.heads.save_head` wrote it.
+        folder: as :func:`save_bridges` wrote it.
         target: that they must be for.
         mask: that they must be for; None for any.
 
     Raises:
         ConfigError: there are none, they are damaged, or they were made for another target or mask.
     """
-    fields, weights = load_head(folder, KIND, target, "bridge")
+    fields, weights = load_head(folder, _KIND, target, "bridge")
     try:
         shape = BridgeShape(**fields)
         if mask is not None and shape.mask != mask.format():

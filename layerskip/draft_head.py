@@ -1,22 +1,21 @@
-"""Which tokens may a model draft? Its output layer over few tokens: those that the target uses most.
-
-The whole layer is paid for with every drafted token, and is a fifth of a small model's weights; tokens that it leaves out
-only cost acceptance. FR-Spec (arXiv 2502.14856), section 3: the draft's q has its support there, the target's p everywhere.
-"""
+"""Which tokens may a model draft? Its output layer over few tokens, as :mod:`layerskip.readout` says, cut out of a view."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .config import ConfigError
-from .heads import load_head
+from .heads import load_head, save_head
+from .readout import spread
 from .target import Target
 
-KIND = "draft_head"
+_KIND = "draft_head"
 
 
 class DraftHead:
@@ -50,8 +49,12 @@ class DraftHead:
 
     def widen(self, logits: Tensor) -> Tensor:
         """``[n, v]`` to ``[n, V]``: tokens that are not drafted have no chance."""
-        wide = logits.new_full((logits.shape[0], self.vocabulary), -float("inf"))
-        return wide.index_copy_(1, self.tokens, logits)
+        return spread(logits, self.tokens, self.vocabulary)
+
+
+def save_draft_tokens(folder: Path, tokens: Tensor, target: Target, training: Mapping[str, Any]) -> None:
+    """Write the tokens ``[v]`` int64, rising, that a target's drafts may have, and how they were chosen."""
+    save_head(folder, _KIND, {"tokens": len(tokens)}, {"tokens": tokens}, target, training)
 
 
 def load_draft_tokens(folder: str | Path, target: Target) -> Tensor:
@@ -60,7 +63,7 @@ def load_draft_tokens(folder: str | Path, target: Target) -> Tensor:
     Raises:
         ConfigError: there are none, they are damaged, or they were chosen for another target.
     """
-    _, weights = load_head(folder, KIND, target, "draft_head")
+    _, weights = load_head(folder, _KIND, target, "draft_head")
     tokens = weights.get("tokens")
     if tokens is None or tokens.dtype != torch.int64 or tokens.ndim != 1 or not bool((tokens.diff() > 0).all()):
         raise ConfigError(f"draft_head: {folder} is damaged: it has no list of tokens")

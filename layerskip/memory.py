@@ -1,4 +1,4 @@
-"""How much memory did something need at its peak? Device memory on CUDA, the process's on a CPU."""
+"""How much memory did something need at its peak, or did it run out? Device memory on CUDA, the process's on a CPU."""
 
 from __future__ import annotations
 
@@ -37,3 +37,8 @@ class PeakMemory:
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a card or on the host."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)

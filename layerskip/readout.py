@@ -44,14 +44,17 @@ class Readout:
 
     def spread(self, logits: Tensor) -> Tensor:
         """``[n, v]`` to ``[n, V]``: tokens that are not drafted from have no chance."""
-        if self.tokens is None:
-            return logits
-        wide = logits.new_full((logits.shape[0], self.vocabulary), -float("inf"))
-        return wide.index_copy_(1, self.tokens, logits)
+        return logits if self.tokens is None else spread(logits, self.tokens, self.vocabulary)
 
     def token(self, place: int) -> int:
         """The target's token at a place of the logits."""
         return place if self._numbers is None else self._numbers[place]
+
+
+def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """``[n, v]`` logits of tokens ``[v]`` to ``[n, vocabulary]``: the others have no chance."""
+    wide = logits.new_full((logits.shape[0], vocabulary), -float("inf"))
+    return wide.index_copy_(1, tokens, logits)
 
 
 def choose_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:

@@ -31,6 +31,7 @@ from layerskip import (
     TargetError,
     UnsupportedModel,
 )
+from layerskip.rules import check_integer
 
 CONF = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "conf")
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -38,6 +39,18 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 class InputError(ValueError):
     """Something that the user gave cannot be used; the message names the field."""
+
+
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is no whole number of at least so much.
+
+    Raises:
+        InputError: it is not.
+    """
+    try:
+        check_integer(name, value, least)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
 
 
 _INPUT_ERRORS = (

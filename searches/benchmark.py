@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip import Export, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
-from layerskip.environment import environment
 from layerskip.files import write_json
 from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
 
 from .application import InputError, run
+from .heading import heading
 from .objective import MeasureSettings, check_seed
 from .peers import Peer
 from .tracking import Tracker
@@ -49,11 +48,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         for row in interleave(target, prompts, contenders, task, repeats):
             rows.append(row)
             bar.update()
-    record = {
-        "schema": "layerskip.benchmark/1",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "target": Export.describe(target),
-        "environment": environment(target.device),
+    record = heading("layerskip.benchmark/1", target) | {
         "sampling": sampling.to_dict(),
         "max_new_tokens": task.max_new_tokens,
         "repeats": repeats,

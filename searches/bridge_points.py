@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
-from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
-from layerskip.bridge import KIND, Bridges, BridgeShape
+from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target
+from layerskip.bridge import Bridges, BridgeShape, save_bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.costs import Aids, CostProfile
-from layerskip.draft_head import KIND as HEAD
+from layerskip.draft_head import save_draft_tokens
 from layerskip.environment import environment
 from layerskip.files import digest
-from layerskip.heads import save_head
 from layerskip.passages import Passage, continue_prompts
 from layerskip.replay import Counts
 from layerskip.scan import Scanner
@@ -76,7 +76,7 @@ class BridgePoints:
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops)
         asked = {
-            "recipe": 1,
+            "recipe": 2,
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling),
             "calibration_bytes": config.calibration_bytes,
@@ -91,23 +91,11 @@ class BridgePoints:
         self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # refuses now what cannot be trained
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
         self._asked = digest(asked)
-        self._calibration: Calibration | None = None
-        self._helps = True  # what was fitted last
 
-    @property
+    @functools.cached_property
     def calibration(self) -> Calibration:
         """Made when first asked for, as a run that goes on may need none."""
-        if self._calibration is None:
-            budget = int(self.config.calibration_bytes)
-            self._calibration = calibrate(self.target, self.passages, budget, "calibration_bytes")
-        return self._calibration
-
-    @property
-    def fitted_to(self) -> dict[str, int]:
-        """How much there was to learn from."""
-        closed = 0 if self._calibration is None else len(self._calibration.starts)
-        trained = sum(passage.starts for passage in self.passages)
-        return {"texts": len(self.passages), "trained_on": trained, "closed_forms": closed}
+        return calibrate(self.target, self.passages, int(self.config.calibration_bytes), "calibration_bytes")
 
     def points(self, mask: SkipMask) -> list[dict[str, Any]]:
         """What is known of a mask, for every kind of bridge and every draft head."""
@@ -116,13 +104,14 @@ class BridgePoints:
             name = f"{mask.format()} {kind}"
             if name not in self._kept:
                 self._kept.add(name, self._scan(mask, kind))
-            for row in self._kept[name]["heads"]:
-                found.append(self._point(mask, kind, self._kept[name], row))
+            kept, empty = self._kept[name], self._kept[f"{mask.format()} {EMPTY}"]
+            agreement, without = (some["heads"][0]["rates"][0] for some in (kept, empty))
+            helps = kind == EMPTY or agreement > without
+            if not helps:
+                print(f"{kind} for {mask.format()} drafts no better ({agreement:.2f}) than empty skips ({without:.2f})")
+            for row in kept["heads"]:
+                found.append(self._point(mask, kind, kept["fit"] | {"helps": helps}, row))
         return found
-
-    def config_of(self, point: Mapping[str, Any]) -> SpeculativeConfig:
-        """The configuration of a point."""
-        return SpeculativeConfig.from_dict(dict(point["config"]))
 
     def _shape(self, mask: SkipMask, kind: str) -> BridgeShape:
         made: Any = self.config.trained if kind == TRAINED else {"kind": kind, "rank": 0, "width": 0}
@@ -134,9 +123,9 @@ class BridgePoints:
     def _scan(self, mask: SkipMask, kind: str) -> dict[str, Any]:
         if kind != EMPTY:
             self.calibration  # noqa: B018  # what reading all texts takes is nobody's fit
-        self._helps = True
         start = time.monotonic()
-        own, seconds = None if kind == EMPTY else self._fitted(mask, kind), time.monotonic() - start
+        own, positions = (None, 0) if kind == EMPTY else self._fitted(mask, kind)
+        fit = {"seconds": time.monotonic() - start, "positions": positions}
         rows = []
         for tokens in (None, *self.heads.values()):
             (scan,) = self.scanner.scan([mask], bridges=[own], tokens=tokens, floor=self._choices.floor)
@@ -147,20 +136,18 @@ class BridgePoints:
             ]
             right = rates(scan)
             rows.append({"tokens": None if tokens is None else len(tokens), "rates": right, "counts": counts})
-        return {"fit_seconds": seconds, "helps": self._helps, "heads": rows}
+        return {"fit": fit, "heads": rows}
 
-    def _fitted(self, mask: SkipMask, kind: str) -> Bridges:
-        """Bridges, saved; in the target's dtype, as they will decode."""
+    def _fitted(self, mask: SkipMask, kind: str) -> tuple[Bridges, int]:
+        """Bridges, saved, in the target's dtype, as they will decode; and how many positions they were fitted to."""
         shape = self._shape(mask, kind)
         if kind == TRAINED:
-            found = self._trained(shape, mask)
+            found, positions = self._trained(shape, mask), sum(passage.starts for passage in self.passages)
         else:
             fit = self.calibration.fit(shape)
-            found, self._helps = fit.bridges, fit.helps
-            if not fit.helps:
-                print(f"{kind} for {shape.mask} drafts no better ({fit.bridged:.2f}) than empty skips ({fit.empty:.2f})")
-        save_head(self._place(mask, kind), KIND, shape.to_dict(), found.state_dict(), self.target, {"asked": self._asked})
-        return found.to(self.target.model.dtype).requires_grad_(False)
+            found, positions = fit.bridges, fit.rows
+        save_bridges(self._place(mask, kind), found, self.target, {"asked": self._asked})
+        return found.to(self.target.model.dtype).requires_grad_(False), positions
 
     def _trained(self, shape: BridgeShape, mask: SkipMask) -> Bridges:
         largest = max(self.heads.values(), key=len, default=None)
@@ -177,12 +164,12 @@ class BridgePoints:
                 largest,
                 folder / "training.pt",
                 identity,
-                calibration=lambda: self.calibration,
+                lambda: self.calibration,
             )
             learner.learn_all(self._tracker)
         return learner.bridges
 
-    def _point(self, mask: SkipMask, kind: str, kept: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    def _point(self, mask: SkipMask, kind: str, fit: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
         """The best draft length and stop rule, by counts and costs."""
         size = row["tokens"]
         shape = None if kind == EMPTY else self._shape(mask, kind)
@@ -205,13 +192,12 @@ class BridgePoints:
             "agreement": row["rates"][0],
             "rates": row["rates"],
             "predicted": best,
-            "fit_seconds": kept["fit_seconds"],
-            "helps": kept["helps"],
+            "fit": fit,
             "config": fields,
         }
 
     def _head(self, size: int) -> str:
         folder = self.folder / f"head-{size}"
         if not (folder / "head.json").exists():
-            save_head(folder, HEAD, {"tokens": size}, {"tokens": self.heads[size]}, self.target, {"asked": self._asked})
+            save_draft_tokens(folder, self.heads[size], self.target, {"asked": self._asked})
         return str(folder.resolve())

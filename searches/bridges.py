@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ from layerskip.drafters.build import build_drafter
 from layerskip.environment import environment
 from layerskip.files import write_json
 
-from .application import InputError, run
+from .application import InputError, check_whole, run
 from .bench import BASELINE, ModelBench
 from .bridge_points import EMPTY, TRAINED, BridgePoints
 from .foresight import ScanSettings
+from .heading import heading
 from .objective import MeasureSettings, check_seed
 
 _NUMBERS = ("depth", "contenders", "tokens", "max_new_tokens", "batch", "steps", "texts_per_step", "unroll")
@@ -37,8 +37,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     """Fit, train, scan and measure; see ``conf/bridges.yaml``."""
     check_seed(config.seed)
     for name in _NUMBERS:
-        if isinstance(config[name], bool) or not isinstance(config[name], int) or config[name] < 1:
-            raise InputError(f"{name}: {config[name]!r} is not a whole number of at least 1")
+        check_whole(name, config[name])
     measuring: MeasureSettings = instantiate(config.measure)
     scanning: ScanSettings = instantiate(config.scan)
     sampling: Sampling = instantiate(config.sampling)
@@ -50,7 +49,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     work = BridgePoints(config, target, sampling, scanning, tune.take(measuring.prompts), measuring.max_new_tokens)
     points = [point for mask in masks for point in work.points(mask)]
     chosen = _choose(points, int(config.contenders))
-    configs = {name: work.config_of(point) for name, point in chosen.items()}
+    configs = {name: SpeculativeConfig.from_dict(point["config"]) for name, point in chosen.items()}
     if config.eagle_head is not None:
         configs["eagle"] = SpeculativeConfig("eagle", 3, head=str(config.eagle_head), candidates=1)
     prompts = held_out.take(measuring.held_out_prompts)
@@ -78,17 +77,13 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         where = environment(target.device)
         Export(Export.describe(target), configs["bridged 1"], sampling, evidence, where).save(work.folder / "best.json")
         print(f"wrote {work.folder / 'best.json'}, the best that is bridged")
-    record = {
-        "schema": "layerskip.bridges/1",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "target": Export.describe(target),
-        "environment": environment(target.device),
+    record = heading("layerskip.bridges/1", target) | {
         "prompts": {"scanned": len(tune.take(measuring.prompts)), "held_out": len(prompts), "digest": held_out.digest},
         "max_new_tokens": measuring.max_new_tokens,
-        "fitted_to": work.fitted_to,
+        "texts": len(work.passages),
         "trained": {**config.trained, "seconds": config.max_seconds},
         "profile": work.profile.to_dict(),
-        "points": [point | {"config": _named(work.config_of(point))} for point in points],
+        "points": [point | {"config": _named(SpeculativeConfig.from_dict(point["config"]))} for point in points],
         "eagle": _eagle(config.eagle_head, rows),
         "measured": measured,
     }
@@ -127,7 +122,7 @@ def _choose(points: list[dict[str, Any]], most: int) -> dict[str, dict[str, Any]
     """The configurations that are foretold to be fastest, so many of those that skip emptily and of those bridged."""
     chosen = {}
     for name, kinds in (("empty", True), ("bridged", False)):
-        some = [point for point in points if (point["bridge"] == EMPTY) is kinds and point["helps"]]
+        some = [point for point in points if (point["bridge"] == EMPTY) is kinds and point["fit"]["helps"]]
         best: dict[tuple[str, str], dict[str, Any]] = {}
         for point in sorted(some, key=lambda point: -point["predicted"]):
             best.setdefault((point["mask"], point["bridge"]), point)

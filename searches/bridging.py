@@ -14,12 +14,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from layerskip import MaskError, Sampling, SkipMask, Target
-from layerskip.bridge import KIND, Bridges, BridgeShape, load_bridges
+from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration, Fit
 from layerskip.bridge_training import BridgeTraining
-from layerskip.draft_head import KIND as HEAD
+from layerskip.draft_head import save_draft_tokens
 from layerskip.files import digest
-from layerskip.heads import save_head
 from layerskip.own_texts import OwnText
 from layerskip.passages import Passage
 from layerskip.scan import Scan, Scanner
@@ -86,7 +85,11 @@ def train_bridges(
         Bridges(shape).warm(neighbour)  # refuses now what is of another kind or size
         learnt = learnt | {"warm_start": digest([tensor.float().tolist() for tensor in neighbour.state_dict().values()])}
     file = folder / "training.pt"
-    learner = BridgeLearner(config, shape, target, passages, scanner, tokens, file, digest(learnt), neighbour)
+
+    def calibration() -> Calibration:
+        return calibrate(target, passages, int(config.calibration_bytes), "calibration_bytes")
+
+    learner = BridgeLearner(config, shape, target, passages, scanner, tokens, file, digest(learnt), calibration, neighbour)
     if learner.fit is not None:
         fit = learner.fit
         print(f"closed form, {fit.rows} positions in {fit.seconds:.1f} s: {shown(learner.judge())}", flush=True)
@@ -99,9 +102,9 @@ def train_bridges(
         return None
     training = learnt | {"steps_done": learner.step, "seconds": learner.seconds, "held_out": accepted, "empty": empty}
     training |= {"data": digest([list(text.tokens) for text in texts]), "dtype": target.dtype}
-    save_head(folder, KIND, shape.to_dict(), learner.module.state_dict(), target, training)
+    save_bridges(folder, learner.bridges, target, training)
     if tokens is not None:
-        save_head(folder / "draft_head", HEAD, {"tokens": len(tokens)}, {"tokens": tokens}, target, learnt)
+        save_draft_tokens(folder / "draft_head", tokens, target, learnt)
     tracker.log_file(folder / "head.json")
     also = f" draft_head={folder / 'draft_head'}" if tokens is not None else ""
     print(f"wrote {folder}; decode with kind=layer_skip mask={shape.mask} bridge={folder}{also}")
@@ -132,10 +135,10 @@ class BridgeLearner(Learner):
         tokens: Tensor | None,
         file: Path,
         identity: str,
+        calibration: Callable[[], Calibration],
         neighbour: Bridges | None = None,
-        calibration: Callable[[], Calibration] | None = None,
     ) -> None:
-        self._calibrate = calibration or self._calibration
+        self._calibrate = calibration
         self.fit: Fit | None = None
         self._neighbour = neighbour
         self._target, self._passages, self._scanner, self._tokens = target, passages, scanner, tokens
@@ -154,9 +157,6 @@ class BridgeLearner(Learner):
                 self.bridges.warm(self._neighbour.to(self._target.device).float())
                 if float(self._training.loss(self._passages[:_COMPARED])) >= fitted:
                     self.bridges.load_state_dict(self.fit.bridges.state_dict())
-
-    def _calibration(self) -> Calibration:
-        return calibrate(self._target, self._passages, int(self.config.calibration_bytes), "calibration_bytes")
 
     def loss(self, places: list[int]) -> Tensor:
         """Of drafts on some texts."""

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.files import write_json
 
-from .application import InputError, run
+from .application import InputError, check_whole, run
 from .bars import Count, table
 from .bench import BASELINE, Bench, ModelBench
 from .finals import Finalist
@@ -71,8 +71,7 @@ def _check(config: DictConfig) -> None:
     sizes |= {"coverage.resamplings": (config.coverage.resamplings, 0)}
     sizes |= {f"coverage.prompts.{i}": (count, 1) for i, count in enumerate(config.coverage.prompts)}
     for name, (value, least) in sizes.items():
-        if not isinstance(value, int) or value < least:
-            raise InputError(f"{name}: {value!r} is not a whole number of at least {least}")
+        check_whole(name, value, least)
 
 
 def compare_with_itself(config: DictConfig) -> Count:

@@ -11,7 +11,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,15 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from layerskip import Export, Measurement, PromptSet, Sampling, SpeculativeConfig, Target
-from layerskip.environment import environment, machine
+from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.environment import machine
 from layerskip.files import digest, write_json
 from layerskip.measurement import Sample
 
 from .application import InputError, run
 from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
+from .heading import heading
 from .kept import Kept
 from .objective import MeasureSettings
 from .oracle import Oracle
@@ -72,11 +72,7 @@ def compare(config: DictConfig) -> dict[str, Any]:
     curves = {f"{name} {seed}": searched[f"{name} {seed}"]["claims"] for name, seed in runs}
     prompts = held_out.take(measuring.held_out_prompts)
     speedups = _held_out(bench, curves, prompts, Kept(folder / "held-out.jsonl"), config.seeds[0])
-    record = {
-        "schema": "layerskip.compare/1",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "target": Export.describe(target),
-        "environment": environment(target.device),
+    record = heading("layerskip.compare/1", target) | {
         "seconds": config.seconds,
         "prompts": {"tune": measuring.prompts, "held_out": len(prompts)},
         "max_new_tokens": measuring.max_new_tokens,

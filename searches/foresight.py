@@ -15,14 +15,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, StopRule, Target, UnsupportedModel
-from layerskip.costs import CostProfile, profile_costs
+from layerskip.costs import CostProfile
 from layerskip.environment import machine
 from layerskip.files import digest, write_json
+from layerskip.memory import out_of_memory
 from layerskip.passages import Passage, continue_prompts
+from layerskip.profiling import profile_costs
 from layerskip.scan import Scanner
 
-from .application import InputError
-from .objective import out_of_memory
+from .application import InputError, check_whole
 from .oracle import Choices, ScanOracle
 from .proposals import ProposalSettings
 from .space import SearchSpace
@@ -56,10 +57,8 @@ class ScanSettings:
     def __post_init__(self) -> None:
         for name in ("prompts", "screened_rows", "max_rows", "profile_repeats"):
             value = getattr(self, name)
-            if value is None and name in ("prompts", "max_rows"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"scan.{name}: {value!r} is not a whole number of at least 1")
+            if value is not None or name not in ("prompts", "max_rows"):
+                check_whole(f"scan.{name}", value)
         if not self.thresholds:
             raise InputError("scan.thresholds: is empty")
         for value in self.thresholds:

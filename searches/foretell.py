@@ -11,7 +11,6 @@ import dataclasses
 import random
 import statistics
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,15 @@ from omegaconf import DictConfig
 from scipy.stats import spearmanr
 from tqdm import tqdm
 
-from layerskip import Export, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
-from layerskip.environment import environment, machine
+from layerskip import Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip.environment import machine
 from layerskip.files import digest, write_json
 from layerskip.replay import Counts, count
 
 from .application import InputError, run
 from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
+from .heading import heading
 from .kept import Kept
 from .objective import MeasureSettings, check_seed
 from .oracle import Oracle
@@ -82,18 +82,18 @@ def foretell(config: DictConfig) -> dict[str, Any]:
             # What the prediction would have been, had it known the rounds: what is left of its error is the profile's.
             timed = oracle.profile.speedup(Counts.from_list(rounds), mask, drafting.stop)
             points.append(point | {"predicted": oracle.speedup(drafting), "predicted_from_real_rounds": timed})
-    record = {
-        "schema": "layerskip.foretold/1",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "target": Export.describe(target),
-        "environment": environment(target.device),
-        "prompts": {"count": len(prompts), "digest": prompts.digest},
-        "max_new_tokens": measuring.max_new_tokens,
-        "profile": oracle.profile.to_dict(),
-        "scan": {"masks": len(masks), "seconds_per_mask": oracle.scan_seconds, "max_rows": oracle.max_rows},
-        "trial_seconds": statistics.fmean(trial_seconds),
-        "points": points,
-    } | agreement(points)
+    record = (
+        heading("layerskip.foretold/1", target)
+        | {
+            "prompts": {"count": len(prompts), "digest": prompts.digest},
+            "max_new_tokens": measuring.max_new_tokens,
+            "profile": oracle.profile.to_dict(),
+            "scan": {"masks": len(masks), "seconds_per_mask": oracle.scan_seconds, "max_rows": oracle.max_rows},
+            "trial_seconds": statistics.fmean(trial_seconds),
+            "points": points,
+        }
+        | agreement(points)
+    )
     path = Path(config.record or outputs / "foretold.json")
     write_json(path, record)
     draw(record, path.with_suffix(".png"))

@@ -132,7 +132,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
 
 def _train_finalists(plan: Plan, study: optuna.Study) -> list[Standing]:
     """The finalists that are bridged once more, with trained bridges."""
-    if plan.space.shelf is None or not plan.bridging.train_seconds:
+    if plan.space.shelf is None or not plan.space.shelf.trains:
         return []
     leading = [standing for standing in ranking(study)[: plan.measuring.finalists] if standing.config.bridge]
     return [dataclasses.replace(standing, config=plan.space.shelf.trained(standing.config)) for standing in leading]

@@ -19,8 +19,9 @@ import torch
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.measurement import Sample, pair_speedup
+from layerskip.memory import out_of_memory
 
-from .application import InputError
+from .application import InputError, check_whole
 from .bench import BASELINE, Bench
 from .prior import PREDICTED, Judgement, Prior
 from .space import SearchSpace
@@ -71,10 +72,8 @@ class MeasureSettings:
             raise InputError(f"measure.drift: {self.drift!r} is not a number above 0")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "drift" or (value is None and field.name.endswith("prompts")):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"measure.{field.name}: {value!r} is not a whole number of at least 1")
+            if field.name != "drift" and (value is not None or not field.name.endswith("prompts")):
+                check_whole(f"measure.{field.name}", value)
 
 
 class Objective:
@@ -267,11 +266,6 @@ def check_seed(seed: object) -> None:
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
         raise InputError(f"seed: {seed!r} is not a whole number from 0 to {2**31 - 1}")
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a card or on the host."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
 def _free() -> None:

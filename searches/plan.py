@@ -40,7 +40,6 @@ class Plan:
     target: Target
     prompts: PromptSet
     space: SearchSpace
-    bridging: BridgingSettings
     seed: int
     outputs: Path
 
@@ -58,12 +57,12 @@ class Plan:
         space = supported(instantiate(config.space, layers=target.layers), target)
         eagle, medusa = (_open_heads(kind, space.heads[kind], target) for kind in ("eagle", "medusa"))
         space = replace(space, eagle_heads=eagle, medusa_heads=medusa)
-        bridging: BridgingSettings = instantiate(config.bridging)
+        bridging: BridgingSettings = instantiate(config.bridging)  # refuses bad fields even of a space without bridges
         if space.bridged:
             space = replace(space, shelf=Shelf(target, sampling, bridging, Path(config.outputs), config.seed))
         space = replace(space, datastores=[open_datastore(name, target, prompts) for name in space.datastores])
         outputs = Path(config.outputs)
-        return cls(settings, measuring, scanning, sampling, target, prompts, space, bridging, config.seed, outputs)
+        return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, outputs)
 
 
 def _open_heads(kind: str, folders: Sequence[str], target: Target) -> list[str]:

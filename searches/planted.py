@@ -15,7 +15,7 @@ from optuna.storages import InMemoryStorage
 
 from layerskip import SpeculativeConfig
 
-from .application import InputError
+from .application import check_whole
 from .bars import Count
 from .finals import measure_finals
 from .landscape import Landscape, draw_prompts
@@ -51,9 +51,7 @@ class PlantedSettings:
 
     def __post_init__(self) -> None:
         for name, least in (("seeds", 0), ("hopeless", 0), ("layers", 6), ("prompts", 10)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"planted.{name}: {value!r} is not a whole number of at least {least}")
+            check_whole(f"planted.{name}", getattr(self, name), least)
 
 
 @dataclass(frozen=True)

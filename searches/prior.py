@@ -74,13 +74,9 @@ class Prior:
             config: the suggestion.
             prompts: the incumbent's speedup is that on these; on all its own where None.
         """
-        oracle = next((oracle for oracle in self._oracles if oracle.foretells(config)), None)
-        foretold = oracle is not None
-        if oracle is None:
-            oracle = next((other for other in self._oracles if other.knows(config)), None)
-            if oracle is None:
-                return None
-        if config.kind != "layer_skip" and not foretold:
+        oracle = next((oracle for oracle in self._oracles if oracle.knows(config)), None)
+        foretold = oracle is not None and oracle.foretells(config)
+        if oracle is None or not (foretold or config.kind == "layer_skip"):
             return None
         to_beat = incumbent(study, prompts)
         error = calibrated_error(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))

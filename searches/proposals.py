@@ -19,7 +19,7 @@ import numpy as np
 
 from layerskip import SkipMask, SpeculativeConfig
 
-from .application import InputError
+from .application import check_whole
 from .oracle import Oracle, Prediction, ScanOracle
 from .space import SearchSpace
 
@@ -52,10 +52,8 @@ class ProposalSettings:
     def __post_init__(self) -> None:
         for name in ("screened", "scanned", "enqueued", "lookups"):
             value = getattr(self, name)
-            if value is None and name == "screened":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"scan.proposals.{name}: {value!r} is not a whole number of at least 1")
+            if value is not None or name != "screened":
+                check_whole(f"scan.proposals.{name}", value)
 
     def asked(self, space: SearchSpace) -> int:
         """The most masks asked about, in a space."""
@@ -88,9 +86,7 @@ def propose(
     _grow_runs(search, search.left // 2)
     _add_greedily(search)
     _change_best(search)
-    best = sorted(search.scores, key=lambda mask: -search.scores[mask])[: settings.scanned]
-    predictions = sorted(oracle.predict(best), key=lambda found: -found.speedup)
-    return predictions[: settings.enqueued]
+    return search.foremost(settings)
 
 
 def propose_bridged(
@@ -105,9 +101,7 @@ def propose_bridged(
     end = space.skippable[-1]
     for first in space.skippable[:_EARLY]:
         search.ask(run(search.layers, first, length) for length in range(2, end - first + 2, 2))
-    best = sorted(search.scores, key=lambda mask: -search.scores[mask])[: settings.scanned]
-    predictions = sorted(oracle.predict(best), key=lambda found: -found.speedup)
-    return predictions[: settings.enqueued]
+    return search.foremost(settings)
 
 
 def propose_lookups(oracle: Oracle, space: SearchSpace, most: int) -> list[Prediction]:
@@ -130,7 +124,7 @@ def propose_all(
     Arguments are those of :func:`propose`, and oracles of masks that are bridged or draft from few tokens.
     """
     made_up = [prediction for other in bridged for prediction in propose_bridged(other, space, settings, on_mask)]
-    made_up = sorted(made_up, key=lambda prediction: -prediction.speedup)[: settings.enqueued if bridged else 0]
+    made_up = sorted(made_up, key=lambda prediction: -prediction.speedup)[: settings.enqueued]
     found = propose(oracle, space, settings, on_mask, also)
     configs = [prediction.config for prediction in (*propose_lookups(oracle, space, settings.lookups), *found)]
     if found and space.siblings:
@@ -214,6 +208,11 @@ class _Search:
     def best(self) -> SkipMask:
         """The mask that is worth most."""
         return max(self.scores, key=lambda mask: self.scores[mask])
+
+    def foremost(self, settings: ProposalSettings) -> list[Prediction]:
+        """What is foretold of the most promising masks, best first."""
+        best = sorted(self.scores, key=lambda mask: -self.scores[mask])[: settings.scanned]
+        return sorted(self.oracle.predict(best), key=lambda found: -found.speedup)[: settings.enqueued]
 
     def single(self, kind: str, layer: int) -> SkipMask:
         """The mask that skips one sub-layer."""

@@ -17,15 +17,15 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from layerskip import Sampling, SkipMask, SpeculativeConfig, Target
-from layerskip.bridge import KIND, Bridges, BridgeShape, load_bridges
+from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.costs import NO_AIDS, Aids
-from layerskip.draft_head import KIND as HEAD
+from layerskip.draft_head import save_draft_tokens
 from layerskip.files import digest
-from layerskip.heads import save_head
+from layerskip.memory import out_of_memory
 from layerskip.own_texts import OwnText
 
-from .application import InputError
+from .application import InputError, check_whole
 from .bridging import BridgeLearner, calibrate
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
@@ -85,9 +85,7 @@ class BridgingSettings:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
                 raise InputError(f"bridging.{name}: {value!r} is not a number of at least {least:g}")
         for name in ("tokens", "max_new_tokens", "batch", "calibration_bytes", "unroll", "texts_per_step"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"bridging.{name}: {value!r} is not a whole number of at least 1")
+            check_whole(f"bridging.{name}", getattr(self, name))
 
 
 class Shelf:
@@ -109,19 +107,34 @@ class Shelf:
         self._asked = digest(asked)
         self._folder = (outputs / "shelf" / self._asked[:12]).resolve()
         self._loaded: dict[str, Bridges] = {}
+        self._beyond: set[Path] = set()  # what could not be fitted in this process's memory
 
     @property
     def digest(self) -> str:
         """Of everything that bridges are fitted to."""
         return self._asked
 
+    @property
+    def trains(self) -> bool:
+        """Whether finalists are to be trained."""
+        return self._settings.train_seconds > 0
+
     def bridge(self, mask: SkipMask, makeup: Makeup) -> str:
         """The folder of a mask's bridges; empty where none are asked for, or where they would not make the draft better."""
         if makeup.bridge == "none" or not mask.gaps:
             return ""
         folder = self._folder / digest([mask.format(), makeup.bridge, makeup.rank])[:16]
+        if folder in self._beyond:
+            return ""
         if not (folder / "head.json").exists():
-            self._fit(mask, makeup, folder)
+            try:
+                self._fit(mask, makeup, folder)
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                print(f"bridge: {makeup.bridge} for {mask.format()} is left out: out of memory")
+                self._beyond.add(folder)  # not kept: another machine may hold it
+                return ""
         return str(folder) if _about(folder)["helps"] else ""
 
     def trained(self, config: SpeculativeConfig) -> SpeculativeConfig:
@@ -149,11 +162,11 @@ class Shelf:
                 self.tokens(makeup.tokens or _TRAINED_TOKENS),
                 folder / "training.pt",
                 identity,
-                calibration=lambda: self._calibration,
+                lambda: self._calibration,
             )
             learner.learn_all(None)
             about = {"bridge": makeup.bridge, "rank": makeup.rank, "texts": self._asked, "steps": learner.step} | learning
-            save_head(folder, KIND, shape.to_dict(), learner.bridges.state_dict(), self.target, about)
+            save_bridges(folder, learner.bridges, self.target, about)
         return replace(config, bridge=str(folder))
 
     def head(self, size: int) -> str:
@@ -163,8 +176,7 @@ class Shelf:
             return ""
         folder = self._folder / f"head-{len(tokens)}"
         if not (folder / "head.json").exists():
-            about = {"tokens": len(tokens), "texts": self._asked}
-            save_head(folder, HEAD, {"tokens": len(tokens)}, {"tokens": tokens}, self.target, about)
+            save_draft_tokens(folder, tokens, self.target, {"tokens": len(tokens), "texts": self._asked})
         return str(folder)
 
     def tokens(self, size: int) -> Tensor | None:
@@ -207,11 +219,10 @@ class Shelf:
         return BridgeShape.of(self.target, mask, makeup.bridge, makeup.rank)
 
     def _fit(self, mask: SkipMask, makeup: Makeup, folder: Path) -> None:
-        shape = self._shape(mask, makeup)
-        fit = self._calibration.fit(shape)
+        fit = self._calibration.fit(self._shape(mask, makeup))
         about = {"bridge": makeup.bridge, "rank": makeup.rank, "helps": fit.helps, "empty": fit.empty}
         about |= {"bridged": fit.bridged, "seconds": fit.seconds, "rows": fit.rows, "texts": self._asked}
-        save_head(folder, KIND, shape.to_dict(), fit.bridges.state_dict(), self.target, about)
+        save_bridges(folder, fit.bridges, self.target, about)
         if not fit.helps:
             print(f"bridge: {makeup.bridge} for {mask.format()} drafts no better ({fit.bridged:.2f}) than empty skips")
 

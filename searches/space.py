@@ -12,7 +12,7 @@ import optuna
 
 from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig
 
-from .application import InputError
+from .application import InputError, check_whole
 from .shelf import BRIDGES, Shelf
 from .skipping import LEAST_PROBABILITY, skip_params, stop_params, suggest_skip, suggest_stop
 
@@ -106,9 +106,8 @@ class SearchSpace:
             if not getattr(self, name):
                 raise InputError(f"space.{name}: is empty")
         for name in ("ranks", "draft_heads"):
-            wrong = [value for value in getattr(self, name) if type(value) is not int or value < 0]
-            if wrong:
-                raise InputError(f"space.{name}: {wrong[0]!r} is not a whole number of at least 0")
+            for value in getattr(self, name):
+                check_whole(f"space.{name}", value, 0)
         for name in _RANGES:
             bounds = getattr(self, name)
             whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)
@@ -118,8 +117,7 @@ class SearchSpace:
             object.__setattr__(self, name, tuple(dict.fromkeys([plain, *getattr(self, name)])))
         if type(self.allow_lossy) is not bool:
             raise InputError(f"allow_lossy: {self.allow_lossy!r} is neither true nor false")
-        if type(self.siblings) is not int or self.siblings < 0:
-            raise InputError(f"space.siblings: {self.siblings!r} is not a whole number of at least 0")
+        check_whole("space.siblings", self.siblings, 0)
         for name in ("protect_first", "protect_last"):
             if type(getattr(self, name)) is not int:
                 raise InputError(f"space.{name}: {getattr(self, name)!r} is not a whole number")

@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 
-from .application import InputError
+from .application import InputError, check_whole
 from .kept import drop_partial_line
 from .objective import Objective
 from .space import SearchSpace
@@ -55,10 +55,8 @@ class StudySettings:
     remeasure: int = 8
 
     def __post_init__(self) -> None:
-        if isinstance(self.n_trials, bool) or not isinstance(self.n_trials, int) or self.n_trials < 1:
-            raise InputError(f"study.n_trials: {self.n_trials} is not a whole number of at least 1")
-        if isinstance(self.remeasure, bool) or not isinstance(self.remeasure, int) or self.remeasure < 1:
-            raise InputError(f"study.remeasure: {self.remeasure!r} is not a whole number of at least 1")
+        check_whole("study.n_trials", self.n_trials)
+        check_whole("study.remeasure", self.remeasure)
         if self.max_seconds is not None and not isinstance(self.max_seconds, (int, float)):
             raise InputError(f"study.max_seconds: {self.max_seconds!r} is not a number")
         if self.name is not None:

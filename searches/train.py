@@ -29,7 +29,7 @@ from layerskip.passages import Passage, continue_prompts
 from layerskip.readout import Readout
 from layerskip.training import Batch, agreements, fit_linear, foretell, loss_of, stored_modules
 
-from .application import InputError, run
+from .application import InputError, check_whole, run
 from .bridging import shape_of, train_bridges
 from .learner import Learner
 from .objective import check_seed
@@ -131,8 +131,7 @@ def _check(config: DictConfig) -> None:
     if config.drafter.get("kind") not in _KINDS:
         raise InputError(f"drafter: {config.drafter.get('kind')!r} is not trained; {' and '.join(_KINDS)} are")
     for name in _NUMBERS:
-        if isinstance(config[name], bool) or not isinstance(config[name], int) or config[name] < 1:
-            raise InputError(f"{name}: {config[name]!r} is not a whole number of at least 1")
+        check_whole(name, config[name])
     for name in ("vocabulary", "max_seconds", "save_seconds"):
         value = config[name]
         numbers = int if name == "vocabulary" else (int, float)

@@ -25,7 +25,7 @@ from layerskip.environment import environment
 from layerskip.files import write_json
 from layerskip.measurement import Sample
 
-from .application import INTERRUPTED, InputError, run
+from .application import INTERRUPTED, InputError, check_whole, run
 from .bench import BASELINE, Bench, ModelBench
 from .claim import Speedup, Verdict, judge, judge_plain
 from .finals import LEAST_PROMPTS
@@ -55,10 +55,8 @@ class VerifySettings:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "held_out_prompts", "most_repeats"):
             value = getattr(self, name)
-            if value is None and name != "most_repeats":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"measure.{name}: {value!r} is not a whole number of at least 1")
+            if value is not None or name == "most_repeats":
+                check_whole(f"measure.{name}", value)
         share = self.tolerance
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
             raise InputError(f"measure.tolerance: {share!r} is not a number of at least 0 and below 1")
@@ -68,9 +66,8 @@ class VerifySettings:
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         said = evidence.get("max_new_tokens", _MAX_NEW_TOKENS)
-        if isinstance(said, bool) or not isinstance(said, int) or said < 1:
-            raise InputError(f"evidence.max_new_tokens: {said!r} is not a whole number of at least 1")
-        return said
+        check_whole("evidence.max_new_tokens", said)
+        return int(said)
 
 
 def verify(config: DictConfig) -> None:

@@ -13,13 +13,12 @@ import torch
 
 from layerskip import Export, generate
 from layerskip.attachments import attached
-from layerskip.bridge import KIND, Bridges, BridgeShape, load_bridges
+from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.decode import decode
-from layerskip.draft_head import DraftHead, load_draft_tokens
+from layerskip.draft_head import DraftHead, load_draft_tokens, save_draft_tokens
 from layerskip.drafters.build import build_drafter
-from layerskip.heads import save_head
 from layerskip.mask import Gap, SkipMask
 from layerskip.passages import Passage
 from layerskip.target import Target, load_target
@@ -160,7 +159,7 @@ def test_a_fit_that_does_not_help_says_so() -> None:
 def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
     shape = _shape(target, "layers:1-2")
-    save_head(tmp_path / "bridge", KIND, shape.to_dict(), Bridges(shape).state_dict(), target, {})
+    save_bridges(tmp_path / "bridge", Bridges(shape), target, {})
     config = SpeculativeConfig("layer_skip", mask="layers:1-2", bridge=str(tmp_path / "bridge"))
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
     build_drafter(config, target)
@@ -181,8 +180,8 @@ def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
     shape = _shape(target, "layers:1-2")
     parts = tmp_path / "parts"
-    save_head(parts / "bridge", KIND, shape.to_dict(), Bridges(shape).state_dict(), target, {})
-    save_head(parts / "tokens", "draft_head", {}, {"tokens": torch.arange(5, 40)}, target, {})
+    save_bridges(parts / "bridge", Bridges(shape), target, {})
+    save_draft_tokens(parts / "tokens", torch.arange(5, 40), target, {})
     (parts / "bridge" / "training.pt").write_bytes(b"large")
     fields = {"bridge": str(parts / "bridge"), "draft_head": str(parts / "tokens")}
     skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", **fields)  # type: ignore[arg-type]
@@ -258,7 +257,7 @@ def test_a_draft_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     target = target_of("llama")
     with pytest.raises(ConfigError, match="^draft_head: .*tokens that the model does not have"):
         DraftHead(target.model, torch.tensor([1, 99]), target.vocabulary)
-    save_head(tmp_path, "draft_head", {}, {"tokens": torch.tensor([4, 3])}, target, {})
+    save_draft_tokens(tmp_path, torch.tensor([4, 3]), target, {})
     with pytest.raises(ConfigError, match="^draft_head: .* is damaged"):
         load_draft_tokens(tmp_path, target)
     with pytest.raises(ConfigError, match="^draft_head: cannot read"):

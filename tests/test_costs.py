@@ -8,7 +8,8 @@ import pytest
 
 from layerskip import SkipMask, StopRule, Target
 from layerskip.bridge import BridgeShape
-from layerskip.costs import Aids, CostProfile, profile_costs
+from layerskip.costs import Aids, CostProfile
+from layerskip.profiling import profile_costs
 from layerskip.replay import Counts
 from tests.families import build
 

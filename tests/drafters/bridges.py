@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from layerskip.bridge import KIND, BridgeShape
+from layerskip.bridge import BridgeShape, save_bridges
 from layerskip.bridge_fit import Calibration
-from layerskip.draft_head import KIND as HEAD
-from layerskip.heads import save_head
+from layerskip.draft_head import save_draft_tokens
 from layerskip.mask import SkipMask
 from layerskip.own_texts import write_texts
 from layerskip.passages import Passage
@@ -47,7 +46,7 @@ def bridge_folder(family: str, mask: str, kind: str, rank: int = 0, width: int =
             if bridge.out is not None:
                 bridge.out.normal_(0, 0.02)
     folder = Path(_folder.name) / f"{family}-{mask}-{kind}-{rank}-{width}"
-    save_head(folder, KIND, shape.to_dict(), bridges.state_dict(), target, {})
+    save_bridges(folder, bridges, target, {})
     return str(folder)
 
 
@@ -55,7 +54,7 @@ def bridge_folder(family: str, mask: str, kind: str, rank: int = 0, width: int =
 def head_folder(family: str, tokens: tuple[int, ...]) -> str:
     """Of a saved draft head."""
     folder = Path(_folder.name) / f"{family}-head-{len(tokens)}"
-    save_head(folder, HEAD, {}, {"tokens": torch.tensor(tokens)}, tiny(family), {})
+    save_draft_tokens(folder, torch.tensor(tokens), tiny(family), {})
     return str(folder)
 
 

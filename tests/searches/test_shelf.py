@@ -33,7 +33,7 @@ def test_bridges_are_fitted_once(shelf: Shelf, tiny_target: Target, monkeypatch:
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("layers:1", "layers:1-2", "mlp:1", "attention:2")]
     found = [shelf.bridge(mask, LINEAR) for mask in masks]
     assert any(found)
-    monkeypatch.setattr("searches.shelf.Calibration", None)  # whoever fits again fails
+    monkeypatch.setattr("searches.bridging.Calibration", None)  # whoever fits again fails
     again = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24), shelf._folder.parents[1], 0)
     assert [again.bridge(mask, LINEAR) for mask in masks] == found
     for mask, folder in zip(masks, found, strict=True):
@@ -54,6 +54,20 @@ def test_bridges_that_do_not_help_are_not_handed_out(
     assert "layers:1 drafts no better" in capsys.readouterr().out
     assert shelf.bridge(mask, LINEAR) == ""
     assert shelf.aids(mask, LINEAR).bridges == 0
+
+
+def test_bridges_that_memory_cannot_hold_are_left_out(
+    shelf: Shelf, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mask = SkipMask.parse("layers:1-2", tiny_target.layers)
+    with monkeypatch.context() as patch:
+        patch.setattr("layerskip.bridge_fit._regress", lambda *_: torch.empty(2**60))
+        assert shelf.bridge(mask, LINEAR) == ""
+        assert "layers:1-2 is left out: out of memory" in capsys.readouterr().out
+        assert shelf.aids(mask, LINEAR).bridges == 0
+    again = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24), shelf._folder.parents[1], 0)
+    again.bridge(mask, LINEAR)
+    assert list(shelf._folder.glob("*/head.json"))  # nothing of it was kept, so it is fitted where there is room
 
 
 def test_choices_lead_to_made_up_masks_and_back(shelf: Shelf, tiny_target: Target) -> None:

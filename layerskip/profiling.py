@@ -1,0 +1,197 @@
+"""What do the parts of a round take on this machine? Whole rounds are timed, and their parts solved for.
+
+Drafts are timed each followed by its verification, as decoding has them: what drafting leaves in the caches of a machine is
+part of what a round takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .anatomy import anatomy
+from .bridge import Bridges, BridgeShape
+from .cache import KVCache
+from .clock import now
+from .config import ConfigError, StopRule
+from .costs import Aids, CostProfile
+from .draft import Draft
+from .draft_head import DraftHead
+from .drafters.chain import draft_chain
+from .drafters.stopping import Stopper, confidence
+from .forward import forward
+from .mask import SkipMask
+from .sampling import Chooser, Sampling, upload
+from .target import Target
+from .verify import verify
+from .view import decoding_view, skip_view
+
+_DRAFTED = (1, 4)  # tokens of timed drafts
+_TIMED_NUMBERS = 2**25  # of timed bridges, so that those of a wide model take no memory to speak of
+_NARROW = 4  # a timed draft head has this share of the vocabulary
+
+
+@torch.inference_mode()
+def profile_costs(
+    target: Target,
+    context: int,
+    longest: int = 8,
+    sampling: Sampling | None = None,
+    repeats: int = 12,
+    seed: int = 0,
+    on_repeat: Callable[[], None] = lambda: None,
+    bridged: bool = False,
+) -> CostProfile:
+    """Measure a profile: every part in a random order, again and again; each part's time is its median.
+
+    Args:
+        target: the model.
+        context: positions in the cache, as the prompts of the search have them.
+        longest: the most drafted tokens to verify.
+        sampling: greedy where None.
+        repeats: how often.
+        seed: of the order.
+        on_repeat: called after every repeat.
+        bridged: whether what bridges and draft heads cost is measured as well.
+    """
+    sampling = sampling or Sampling()
+    longest = max(longest, 2)  # rounds of one length alone would not tell a round's own cost from its tokens'
+    context = max(context, longest)  # drafted tokens are taken from it
+    parts = _parts(target, bridged)
+    cache = KVCache(target.layers, context + longest + 1, device=target.device)
+    tokens = upload([token % target.vocabulary for token in range(context)], target.device)
+    chooser = Chooser(sampling, target.vocabulary, target.device, seed)
+    plain = decoding_view(target.model)
+    logits = forward(plain, tokens, cache, last=1)
+    cache.length = context
+
+    even = torch.full((1, target.vocabulary), 1 / target.vocabulary, device=target.device)
+
+    def check(draft: Draft) -> None:
+        block = torch.cat((tokens[-1:], draft.tokens))
+        found = forward(plain, block, cache, last=block.shape[0])
+        verify(draft, chooser.distribution(found, block), chooser.generator)
+
+    def check_given(count: int) -> None:
+        check(Draft(tokens[:count], probs=None if sampling.greedy else even.expand(count, -1)))
+
+    def decode_round(part: _Part, view: nn.Module, count: int) -> None:
+        draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), head=part.head)
+        cache.length = context
+        check(draft)
+
+    lengths = sorted({min(count, longest) for count in _DRAFTED})
+    jobs: dict[tuple[str, int, int], Callable[[], object]] = {}
+    for number, part in enumerate(parts):
+        view = skip_view(target.model, part.mask, part.bridges)
+        if part.head is not None:
+            part.head.narrow(view)
+        jobs |= {("round", number, count): partial(decode_round, part, view, count) for count in lengths}
+    jobs |= {("verify", 0, count): partial(check_given, count) for count in range(longest + 1)}
+    jobs["confidence", 0, 0] = lambda: float(confidence(logits))
+    times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
+    order = random.Random(seed)
+    for repeat in range(repeats + 1):
+        # Twice what is a single pass and yet in every prediction.
+        names = [*jobs, *(name for name in jobs if name[0] == "verify")]
+        order.shuffle(names)
+        for name in names:
+            start = now(target.device)
+            jobs[name]()
+            if repeat:  # the first one warms up
+                times[name].append(now(target.device) - start)
+        on_repeat()
+    median = {name: float(np.median(found)) for name, found in times.items()}
+    verifying = [median["verify", 0, count] for count in range(longest + 1)]
+    rounds = [name for name in jobs if name[0] == "round"]
+    rows = np.array([[1.0, *(count * number_of for number_of in parts[number].counts)] for _, number, count in rounds])
+    drafting = np.array([median[name] - verifying[name[2]] for name in rounds])
+    near = 1 / np.array([median[name] for name in rounds])  # a per cent of a short round is worth one of a long round
+    solved = np.linalg.lstsq(rows * near[:, None], drafting * near, rcond=None)[0]
+    kinds = _kinds(target)
+    costs = dict(zip(kinds, np.maximum(solved[6:], 0.0), strict=True))
+    by_layer = {name: tuple(float(costs[kind]) for kind in _of_layers(target, name)) for name in ("attention", "mlp")}
+    head = max(0.0, float(solved[1]))
+    beside = [max(0.0, float(cost)) for cost in solved[3:6]]
+    beside[2] = min(beside[2], head / target.vocabulary)  # few tokens take at least their share of the head
+    return CostProfile(
+        context,
+        head,
+        max(0.0, float(solved[2])),
+        by_layer["attention"],
+        by_layer["mlp"],
+        median["confidence", 0, 0],
+        float(solved[0]),  # below 0 where drafting warms up what verification needs
+        tuple(verifying),
+        *beside,
+    )
+
+
+def _of_layers(target: Target, name: str) -> list[tuple[Any, ...]]:
+    """The kind of every layer's attention or MLP: sub-layers of one kind take the same time."""
+    found = anatomy(target.model)
+    types = getattr(target.model.config.get_text_config(decoder=True), "layer_types", None)
+    kinds: list[tuple[Any, ...]] = []
+    for index, block in enumerate(found.blocks):
+        layer = target.model.get_submodule(f"{found.path}.{index}")
+        children = [layer.get_submodule(child) for child in getattr(block, name)]
+        sizes = tuple((type(child).__name__, sum(p.numel() for p in child.parameters())) for child in children)
+        kinds.append((name, sizes, types[index] if types and name == "attention" else ""))
+    return kinds
+
+
+def _kinds(target: Target) -> list[tuple[Any, ...]]:
+    return list(dict.fromkeys([*_of_layers(target, "attention"), *_of_layers(target, "mlp")]))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A draft to time, with how often a pass of it runs head, blocks, bridges, their numbers, tokens left out, and kinds."""
+
+    mask: SkipMask
+    bridges: Bridges | None
+    head: DraftHead | None
+    counts: list[float]
+
+
+def _parts(target: Target, bridged: bool) -> list[_Part]:
+    """What to time."""
+    attention, mlp, kinds = _of_layers(target, "attention"), _of_layers(target, "mlp"), _kinds(target)
+    nothing, everything = (False,) * target.layers, (True,) * target.layers
+    masks = [SkipMask(nothing, nothing), SkipMask(everything, everything)]
+    for kind in kinds:
+        flags = tuple(kind == other for other in attention), tuple(kind == other for other in mlp)
+        masks.append(SkipMask(*flags))
+    # Two of a kind skipped together tell a block's own cost from its sub-layers'.
+    masks += [SkipMask(everything, nothing), SkipMask(nothing, everything)]
+    drafts: list[tuple[SkipMask, BridgeShape | None, DraftHead | None]] = [
+        (mask, None, None) for mask in dict.fromkeys(masks)
+    ]
+    if bridged:
+        # Bridges in place of many attentions, so that they are told from noise.
+        hidden = BridgeShape.of(target, masks[0]).hidden
+        many = max(1, min(target.layers, _TIMED_NUMBERS // hidden**2))
+        attentions = SkipMask.of(target.layers, set(range(many)), set())
+        drafts += [(attentions, None, None)] * (many < target.layers)
+        drafts += [(attentions, BridgeShape.of(target, attentions, kind), None) for kind in ("mean", "linear")]
+        with contextlib.suppress(ConfigError):  # an output layer that cannot be cut costs what it does
+            some = torch.arange(max(1, target.vocabulary // _NARROW))
+            drafts.append((SkipMask(everything, everything), None, DraftHead(target.model, some, target.vocabulary)))
+    rows = []
+    for mask, shape, head in drafts:
+        kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]
+        blocks = sum(not (a and m) for a, m in zip(mask.attention, mask.mlp, strict=True))
+        aids = Aids.of(shape, 0 if head is None else target.vocabulary - head.tokens.numel())
+        bridges = None if shape is None else Bridges(shape).to(target.device, target.model.dtype).requires_grad_(False)
+        beside = [float(aids.bridges), float(aids.numbers), -float(aids.left_out)]
+        counts = [1.0, float(blocks), *beside, *(float(kept.count(kind)) for kind in kinds)]
+        rows.append(_Part(mask, bridges, head, counts))
+    return rows
