@@ -58,6 +58,7 @@ class CostProfile:
         bridge_seconds: what a bridge takes for being there at all.
         number_seconds: what each number that bridges read adds.
         token_seconds: what the output layer takes for each token of the vocabulary.
+        tree_seconds: what a round takes for having siblings beside its drafted tokens, and for verifying a tree.
     """
 
     context: int
@@ -71,6 +72,7 @@ class CostProfile:
     bridge_seconds: float = 0.0
     number_seconds: float = 0.0
     token_seconds: float = 0.0
+    tree_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -107,7 +109,8 @@ class CostProfile:
         if len(counts.verified) > len(self.verify_seconds):
             raise ValueError(f"verified: {len(counts.verified) - 1} tokens at once; the profile ends at {self.longest}")
         each = self.draft_seconds(mask, aids) + (self.confidence_seconds if stop.kind != "length" else 0.0)
-        return counts.drafted * each + sum(counts.verified[1:]) * self.round_seconds + self._verifying(counts)
+        drafting = (counts.drafted - counts.beside) * each + counts.trees * self.tree_seconds
+        return drafting + sum(counts.verified[1:]) * self.round_seconds + self._verifying(counts)
 
     def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule, aids: Aids = NO_AIDS) -> float:
         """Predicted speedup over plain decoding; 1.0 where nothing is decoded."""

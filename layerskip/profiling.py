@@ -26,16 +26,19 @@ from .costs import Aids, CostProfile
 from .draft import Draft
 from .draft_head import DraftHead
 from .drafters.chain import draft_chain
+from .drafters.fan import Fan
 from .drafters.stopping import Stopper, confidence
 from .forward import forward
 from .mask import SkipMask
 from .sampling import Chooser, Sampling, upload
 from .target import Target
+from .tree import tree_model
 from .verify import verify
 from .view import decoding_view, skip_view
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
 _TIMED_NUMBERS = 2**25  # of timed bridges, so that those of a wide model take no memory to speak of
+_SIBLINGS = 2  # of a timed tree
 _NARROW = 4  # a timed draft head has this share of the vocabulary
 
 
@@ -49,6 +52,7 @@ def profile_costs(
     seed: int = 0,
     on_repeat: Callable[[], None] = lambda: None,
     bridged: bool = False,
+    branching: bool = False,
 ) -> CostProfile:
     """Measure a profile: every part in a random order, again and again; each part's time is its median.
 
@@ -61,12 +65,13 @@ def profile_costs(
         seed: of the order.
         on_repeat: called after every repeat.
         bridged: whether what bridges and draft heads cost is measured as well.
+        branching: whether what siblings cost is.
     """
     sampling = sampling or Sampling()
     longest = max(longest, 2)  # rounds of one length alone would not tell a round's own cost from its tokens'
     context = max(context, longest)  # drafted tokens are taken from it
     parts = _parts(target, bridged)
-    cache = KVCache(target.layers, context + longest + 1, device=target.device)
+    cache = KVCache(target.layers, context + max(longest, _SIBLINGS + 1) + 1, device=target.device)
     tokens = upload([token % target.vocabulary for token in range(context)], target.device)
     chooser = Chooser(sampling, target.vocabulary, target.device, seed)
     plain = decoding_view(target.model)
@@ -83,6 +88,18 @@ def profile_costs(
     def check_given(count: int) -> None:
         check(Draft(tokens[:count], probs=None if sampling.greedy else even.expand(count, -1)))
 
+    def decode_tree() -> None:
+        """One drafted token of a draft that skips everything, with siblings."""
+        fan = Fan(_SIBLINGS, 0.0, chooser)
+        draft = draft_chain(shortest, cache, tokens[-1:], 1, chooser, Stopper(StopRule()), fan)
+        cache.length = context
+        assert draft.parents is not None
+        block = torch.cat((tokens[-1:], draft.tokens))
+        found = tree_model(target.model).run(block, draft.parents, cache)
+        verify(draft, chooser.distribution(found, block, draft.parents), chooser.generator)
+        cache.gather([0, 1])
+        cache.length = context
+
     def decode_round(part: _Part, view: nn.Module, count: int) -> None:
         draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), head=part.head)
         cache.length = context
@@ -97,6 +114,9 @@ def profile_costs(
         jobs |= {("round", number, count): partial(decode_round, part, view, count) for count in lengths}
     jobs |= {("verify", 0, count): partial(check_given, count) for count in range(longest + 1)}
     jobs["confidence", 0, 0] = lambda: float(confidence(logits))
+    if branching:
+        shortest = skip_view(target.model, parts[1].mask)
+        jobs["tree", 0, 0] = decode_tree
     times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
     order = random.Random(seed)
     for repeat in range(repeats + 1):
@@ -122,6 +142,9 @@ def profile_costs(
     head = max(0.0, float(solved[1]))
     beside = [max(0.0, float(cost)) for cost in solved[3:6]]
     beside[2] = min(beside[2], head / target.vocabulary)  # few tokens take at least their share of the head
+    if branching:
+        chain = median["round", 1, min(lengths)] - verifying[1]
+        beside.append(max(0.0, median["tree", 0, 0] - chain - verifying[min(1 + _SIBLINGS, longest)]))
     return CostProfile(
         context,
         head,

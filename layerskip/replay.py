@@ -6,6 +6,10 @@ every draft length and stop rule: greedy decoding is replayed exactly. Where tok
 accepted with probability min(1, q / p), given that the passage is what came out (arXiv 2211.17192, theorem 3.5 read
 backwards), so the rounds are a Markov chain over its positions and their expected counts follow without drawing anything.
 
+Greedy drafts may have siblings (:mod:`layerskip.drafters.fan`): the passage's token at the first wrong place may be one of
+them. How many siblings stand behind that place, where nobody looked, is taken to be as elsewhere; all they change is what a
+round verifies.
+
 What a prompt lookup drafts depends on the text alone, so its rounds are known without any scan; where tokens are sampled
 too, since, given the passage, a token drafted for certain is accepted exactly if it is the passage's.
 """
@@ -24,6 +28,7 @@ from .config import StopRule
 from .drafters.prompt_lookup import PromptLookup
 from .drafters.stopping import Stopper
 from .passages import Passage
+from .stats import Round
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +40,57 @@ class Trace:
         confidence: ``[S, depth]`` float64: the draft's probability of its most likely token; NaN where nobody looked.
         kept: ``[S, depth]`` float64: the chance that a drafted token is accepted, given that those before it were and that
             the passage comes out; 1 or 0 for greedy decoding.
+        likely: ``[S, depth, K]`` float64: the probabilities of the draft's K runners-up, falling; NaN where nobody looked.
+        rank: ``[S, depth]`` int64: which of them the passage's token is; K where it is none, or nobody looked.
     """
 
     agreed: NDArray[np.int64]
     confidence: NDArray[np.float64]
     kept: NDArray[np.float64]
+    likely: NDArray[np.float64]
+    rank: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, starts: int, depth: int, runners: int = 0) -> Trace:
+        """One that nobody looked at."""
+        unknown = np.full((starts, depth), np.nan)
+        likely, rank = np.full((starts, depth, runners), np.nan), np.full((starts, depth), runners)
+        return cls(np.zeros(starts, dtype=np.int64), unknown, unknown.copy(), likely, rank)
 
     @property
     def depth(self) -> int:
         """The longest draft that was looked at."""
         return int(self.confidence.shape[1])
+
+    def widths(self, branching: Branching) -> NDArray[np.int64]:
+        """``[S, depth]``: siblings of every drafted token.
+
+        Raises:
+            ValueError: more of them than runners-up were looked at.
+        """
+        if branching.siblings > self.likely.shape[2]:
+            raise ValueError(f"siblings: {branching.siblings} beside a token; {self.likely.shape[2]} were looked at")
+        some = self.likely[:, :, : branching.siblings]
+        found: NDArray[np.int64] = (some >= branching.least_probability).sum(-1)
+        unknown = np.isnan(some).any(-1)
+        found[unknown] = round(float(found[~unknown].mean())) if not unknown.all() else 0
+        return found
+
+
+@dataclass(frozen=True)
+class Branching:
+    """Siblings beside the tokens of a chain, as :class:`~layerskip.config.SpeculativeConfig` has them.
+
+    Args:
+        siblings: the most of them beside a token; 0 for chains.
+        least_probability: that the draft must give to each.
+    """
+
+    siblings: int = 0
+    least_probability: float = 0.05
+
+
+CHAIN = Branching()
 
 
 @dataclass(frozen=True)
@@ -57,6 +103,8 @@ class Counts:
         accepted: accepted ones.
         tokens: tokens that the rounds committed; a plain decoder would take one pass for each.
         verified: entry g: rounds that verified g drafted tokens.
+        beside: how many of the drafted tokens are siblings, for which no draft pass ran.
+        trees: rounds that verified any.
     """
 
     rounds: float = 0.0
@@ -64,6 +112,8 @@ class Counts:
     accepted: float = 0.0
     tokens: float = 0.0
     verified: tuple[float, ...] = ()
+    beside: float = 0.0
+    trees: float = 0.0
 
     def __add__(self, other: Counts) -> Counts:
         size = max(len(self.verified), len(other.verified))
@@ -74,17 +124,19 @@ class Counts:
             self.accepted + other.accepted,
             self.tokens + other.tokens,
             tuple(one + another for one, another in zip(*padded, strict=True)),
+            self.beside + other.beside,
+            self.trees + other.trees,
         )
 
     def to_list(self) -> list[Any]:
         """Plain values."""
-        return [self.rounds, self.drafted, self.accepted, self.tokens, list(self.verified)]
+        return [self.rounds, self.drafted, self.accepted, self.tokens, list(self.verified), self.beside, self.trees]
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Counts:
         """The counts that :meth:`to_list` wrote."""
-        rounds, drafted, accepted, tokens, verified = values
-        return cls(rounds, drafted, accepted, tokens, tuple(verified))
+        rounds, drafted, accepted, tokens, verified, *beside = values
+        return cls(rounds, drafted, accepted, tokens, tuple(verified), *beside)
 
     @property
     def acceptance_rate(self) -> float:
@@ -93,11 +145,14 @@ class Counts:
 
 
 def replay(
-    passage: Passage, trace: Trace, draft_length: int, stopper: Stopper, open_starts: dict[int, float]
-) -> list[tuple[int, int, int]]:
-    """The rounds of greedy decoding: drafted, accepted and committed tokens of each.
-
-    As :class:`~layerskip.stats.Round` counts them: what lies behind an end of sequence counts nowhere.
+    passage: Passage,
+    trace: Trace,
+    draft_length: int,
+    stopper: Stopper,
+    open_starts: dict[int, float],
+    branching: Branching = CHAIN,
+) -> list[Round]:
+    """The rounds of greedy decoding; what lies behind an end of sequence counts nowhere.
 
     Args:
         passage: the target's own continuation.
@@ -106,21 +161,31 @@ def replay(
         stopper: of the stop rule; adapts as the rounds go.
         open_starts: takes the positions whose drafts would have to be followed beyond their first wrong token, as the stop
             rule looks at those too, and how sure it wants them; while there are any, the rounds are a guess.
+        branching: siblings beside the drafted tokens.
     """
     rounds = []
+    widths = trace.widths(branching)
     start = 0
     while start < passage.starts:
         length = min(draft_length, passage.limit(start))
         drafted = _stop(trace, start, length, passage.starts - start, stopper, open_starts)
+        beside = int(widths[start, :drafted].sum())
         accepted = min(int(trace.agreed[start]), drafted)
-        committed = min(accepted + 1, passage.starts - start)
-        if committed <= accepted:
-            drafted = accepted = committed
-        rounds.append((drafted, accepted, committed))
-        start += committed
+        if accepted < drafted and trace.rank[start, accepted] < widths[start, accepted]:
+            accepted += 1
+        rounds.append(_round(drafted, accepted, passage.starts - start, beside))
+        start += rounds[-1].committed
         if start < passage.starts:
             stopper.observe(drafted, accepted)
     return rounds
+
+
+def _round(drafted: int, accepted: int, left: int, beside: int = 0) -> Round:
+    """A round, as the decoder counts it where so many tokens are left."""
+    committed = min(accepted + 1, left)
+    if committed > accepted:
+        return Round(drafted + beside, accepted, committed, drafted if beside else None)
+    return Round(drafted + beside, committed, committed, committed) if beside else Round(committed, committed, committed)
 
 
 def _stop(trace: Trace, start: int, length: int, left: int, stopper: Stopper, open_starts: dict[int, float]) -> int:
@@ -142,7 +207,7 @@ def _stop(trace: Trace, start: int, length: int, left: int, stopper: Stopper, op
     return length
 
 
-def replay_lookup(passage: Passage, drafter: PromptLookup) -> list[tuple[int, int, int]]:
+def replay_lookup(passage: Passage, drafter: PromptLookup) -> list[Round]:
     """The rounds of decoding with a prompt lookup, as :func:`replay` gives them."""
     drafter.forget()
     text = [*passage.prompt, *passage.tokens]
@@ -154,22 +219,19 @@ def replay_lookup(passage: Passage, drafter: PromptLookup) -> list[tuple[int, in
         found = drafter.propose(text[:here], limit) if limit > 0 else []
         pairs = zip(found, text[here:], strict=False)
         accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        committed = min(accepted + 1, left)
-        drafted = len(found)
-        if committed <= accepted:
-            drafted = accepted = committed
-        rounds.append((drafted, accepted, committed))
-        start += committed
+        rounds.append(_round(len(found), accepted, left))
+        start += rounds[-1].committed
     return rounds
 
 
-def count(rounds: list[tuple[int, int, int]]) -> Counts:
-    """The counts of replayed rounds."""
-    verified = [0.0] * (1 + max((drafted for drafted, _, _ in rounds), default=0))
-    for drafted, _, _ in rounds:
-        verified[drafted] += 1
-    drafted, accepted, committed = (sum(part) for part in zip(*rounds, strict=True)) if rounds else (0, 0, 0)
-    return Counts(len(rounds), drafted, accepted, committed, tuple(verified))
+def count(rounds: Sequence[Round]) -> Counts:
+    """The counts of rounds."""
+    verified = [0.0] * (1 + max((r.drafted for r in rounds), default=0))
+    for found in rounds:
+        verified[found.drafted] += 1
+    drafted, accepted, tokens = (sum(getattr(r, name) for r in rounds) for name in ("drafted", "accepted", "committed"))
+    beside = sum(r.drafted - r.longest for r in rounds)
+    return Counts(len(rounds), drafted, accepted, tokens, tuple(verified), beside, sum(r.depth is not None for r in rounds))
 
 
 def expect(passage: Passage, trace: Trace, draft_length: int, stop: StopRule) -> Counts:

@@ -21,12 +21,14 @@ from torch import Tensor
 from .bridge import Bridges
 from .clasp import similar_masks
 from .config import StopRule
-from .drafters.stopping import Stopper, confidence
+from .drafters.stopping import Stopper
+from .judge import Drafted, Judge
 from .mask import SkipMask
 from .passages import Passage
-from .replay import Counts, Trace, count, expect, replay
+from .replay import CHAIN, Branching, Counts, Trace, count, expect, replay
 from .rows import RowModel
 from .sampling import Sampling
+from .stats import Round
 from .target import Target
 from .texts import Pack, Start, Texts, runs_of
 
@@ -74,19 +76,29 @@ class Scanner:
         max_rows: rows per pass, hence what bounds memory: a pass holds ``[max_rows, V]`` logits and a mask over
             the keys that they see; the one cache that all passes share has room for ``max_rows * depth`` positions behind
             the passages of as many starts. Beside it lie the target's own keys and values of every passage.
+        runners: so many runners-up of every drafted token are looked at, which siblings are; nothing is known of siblings
+            where tokens are sampled.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped, or rows cannot be told apart in its attention.
     """
 
     def __init__(
-        self, target: Target, passages: Sequence[Passage], sampling: Sampling, depth: int = 8, max_rows: int = 256
+        self,
+        target: Target,
+        passages: Sequence[Passage],
+        sampling: Sampling,
+        depth: int = 8,
+        max_rows: int = 256,
+        runners: int = 0,
     ) -> None:
         if depth < 1 or max_rows < 1:
             raise ValueError(f"depth, max_rows: {depth}, {max_rows} are not at least 1")
         self.target, self.passages, self.sampling = target, tuple(passages), sampling
         self.depth, self.max_rows = depth, max_rows
+        self.runners = runners if sampling.greedy else 0
         self._texts = Texts(RowModel(target.model), target.vocabulary, self.passages, sampling)
+        self._judge = Judge(self._texts, self.runners)
         every = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts) if passage.limit(s) > 0]
         self._packs = self._packed(every)
 
@@ -156,7 +168,7 @@ class Scanner:
             floor = None
         depth = self.depth if depth is None else min(depth, self.depth)
         scans = [
-            Scan(mask, tuple(self._empty(passage, depth) for passage in self.passages), own, tokens)
+            Scan(mask, tuple(Trace.empty(p.starts, depth, self.runners) for p in self.passages), own, tokens)
             for mask, own in zip(masks, [None] * len(masks) if bridges is None else bridges, strict=True)
         ]
         for pack in self._packs:
@@ -164,28 +176,31 @@ class Scanner:
             for first in range(0, len(scans), at_once):
                 some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
-                for (m, p, s), place, sure, kept in self._draft(pack, some, rows, depth, floor):
+                for (m, p, s), place, drafted in self._draft(pack, some, rows, depth, floor):
                     trace = some[m].traces[p]
-                    trace.confidence[s, place] = sure
+                    trace.confidence[s, place], trace.likely[s, place] = drafted.confidence, drafted.likely
                     right = trace.agreed[s] == place
                     if right or not self.sampling.greedy:
-                        trace.kept[s, place] = kept
-                    trace.agreed[s] += right and kept == 1.0
+                        trace.kept[s, place], trace.rank[s, place] = drafted.kept, drafted.rank
+                    trace.agreed[s] += right and drafted.kept == 1.0
         return scans
 
-    def counts(self, scan: Scan, draft_length: int, stop: StopRule) -> list[Counts]:
+    def counts(self, scan: Scan, draft_length: int, stop: StopRule, branching: Branching = CHAIN) -> list[Counts]:
         """What decoding every passage with a scanned mask takes, passage by passage; an adaptive stop rule carries on.
 
         Args:
             scan: as :meth:`scan` gave it; learns what a stop rule asks further.
             draft_length: at most the scan's depth.
             stop: when drafts end earlier.
+            branching: siblings beside the drafted tokens.
         """
         if not self.sampling.greedy:
+            if branching.siblings:
+                raise ValueError("siblings: are known for greedy decoding only")
             return [expect(p, trace, draft_length, stop) for p, trace in zip(self.passages, scan.traces, strict=True)]
-        return [count(rounds) for rounds in self.rounds(scan, draft_length, stop)]
+        return [count(rounds) for rounds in self.rounds(scan, draft_length, stop, branching)]
 
-    def rounds(self, scan: Scan, draft_length: int, stop: StopRule) -> list[list[tuple[int, int, int]]]:
+    def rounds(self, scan: Scan, draft_length: int, stop: StopRule, branching: Branching = CHAIN) -> list[list[Round]]:
         """The rounds of greedy decoding, passage by passage, as :func:`~layerskip.replay.replay` gives them.
 
         Raises:
@@ -202,7 +217,7 @@ class Scanner:
             for index, passage in enumerate(self.passages):
                 stopper.start()
                 open_starts: dict[int, float] = {}
-                found.append(replay(passage, scan.traces[index], draft_length, stopper, open_starts))
+                found.append(replay(passage, scan.traces[index], draft_length, stopper, open_starts, branching))
                 missing |= {(index, start) for start in open_starts}
                 floor = min([floor, *open_starts.values()])
             if not missing:
@@ -221,8 +236,9 @@ class Scanner:
             rows = [(0, p, s) for p, s in pack.rows if (p, s) in starts]
             if rows:
                 drafts = self._draft(pack, [scan], rows, scan.traces[0].depth, floor, wrong=True)
-                for (_, p, s), place, sure, _ in drafts:
-                    scan.traces[p].confidence[s, place] = sure
+                for (_, p, s), place, drafted in drafts:
+                    trace = scan.traces[p]
+                    trace.confidence[s, place], trace.likely[s, place] = drafted.confidence, drafted.likely
 
     def _hidden(self, tokens: Tensor | None) -> Tensor | None:
         """``[V]`` bool: what is never drafted."""
@@ -232,10 +248,6 @@ class Scanner:
         hidden[tokens.to(hidden.device)] = False
         return hidden
 
-    def _empty(self, passage: Passage, depth: int) -> Trace:
-        shape = (passage.starts, depth)
-        return Trace(np.zeros(passage.starts, dtype=np.int64), np.full(shape, np.nan), np.full(shape, np.nan))
-
     def _draft(
         self,
         pack: Pack,
@@ -244,7 +256,7 @@ class Scanner:
         depth: int,
         floor: float | None,
         wrong: bool = False,
-    ) -> Iterator[tuple[tuple[int, int, int], int, float, float]]:
+    ) -> Iterator[tuple[tuple[int, int, int], int, Drafted]]:
         """Draft from some starts of a pack.
 
         Args:
@@ -255,7 +267,7 @@ class Scanner:
             wrong: and only then; else also while they are right.
 
         Yields:
-            row, place (from 0), the confidence of the token drafted there, and the chance that it is accepted.
+            row, place (from 0), and what was drafted there.
         """
         cache, device = self._texts.lay(pack), self.target.device
         masks, bridges = [scan.mask for scan in scans], [scan.bridges for scan in scans]
@@ -278,40 +290,20 @@ class Scanner:
                     logits = logits.masked_fill(hidden, -float("inf"))
                 branches.append((number, place))
                 cache.length += len(here)
-                # Of what is not a number no draft is unsure: decoding would not stop either.
-                sure = confidence(logits).nan_to_num(nan=1.0).tolist()
-                tokens, kept = self._judge(logits, live, chain, place)
-                for i, row, s, k in zip(here, live, sure, kept, strict=True):
-                    reach[i] *= k
-                    yield row, place, s, k
+                tokens, found = self._judge(logits, [(p, s) for _, p, s in live], chain, place)
+                for i, row, drafted in zip(here, live, found, strict=True):
+                    reach[i] *= drafted.kept
+                    yield row, place, drafted
                 going = [
                     place + 1 < self.passages[p].limit(s)
                     and (
-                        (floor is not None and certain >= floor)
+                        (floor is not None and drafted.confidence >= floor)
                         or (not wrong and chance > _HOPELESS and s + place + 1 < self.passages[p].starts)
                     )
-                    for (_, p, s), certain, chance in zip(live, sure, reach[here], strict=True)
+                    for (_, p, s), drafted, chance in zip(live, found, reach[here], strict=True)
                 ]
                 chosen = torch.tensor(going, device=device)
                 number = number[chosen]
                 chain = torch.cat((chain, tokens[:, None]), 1)[chosen]
         finally:
             cache.length = pack.end
-
-    def _judge(
-        self, logits: Tensor, live: list[tuple[int, int, int]], chain: Tensor, place: int
-    ) -> tuple[Tensor, list[float]]:
-        """The next token of every draft, and the chance that it is accepted; sampled drafts are led along the passage."""
-        seen = None
-        if self.sampling.needs_seen:
-            prefixes = [self._texts.texts[p].tokens[: self._texts.begin((p, s))] for _, p, s in live]
-            seen = torch.cat([self._texts.seen(torch.cat(parts)) for parts in zip(prefixes, chain, strict=True)])
-        drafted = self.sampling.distribution(logits, seen)
-        ahead = [(p, s + place + 1) for _, p, s in live]
-        if self.sampling.greedy:
-            pairs = zip(ahead, drafted.tolist(), strict=True)
-            return drafted, [float(self._texts.agrees(start, token)) for start, token in pairs]
-        own = self._texts.tokens(ahead)
-        q = drafted.gather(1, own[:, None])[:, 0].tolist()
-        p_own = [self._texts.chance(start) for start in ahead]
-        return own, [min(1.0, found / chance) if chance > 0 else 1.0 for found, chance in zip(q, p_own, strict=True)]

@@ -21,7 +21,7 @@ from layerskip.draft_head import save_draft_tokens
 from layerskip.environment import environment
 from layerskip.files import digest
 from layerskip.passages import Passage, continue_prompts
-from layerskip.replay import Counts
+from layerskip.replay import Branching, Counts
 from layerskip.scan import Scanner
 
 from .bridging import BridgeLearner, calibrate, rates
@@ -32,6 +32,7 @@ from .tracking import Tracker
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 EMPTY, TRAINED = "empty", "trained"
+_LONG = 4  # drafted tokens with siblings
 
 
 class BridgePoints:
@@ -69,12 +70,14 @@ class BridgePoints:
                 target, prompts, sampling, max_new_tokens, config.seed, outputs / "continuations", bar.update
             )
         self.scanned: tuple[Passage, ...] = tuple(passage for passage in continued if passage.starts > 0)
-        self.scanner = Scanner(target, self.scanned, sampling, int(config.depth), scanning.max_rows or 256)
+        rows, siblings = scanning.max_rows or 256, int(config.siblings)
+        self.scanner = Scanner(target, self.scanned, sampling, int(config.depth), rows, siblings)
+        longest = max(int(config.depth), _LONG * (1 + siblings))
         self.profile: CostProfile = cost_profile(
-            target, self.scanned, int(config.depth), sampling, scanning.profile_repeats, outputs, bridged=True
+            target, self.scanned, longest, sampling, scanning.profile_repeats, outputs, True, self.scanner.runners > 0
         )
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
-        self._choices = Choices((1, int(config.depth)), self.stops)
+        self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
             "recipe": 2,
             "vocabularies": list(config.vocabularies),
@@ -84,6 +87,7 @@ class BridgePoints:
             "training": [config[name] for name in ("steps", "max_seconds", "texts_per_step", "learning_rate", "unroll")],
             "scanned": [dataclasses.astuple(passage) for passage in self.scanned],
             "depth": config.depth,
+            "siblings": self.scanner.runners,
             "stops": [stop.to_dict() for stop in self.stops],
         }
         self.folder = outputs / f"bridges-{digest(asked)[:12]}"
@@ -130,9 +134,11 @@ class BridgePoints:
         for tokens in (None, *self.heads.values()):
             (scan,) = self.scanner.scan([mask], bridges=[own], tokens=tokens, floor=self._choices.floor)
             counts = [
-                [length, number, sum(self.scanner.counts(scan, length, stop), Counts()).to_list()]
+                [length, number, siblings, sum(self.scanner.counts(scan, *choice), Counts()).to_list()]
                 for length in range(int(self.config.depth), 0, -1)
                 for number, stop in enumerate(self.stops)
+                for siblings in self._choices.siblings
+                if (choice := (length, stop, Branching(siblings))) and length * (1 + siblings) <= self.profile.longest
             ]
             right = rates(scan)
             rows.append({"tokens": None if tokens is None else len(tokens), "rates": right, "counts": counts})
@@ -174,12 +180,14 @@ class BridgePoints:
         size = row["tokens"]
         shape = None if kind == EMPTY else self._shape(mask, kind)
         aids = Aids.of(shape, 0 if size is None else self.target.vocabulary - size)
-        best, length, number = max(
-            (self.profile.speedup(Counts.from_list(counts), mask, self.stops[number], aids), length, number)
-            for length, number, counts in row["counts"]
+        best, length, number, siblings = max(
+            (self.profile.speedup(Counts.from_list(counts), mask, self.stops[number], aids), length, number, siblings)
+            for length, number, siblings, counts in row["counts"]
         )
         fields: dict[str, Any] = {"kind": "layer_skip", "mask": mask.format(), "draft_length": length}
         fields["stop"] = self.stops[number].to_dict()
+        if siblings:
+            fields["siblings"] = siblings
         if shape is not None:
             fields["bridge"] = str(self._place(mask, kind).resolve())
         if size is not None:

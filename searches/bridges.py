@@ -36,6 +36,7 @@ _NUMBERS = ("depth", "contenders", "tokens", "max_new_tokens", "batch", "steps",
 def bridges(config: DictConfig) -> dict[str, Any]:
     """Fit, train, scan and measure; see ``conf/bridges.yaml``."""
     check_seed(config.seed)
+    check_whole("siblings", config.siblings, 0)
     for name in _NUMBERS:
         check_whole(name, config[name])
     measuring: MeasureSettings = instantiate(config.measure)

@@ -92,7 +92,7 @@ def foresee(
     rows = settings.max_rows or (256 if target.device.type == "cpu" else 2048)
     depth = space.skip_length[1]
     try:
-        scanner = Scanner(target, passages, sampling, depth, rows)
+        scanner = Scanner(target, passages, sampling, depth, rows, space.siblings)
         scanner.check()
     except UnsupportedModel as error:
         print(f"scan: {error}; every trial is run")
@@ -103,17 +103,18 @@ def foresee(
         print(f"scan: out of memory with scan.max_rows={rows}; every trial is run")
         return None
     longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.arms else depth
-    profile = cost_profile(target, passages, longest, sampling, settings.profile_repeats, outputs, space.bridged)
+    parts = space.bridged, scanner.runners > 0
+    profile = cost_profile(target, passages, longest, sampling, settings.profile_repeats, outputs, *parts)
     stops = scanned_stops(space, settings.thresholds)
     asked = {
         "target": target.digest,
         "passages": [dataclasses.astuple(passage) for passage in passages],
         "sampling": sampling.to_dict(),
-        "choices": [list(space.skip_length), [stop.to_dict() for stop in stops]],
+        "choices": [list(space.skip_length), [stop.to_dict() for stop in stops], scanner.runners],
         "screened_rows": settings.screened_rows,
     }
     kept = folder / f"scans-{digest(asked)[:16]}"
-    choices = Choices((space.skip_length[0], space.skip_length[1]), stops)
+    choices = Choices((space.skip_length[0], space.skip_length[1]), stops, tuple(range(scanner.runners + 1)))
     return ScanOracle(scanner, scanner.sample(settings.screened_rows), profile, choices, kept)
 
 
@@ -132,8 +133,12 @@ def cost_profile(
     repeats: int,
     outputs: Path,
     bridged: bool = False,
+    branching: bool = False,
 ) -> CostProfile:
-    """The profile of a target at the context that passages have, measured unless it is kept in the outputs folder."""
+    """The profile of a target at the context that passages have, measured unless it is kept in the outputs folder.
+
+    Other arguments are those of :func:`~layerskip.profiling.profile_costs`.
+    """
     mean = statistics.fmean(len(passage.prompt) + len(passage.tokens) / 2 for passage in passages)
     context = _CONTEXT_STEP * max(1, round(mean / _CONTEXT_STEP))
     asked = {
@@ -145,11 +150,14 @@ def cost_profile(
         "sampling": sampling.to_dict(),
         "machine": machine(target.device),
         "bridged": bridged,
+        "branching": branching,
     }
     file = outputs / "profiles" / f"{digest(asked)[:16]}.json"
     if file.exists():
         return CostProfile.from_dict(json.loads(file.read_text(encoding="utf-8"))["profile"])
     with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
-        profile = profile_costs(target, context, longest, sampling, repeats, on_repeat=bar.update, bridged=bridged)
+        profile = profile_costs(
+            target, context, longest, sampling, repeats, on_repeat=bar.update, bridged=bridged, branching=branching
+        )
     write_json(file, {"asked": asked, "profile": profile.to_dict()})
     return profile

@@ -50,8 +50,8 @@ def foretell(config: DictConfig) -> dict[str, Any]:
     if not lengths or lengths[0] < 1:
         raise InputError(f"lengths: {list(lengths)} are not draft lengths")
     target: Target = instantiate(config.target)
-    lengths_range = (lengths[0], lengths[-1])
-    space: SearchSpace = instantiate(config.space, layers=target.layers, skip_length=lengths_range, stops=["length"])
+    only = {"skip_length": (lengths[0], lengths[-1]), "stops": ["length"], "siblings": 0}
+    space: SearchSpace = instantiate(config.space, layers=target.layers, **only)
     if space.bridged:
         raise InputError("space.bridges, space.draft_heads: this program skips emptily; searches.bridges has bridges")
     outputs = Path(config.outputs)
@@ -110,8 +110,7 @@ def foretell(config: DictConfig) -> dict[str, Any]:
 
 
 def _counts(measurement: Measurement) -> Counts:
-    rounds = [(r.drafted, r.accepted, r.committed) for sample in measurement.candidate for r in sample.stats.rounds]
-    return count(rounds)
+    return count([found for sample in measurement.candidate for found in sample.stats.rounds])
 
 
 def agreement(points: list[dict[str, Any]]) -> dict[str, float]:

@@ -6,6 +6,7 @@ nothing twice.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
@@ -20,7 +21,7 @@ from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.bridge import Bridges
 from layerskip.costs import NO_AIDS, Aids, CostProfile
 from layerskip.drafters.prompt_lookup import PromptLookup
-from layerskip.replay import Counts, count, replay_lookup
+from layerskip.replay import Branching, Counts, count, replay_lookup
 from layerskip.scan import Scan, Scanner
 
 from .kept import Kept
@@ -86,15 +87,19 @@ class Oracle(Protocol):
 
 @dataclass(frozen=True)
 class Choices:
-    """The draft lengths and stop rules to choose from."""
+    """The draft lengths, stop rules and numbers of siblings to choose from."""
 
     lengths: tuple[int, int]
     stops: tuple[StopRule, ...] = (StopRule(),)
+    siblings: tuple[int, ...] = (0,)
 
     @property
     def floor(self) -> float | None:
         """The lowest confidence that a rule asks for; None where none asks."""
         return min((stop.threshold for stop in self.stops if stop.kind != "length"), default=None)
+
+
+Choice = tuple[int, StopRule, Branching]
 
 
 class ScanOracle:
@@ -172,10 +177,10 @@ class ScanOracle:
     def foretells(self, config: SpeculativeConfig) -> bool:
         """Prompt lookups whose verification was timed, and chains of layer skipping up to the depth of scans."""
         longest = {"prompt_lookup": self._profile.longest, "layer_skip": min(self._scanner.depth, self._profile.longest)}
-        if config.kind == "layer_skip" and not self.knows(config):
+        if config.kind == "layer_skip" and not (self.knows(config) and config.siblings <= self._scanner.runners):
             return False
-        chain = not config.siblings and config.lossless
-        return chain and config.draft_length <= longest.get(config.kind, 0)
+        verified = config.draft_length * (1 + config.siblings)
+        return config.lossless and config.draft_length <= longest.get(config.kind, 0) and verified <= self._profile.longest
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Count a configuration's rounds; its mask is scanned unless it was."""
@@ -185,7 +190,7 @@ class ScanOracle:
             return self._profile.lookup_speedup(counts)
         mask = SkipMask.parse(config.mask, self.layers)
         known = self._read(mask) if mask.format() in self._counts else {}
-        choice = config.draft_length, config.stop
+        choice = config.draft_length, config.stop, Branching(config.siblings, config.least_probability)
         counts = known[choice] if choice in known else self._count(mask, *choice)
         return self._profile.speedup(counts, mask, config.stop, self.aids(mask))
 
@@ -216,14 +221,15 @@ class ScanOracle:
             return None
         return [self._shelf.load(self._shelf.bridge(mask, self.makeup), mask) for mask in masks]
 
-    def _count(self, mask: SkipMask, draft_length: int, stop: StopRule) -> Counts:
-        """The counts of one draft length and stop rule beside the choices."""
-        name = json.dumps([mask.format(), draft_length, stop.to_dict()])
+    def _count(self, mask: SkipMask, draft_length: int, stop: StopRule, branching: Branching) -> Counts:
+        """The counts of one choice beside those that every mask is tried with."""
+        name = json.dumps([mask.format(), draft_length, stop.to_dict(), *dataclasses.astuple(branching)])
         if name not in self._others:
             if mask not in self._scans:
                 (self._scans[mask],) = self._scanner.scan([mask], bridges=self._bridges([mask]), tokens=self._tokens)
                 self._forget()
-            self._others.add(name, _sum(self._scanner.counts(self._scans[mask], draft_length, stop)).to_list())
+            counts = self._scanner.counts(self._scans[mask], draft_length, stop, branching)
+            self._others.add(name, _sum(counts).to_list())
         return Counts.from_list(self._others[name])
 
     def _forget(self) -> None:
@@ -247,13 +253,7 @@ class ScanOracle:
         seconds, baseline = [], []
         for mask in masks:
             best = self._best(mask).config
-            rows = self._counts[mask.format()]["counts"]
-            (parts,) = (
-                found
-                for length, rule, found in rows
-                if (length, self._choices.stops[rule]) == (best.draft_length, best.stop)
-            )
-            counts = [Counts.from_list(part) for part in parts]
+            counts = self._parts(mask)[best.draft_length, best.stop, Branching(best.siblings)]
             seconds.append([self._profile.seconds(part, mask, best.stop, self.aids(mask)) for part in counts])
             baseline = [part.tokens * self._profile.verify_seconds[0] for part in counts]
         return stability(masks, np.array(seconds), np.array(baseline), sublayers)
@@ -277,9 +277,11 @@ class ScanOracle:
                 # Long drafts and low thresholds first: what they have followed the others need not.
                 rules = sorted(enumerate(self._choices.stops), key=lambda pair: pair[1].threshold)
                 found = [
-                    [length, rule, [counts.to_list() for counts in self._scanner.counts(scan, length, stop)]]
+                    [length, rule, siblings, [counts.to_list() for counts in self._scanner.counts(scan, *choice)]]
                     for length in range(min(last_length, self._scanner.depth), first_length - 1, -1)
                     for rule, stop in rules
+                    for siblings in self._choices.siblings
+                    if (choice := (length, stop, Branching(siblings))) and length * (1 + siblings) <= self._profile.longest
                 ]
                 self._scans[scan.mask] = scan
                 self._forget()
@@ -297,16 +299,24 @@ class ScanOracle:
     def _new(self, masks: Sequence[SkipMask], memory: Kept) -> list[SkipMask]:
         return [mask for mask in dict.fromkeys(masks) if mask.format() not in memory]
 
-    def _read(self, mask: SkipMask) -> dict[tuple[int, StopRule], Counts]:
-        rows = self._counts[mask.format()]["counts"]
-        return {(length, self._choices.stops[rule]): _sum(map(Counts.from_list, found)) for length, rule, found in rows}
+    def _parts(self, mask: SkipMask) -> dict[Choice, list[Counts]]:
+        """Of every choice: the counts of each passage."""
+        return {
+            (length, self._choices.stops[rule], Branching(siblings)): [Counts.from_list(part) for part in found]
+            for length, rule, siblings, found in self._counts[mask.format()]["counts"]
+        }
+
+    def _read(self, mask: SkipMask) -> dict[Choice, Counts]:
+        return {choice: _sum(parts) for choice, parts in self._parts(mask).items()}
 
     def _best(self, mask: SkipMask) -> Prediction:
         aids = self.aids(mask)
         found = {key: self._profile.speedup(counts, mask, key[1], aids) for key, counts in self._read(mask).items()}
-        (length, stop), speedup = max(found.items(), key=lambda pair: pair[1])
+        (length, stop, branching), speedup = max(found.items(), key=lambda pair: pair[1])
         bridge, head = self._aided(mask.format())
-        config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop, bridge=bridge, draft_head=head)
+        config = SpeculativeConfig(
+            "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, bridge=bridge, draft_head=head
+        )
         return Prediction(config, speedup, float(self._counts[mask.format()]["agreement"]))
 
 

@@ -127,8 +127,8 @@ def propose_all(
     made_up = sorted(made_up, key=lambda prediction: -prediction.speedup)[: settings.enqueued]
     found = propose(oracle, space, settings, on_mask, also)
     configs = [prediction.config for prediction in (*propose_lookups(oracle, space, settings.lookups), *found)]
-    if found and space.siblings:
-        configs.insert(len(configs) - len(found) + 1, replace(found[0].config, siblings=space.siblings))
+    if found and space.siblings and not oracle.foretells(branching := replace(found[0].config, siblings=space.siblings)):
+        configs.insert(len(configs) - len(found) + 1, branching)
     return configs + [prediction.config for prediction in made_up]
 
 

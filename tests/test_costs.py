@@ -45,16 +45,27 @@ def test_counts_become_seconds() -> None:
     assert CostProfile.from_dict(PROFILE.to_dict()) == PROFILE
 
 
+def test_siblings_cost_no_draft_pass() -> None:
+    """Two rounds of one drafted token each, one of them with a sibling beside it."""
+    profile = replace(PROFILE, tree_seconds=0.25)
+    counts = Counts(rounds=2, drafted=3, accepted=1, tokens=3, verified=(0, 1, 1), beside=1, trees=1)
+    mask = SkipMask.parse("layers:0", 2)
+    assert profile.seconds(counts, mask, StopRule()) == pytest.approx(2 * 9.5 + 2 * 0.5 + 21 + 24 + 0.25)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
 def test_a_profile_has_a_cost_for_everything(family: str) -> None:
     """Equal sub-layers cost the same; a mixture of experts costs something else than a dense MLP."""
     target = Target(build(family))
     heard: list[int] = []
-    profile = profile_costs(target, context=12, longest=3, repeats=2, on_repeat=lambda: heard.append(1), bridged=True)
+    profile = profile_costs(
+        target, context=12, longest=3, repeats=2, on_repeat=lambda: heard.append(1), bridged=True, branching=True
+    )
     assert len(profile.attention_seconds) == len(profile.mlp_seconds) == target.layers
     assert len(profile.verify_seconds) == 4
     assert all(seconds > 0 for seconds in profile.verify_seconds)
     assert len(set(profile.mlp_seconds)) <= (2 if family == "deepseek_v3" else 1)
     assert profile.draft_seconds(SkipMask.none(target.layers)) > 0
     assert len(heard) == 3
+    assert profile.tree_seconds >= 0
     assert 0 <= profile.token_seconds * target.vocabulary <= profile.head_seconds

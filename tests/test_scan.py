@@ -23,15 +23,16 @@ from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.mask import SkipMask
 from layerskip.passages import Passage, continue_prompts
 from layerskip.prompts import PromptSet
-from layerskip.replay import replay_lookup
+from layerskip.replay import Branching, replay_lookup
 from layerskip.sampling import Sampling
 from layerskip.scan import Scanner
+from layerskip.stats import Round
 from layerskip.target import Target
 from tests.drafters.bridges import bridge_folder, head_folder
 from tests.drafters.contract import PROMPTS, target_of
 from tests.families import build
 
-Rounds = list[list[tuple[int, int, int]]]
+Rounds = list[list[Round]]
 THRESHOLDS = (0.05, 0.1, 0.3)
 STOPS = (StopRule(), *(StopRule("threshold", value) for value in THRESHOLDS), StopRule("adaptive", 0.1))
 GREEDY = Sampling()
@@ -53,7 +54,7 @@ def _rounds(target: Target, passages: Sequence[Passage], config: SpeculativeConf
     for passage in passages:
         out = decode(target, drafter, passage.prompt, sampling, passage.max_new_tokens)
         assert tuple(out.tokens) == passage.tokens
-        found.append([(r.drafted, r.accepted, r.committed) for r in out.stats.rounds])
+        found.append(list(out.stats.rounds))
     return found
 
 
@@ -98,8 +99,7 @@ def test_a_continuation_that_ends_inside_a_draft(tiny_target: Target) -> None:
             for stop in STOPS:
                 drafter = build_drafter(SpeculativeConfig("layer_skip", 5, mask=mask.format(), stop=stop), tiny_target)
                 out = decode(tiny_target, drafter, passage.prompt, GREEDY, 12, eos_ids=eos)
-                expected = [(r.drafted, r.accepted, r.committed) for r in out.stats.rounds]
-                assert scanner.rounds(scan, 5, stop) == [expected]
+                assert scanner.rounds(scan, 5, stop) == [list(out.stats.rounds)]
 
 
 def test_a_repetition_penalty_counts_each_rows_own_tokens(tiny_target: Target) -> None:
@@ -123,7 +123,7 @@ def test_a_prompt_lookup_is_replayed_without_any_pass(match: str, tiny_target: T
         drafter = PromptLookup(low, high, match, length)
         found = [replay_lookup(passage, drafter) for passage in passages]
         assert found == _rounds(tiny_target, passages, config, GREEDY)
-        assert sum(accepted for rounds in found for _, accepted, _ in rounds) > 0
+        assert sum(r.accepted for rounds in found for r in rounds) > 0
 
 
 def test_more_passages_take_no_larger_cache(tiny_target: Target) -> None:
@@ -176,6 +176,42 @@ def test_bridged_drafts_are_replayed(family: str, left_out: int) -> None:
             fields = {"mask": scan.mask.format(), "bridge": folder, "draft_head": head}
             config = SpeculativeConfig("layer_skip", 4, stop=stop, **fields)  # type: ignore[arg-type]
             assert scanner.rounds(scan, 4, stop) == _rounds(target, passages, config, GREEDY), config.label()
+
+
+@pytest.mark.parametrize(("family", "penalty"), [("llama", 1.0), ("gemma3_text", 1.0), ("llama", 1.6)])
+def test_siblings_are_replayed(family: str, penalty: float) -> None:
+    """Whole rounds of one drafted token; of longer drafts all but the siblings that stand behind a wrong token."""
+    target, sampling = target_of(family), Sampling(repetition_penalty=penalty)
+    passages = [_passage(target, i, [5 + i, 6, 7, 8, 9], sampling, 18) for i in range(3)]
+    scanner = Scanner(target, passages, sampling, depth=4, max_rows=40, runners=3)
+    said = tuple(range(10, target.vocabulary))
+    head, won = head_folder(family, said) if family == "llama" else "", 0
+    tokens = torch.tensor(said) if head else None
+    for scan in scanner.scan([SkipMask.parse(t, target.layers) for t in ("layers:1", "mlp:0-2", "")], tokens=tokens):
+        for length, stop, siblings, least in itertools.product((1, 4), STOPS[:2], (1, 3), (0.001, 0.05)):
+            fields = {"mask": scan.mask.format(), "draft_head": head, "stop": stop}
+            config = SpeculativeConfig("layer_skip", length, siblings=siblings, least_probability=least, **fields)  # type: ignore[arg-type]
+            real = _rounds(target, passages, config, sampling)
+            found = scanner.rounds(scan, length, stop, Branching(siblings, least))
+            if length == 1:
+                assert found == real, config.label()
+            sizes = [[[(r.longest, r.accepted, r.committed) for r in rounds] for rounds in every] for every in (found, real)]
+            assert sizes[0] == sizes[1], config.label()
+            chain = scanner.rounds(scan, length, stop)
+            won += sum(len(rounds) for rounds in chain) - sum(len(rounds) for rounds in found)
+    assert won > 0  # siblings saved rounds, so something was replayed
+
+
+def test_more_siblings_than_were_looked_at_are_refused(tiny_target: Target) -> None:
+    passages = [_passage(tiny_target, 0, [5, 6, 7], GREEDY, 8)]
+    scanner = Scanner(tiny_target, passages, GREEDY, depth=2, runners=1)
+    (scan,) = scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
+    with pytest.raises(ValueError, match="^siblings: 2"):
+        scanner.counts(scan, 2, StopRule(), Branching(2))
+    sampled = Scanner(tiny_target, passages, Sampling(1.0), depth=2, runners=1)
+    (scan,) = sampled.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
+    with pytest.raises(ValueError, match="greedy"):
+        sampled.counts(scan, 2, StopRule(), Branching(1))
 
 
 def test_expected_counts_are_the_mean_of_sampled_decoding(tiny_target: Target) -> None:

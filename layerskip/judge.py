@@ -1,0 +1,79 @@
+"""Would a drafted token be accepted? Judged by the target's own text, for many drafts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .drafters.stopping import confidence
+from .texts import Start, Texts
+
+
+class Drafted(NamedTuple):
+    """A drafted token.
+
+    Args:
+        confidence: the draft's probability of its most likely token.
+        kept: the chance that the token is accepted, given that those before it were.
+        likely: the probabilities of the draft's runners-up, falling.
+        rank: which of them the target's token is; their number where it is none.
+    """
+
+    confidence: float
+    kept: float
+    likely: Sequence[float] = ()
+    rank: int = 0
+
+
+class Judge:
+    """Judges drafts that begin somewhere in texts.
+
+    Args:
+        texts: the target's own.
+        runners: so many runners-up are looked at, where the target is greedy.
+    """
+
+    def __init__(self, texts: Texts, runners: int) -> None:
+        self.texts, self.sampling, self.runners = texts, texts.sampling, runners
+
+    def __call__(self, logits: Tensor, starts: Sequence[Start], chain: Tensor, place: int) -> tuple[Tensor, list[Drafted]]:
+        """The next token of every draft, and what is known of it; sampled drafts are led along the texts.
+
+        Args:
+            logits: ``[n, V]`` of the drafts.
+            starts: where they began.
+            chain: ``[n, place + 1]`` int64: the token at the start, and what was drafted since.
+            place: of the token, from 0.
+        """
+        # Of what is not a number no draft is unsure: decoding would not stop either.
+        sure = confidence(logits).nan_to_num(nan=1.0).tolist()
+        seen = None
+        if self.sampling.needs_seen:
+            prefixes = [self.texts.texts[p].tokens[: self.texts.begin((p, s))] for p, s in starts]
+            seen = torch.cat([self.texts.seen(torch.cat(parts)) for parts in zip(prefixes, chain, strict=True)])
+        drafted = self.sampling.distribution(logits, seen)
+        ahead = [(p, s + place + 1) for p, s in starts]
+        if self.sampling.greedy:
+            kept = [float(self.texts.agrees(*pair)) for pair in zip(ahead, drafted.tolist(), strict=True)]
+            likely, others = self._runners(logits, seen, drafted)
+            ranks = [
+                next((rank for rank, token in enumerate(some) if self.texts.agrees(start, token)), self.runners)
+                for start, some in zip(ahead, others, strict=True)
+            ]
+            return drafted, [Drafted(*parts) for parts in zip(sure, kept, likely, ranks, strict=True)]
+        own = self.texts.tokens(ahead)
+        q = drafted.gather(1, own[:, None])[:, 0].tolist()
+        p_own = [self.texts.chance(start) for start in ahead]
+        kept = [min(1.0, found / chance) if chance > 0 else 1.0 for found, chance in zip(q, p_own, strict=True)]
+        return own, [Drafted(*parts) for parts in zip(sure, kept, strict=True)]
+
+    def _runners(self, logits: Tensor, seen: Tensor | None, drafted: Tensor) -> tuple[list[list[float]], list[list[int]]]:
+        """Of every draft's runners-up ``[n, K]``: probabilities, falling, and tokens; as a fan finds siblings."""
+        if not self.runners:
+            return [[]] * len(drafted), [[]] * len(drafted)
+        probs = self.sampling.penalise(logits, seen).softmax(-1).scatter_(1, drafted[:, None], 0.0)
+        found = probs.topk(self.runners)
+        return found.values.tolist(), found.indices.tolist()
