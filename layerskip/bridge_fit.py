@@ -1,6 +1,6 @@
 """Which bridges suit a mask? Fitted in closed form, gap by gap from the bottom, on what drafts of the target's text read.
 
-Ridge regression (Hoerl and Kennard, Technometrics 12, 1970) from the hidden state that a gap's bridge reads to what brings
+Ridge regression (:mod:`layerskip.ridge`) from the hidden state that a gap's bridge reads to what brings
 the draft back to the target's own state behind the gap. Earlier bridges are in place when the next one is fitted, so that it
 also mends what they left. Every position of the target's continuations is a draft's first token, as in a scan
 (:mod:`layerskip.scan`): it sees the target's keys and values before it, and its own.
@@ -15,18 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bridge import Bridge, Bridges, BridgeShape, normalised
+from .bridge import Bridges, BridgeShape
 from .mask import Gap, SkipMask
 from .passages import Passage
+from .ridge import regress
 from .rows import RowModel
 from .sampling import Sampling
 from .target import Target
 from .texts import Pack, Start, Texts
 
-_RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _JUDGED = 0.2  # of the rows; the last ones, hence of other passages than the rest
-_CHOOSING = 0.2  # of the others: those that the constant is chosen by
-_FAR = 8.0  # times the median norm: targets beyond it are left out
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Calibration:
 
     def _affordable(self, passages: Sequence[Passage], most_bytes: int) -> tuple[Passage, ...]:
         """As many passages, evenly spread, as the budget holds."""
-        width = int(self.target.model.config.get_text_config(decoder=True).hidden_size)
+        width = BridgeShape.of(self.target, SkipMask.none(self.target.layers)).hidden
         each = (self.target.layers + 1) * width * self.target.model.dtype.itemsize
         kept: list[Passage] = []
         if passages:
@@ -137,6 +135,7 @@ class Calibration:
     def _fit(self, bridges: Bridges) -> dict[str, float]:
         ridges: dict[str, float] = {}
         streams = [part.states[0] for part in self._parts]
+        learnt = len(self.starts) - _judged(len(self.starts))
         done, drifted = 0, False  # layers that the streams are through; whether they are still the target's own
         for gap, bridge in bridges.parts():
             for number, part in enumerate(self._parts):
@@ -148,8 +147,9 @@ class Calibration:
                     (stream, part.states[gap.last + 1] - stream) for stream, part in zip(streams, self._parts, strict=True)
                 ]
             else:
-                pairs = [self._around(part, stream, gap) for part, stream in zip(self._parts, streams, strict=True)]
-            ridges[gap.name] = _regress(bridge, *(torch.cat([pair[i][0] for pair in pairs]).float() for i in (0, 1)))
+                plain = self._plain(self._parts[0], gap)
+                pairs = [self._around(part, stream, gap, plain) for part, stream in zip(self._parts, streams, strict=True)]
+            ridges[gap.name] = regress(bridge, *(torch.cat([pair[i][0] for pair in pairs])[:learnt].float() for i in (0, 1)))
             for number, part in enumerate(self._parts):
                 if gap.kind == "layers":
                     streams[number] = streams[number] + bridge(streams[number])
@@ -165,32 +165,39 @@ class Calibration:
             stream = layer(stream)
         return stream
 
-    def _around(self, part: _Part, stream: Tensor, gap: Gap) -> tuple[Tensor, Tensor]:
-        """What a single sub-layer's bridge reads in the draft, and what it should give: ``[1, R, H]`` each."""
-        nothing, only = SkipMask.none(self.target.layers), _single(self.target.layers, gap)
-        layer, own = part.layers[gap.first], part.states[gap.first]
-        self._lay(part, nothing)
-        self._model.watch(gap.kind, gap.first)
-        layer(own)
-        given = self._model.seen()[1]
-        self._lay(part, only)
+    def _around(self, part: _Part, stream: Tensor, gap: Gap, plain: bool) -> tuple[Tensor, Tensor]:
+        """What a single sub-layer's bridge reads in the draft, and what it should give: ``[1, R, H]`` each.
+
+        Where the layer adds what its sub-layer gives as it is, the bridge also mends the drift before it.
+        """
+        layer, given = part.layers[gap.first], self._given(part, gap)
+        self._lay(part, _single(self.target.layers, gap))
         before, read = layer(stream), self._model.seen()[0]
-        # Where the layer adds what its sub-layer gives as it is, the bridge can also mend the drift before it.
-        if gap.kind == "mlp":
-            if self._adds(part, gap):
-                given = part.states[gap.first + 1] - before
-        else:
-            self._lay(part, _single(self.target.layers, Gap("mlp", gap.first, gap.first)))
-            between = layer(own)
-            if _same(own + given, between):
-                given = between - stream
+        if plain and gap.kind == "mlp":
+            given = part.states[gap.first + 1] - before
+        elif plain:
+            given = self._between(part, gap) - stream
         return read, given
 
-    def _adds(self, part: _Part, gap: Gap) -> bool:
-        """Whether a layer adds what its MLP gives as it is, or changes it on the way, as a norm behind it does."""
+    def _given(self, part: _Part, gap: Gap) -> Tensor:
+        """What a sub-layer gives in the target itself; what it reads is watched from now on."""
+        self._lay(part, SkipMask.none(self.target.layers))
+        self._model.watch(gap.kind, gap.first)
+        part.layers[gap.first](part.states[gap.first])
+        return self._model.seen()[1]
+
+    def _between(self, part: _Part, gap: Gap) -> Tensor:
+        """The target's state behind the attention of a gap's layer."""
+        self._lay(part, _single(self.target.layers, Gap("mlp", gap.first, gap.first)))
+        return part.layers[gap.first](part.states[gap.first])
+
+    def _plain(self, part: _Part, gap: Gap) -> bool:
+        """Whether a layer adds what its sub-layer gives as it is, or changes it on the way, as a norm behind it does."""
         layer, own = part.layers[gap.first], part.states[gap.first]
+        if gap.kind == "attention":
+            return _same(own + self._given(part, gap), self._between(part, gap))
         mask = _single(self.target.layers, gap)
-        probe = Bridges(BridgeShape(mask.format(), mask.layers, own.shape[-1], "mean")).to(own.device)
+        probe = Bridges(BridgeShape.of(self.target, mask, "mean")).to(own.device)
         known = torch.linspace(-1, 1, own.shape[-1], device=own.device) * own.float().square().mean().sqrt()
         probe.of(gap).bias.copy_(known)
         self._lay(part, mask, probe)
@@ -239,55 +246,3 @@ def _single(layers: int, gap: Gap) -> SkipMask:
 def _same(one: Tensor, other: Tensor) -> bool:
     """Equal but for the rounding of half precision."""
     return float((one - other).float().square().mean()) <= 1e-3 * float(one.float().square().mean())
-
-
-def _regress(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
-    """Fit one bridge to ``[n, H]`` what it reads and what it should give, both float32; returns the chosen constant."""
-    rows = hidden.shape[0] - _judged(hidden.shape[0])
-    hidden, wanted = hidden[:rows], wanted[:rows]
-    norms = wanted.norm(dim=-1)
-    near = norms <= _FAR * norms.median()
-    read, wanted = normalised(hidden[near]), wanted[near]
-    learnt = read.shape[0] - int(_CHOOSING * read.shape[0])
-    if bridge.shape.kind == "mean" or learnt < 2:
-        bridge.bias.copy_(wanted.mean(0))
-        return 0.0
-    part = _Moments(read[:learnt], wanted[:learnt])
-    chosen = min(_RIDGES, key=lambda ridge: _error(*part.solve(ridge), read[learnt:], wanted[learnt:]))
-    moments = _Moments(read, wanted)
-    weight, bias = moments.solve(chosen)
-    basis = None
-    if bridge.shape.rank:
-        # Reduced-rank regression (Izenman, Journal of Multivariate Analysis 5, 1975): most of what the full map adds.
-        added = (read - moments.mean) @ weight.T
-        basis = torch.linalg.eigh((added.T @ added).double())[1][:, -bridge.shape.rank :].to(weight.dtype)
-        bias = moments.middle - basis @ (basis.T @ (weight @ moments.mean))
-    bridge.set_map(weight, bias, basis)
-    return chosen
-
-
-class _Moments:
-    """What a regression needs of ``read`` and ``wanted``, ``[n, H]`` each.
-
-    Inputs are standardised, so that the constant means the same for each of them.
-    """
-
-    def __init__(self, read: Tensor, wanted: Tensor) -> None:
-        self.mean, self.scale, self.middle = read.mean(0), read.std(0).clamp_min(1e-6), wanted.mean(0)
-        inputs = (read - self.mean) / self.scale
-        self._squares = (inputs.T @ inputs).double() / inputs.shape[0]
-        self._products = (inputs.T @ (wanted - self.middle)).double() / inputs.shape[0]
-
-    def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
-        """An affine map ``[H, H]``, ``[H]``."""
-        squares = self._squares.clone()
-        squares.diagonal().add_(ridge)
-        solved = torch.cholesky_solve(self._products, torch.linalg.cholesky(squares)).to(self.scale.dtype)
-        weight = (solved / self.scale[:, None]).T
-        return weight, self.middle - weight @ self.mean
-
-
-def _error(weight: Tensor, bias: Tensor, read: Tensor, wanted: Tensor) -> float:
-    if not read.shape[0]:
-        return 0.0
-    return float((read @ weight.T + bias - wanted).square().mean())

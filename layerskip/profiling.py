@@ -38,7 +38,8 @@ from .view import decoding_view, skip_view
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
 _TIMED_NUMBERS = 2**25  # of timed bridges, so that those of a wide model take no memory to speak of
-_SIBLINGS = 2  # of a timed tree
+_SIBLINGS = 1  # of a timed tree
+_PAIRS = 2  # of a tree and a chain, in every repeat
 _NARROW = 4  # a timed draft head has this share of the vocabulary
 
 
@@ -68,10 +69,10 @@ def profile_costs(
         branching: whether what siblings cost is.
     """
     sampling = sampling or Sampling()
-    longest = max(longest, 2)  # rounds of one length alone would not tell a round's own cost from its tokens'
+    longest = max(longest, 1 + _SIBLINGS)  # rounds of one length alone would not tell a round's own cost from its tokens'
     context = max(context, longest)  # drafted tokens are taken from it
     parts = _parts(target, bridged)
-    cache = KVCache(target.layers, context + max(longest, _SIBLINGS + 1) + 1, device=target.device)
+    cache = KVCache(target.layers, context + longest + 1, device=target.device)
     tokens = upload([token % target.vocabulary for token in range(context)], target.device)
     chooser = Chooser(sampling, target.vocabulary, target.device, seed)
     plain = decoding_view(target.model)
@@ -88,17 +89,22 @@ def profile_costs(
     def check_given(count: int) -> None:
         check(Draft(tokens[:count], probs=None if sampling.greedy else even.expand(count, -1)))
 
-    def decode_tree() -> None:
-        """One drafted token of a draft that skips everything, with siblings."""
+    def decode_tree(view: nn.Module) -> None:
+        """One drafted token with siblings, the last of which is kept."""
         fan = Fan(_SIBLINGS, 0.0, chooser)
-        draft = draft_chain(shortest, cache, tokens[-1:], 1, chooser, Stopper(StopRule()), fan)
+        draft = draft_chain(view, cache, tokens[-1:], 1, chooser, Stopper(StopRule()), fan)
         cache.length = context
         assert draft.parents is not None
         block = torch.cat((tokens[-1:], draft.tokens))
         found = tree_model(target.model).run(block, draft.parents, cache)
         verify(draft, chooser.distribution(found, block, draft.parents), chooser.generator)
-        cache.gather([0, 1])
+        cache.gather([0, 1 + _SIBLINGS])
+
+    def decode_flat(view: nn.Module) -> None:
+        """One drafted token, and as many verified as a tree has."""
+        draft_chain(view, cache, tokens[-1:], 1, chooser, Stopper(StopRule()))
         cache.length = context
+        check_given(1 + _SIBLINGS)
 
     def decode_round(part: _Part, view: nn.Module, count: int) -> None:
         draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), head=part.head)
@@ -114,9 +120,8 @@ def profile_costs(
         jobs |= {("round", number, count): partial(decode_round, part, view, count) for count in lengths}
     jobs |= {("verify", 0, count): partial(check_given, count) for count in range(longest + 1)}
     jobs["confidence", 0, 0] = lambda: float(confidence(logits))
-    if branching:
-        shortest = skip_view(target.model, parts[1].mask)
-        jobs["tree", 0, 0] = decode_tree
+    pair = (partial(decode_tree, last := skip_view(target.model, parts[1].mask)), partial(decode_flat, last))
+    differences: list[float] = []  # of trees and chains, one right after the other, as they differ by little
     times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
     order = random.Random(seed)
     for repeat in range(repeats + 1):
@@ -128,6 +133,14 @@ def profile_costs(
             jobs[name]()
             if repeat:  # the first one warms up
                 times[name].append(now(target.device) - start)
+        for number in range(_PAIRS if branching else 0):
+            found = [0.0, 0.0]
+            for which in (0, 1) if number % 2 else (1, 0):
+                start = now(target.device)
+                pair[which]()
+                found[which] = now(target.device) - start
+            if repeat:
+                differences.append(found[0] - found[1])
         on_repeat()
     median = {name: float(np.median(found)) for name, found in times.items()}
     verifying = [median["verify", 0, count] for count in range(longest + 1)]
@@ -143,8 +156,7 @@ def profile_costs(
     beside = [max(0.0, float(cost)) for cost in solved[3:6]]
     beside[2] = min(beside[2], head / target.vocabulary)  # few tokens take at least their share of the head
     if branching:
-        chain = median["round", 1, min(lengths)] - verifying[1]
-        beside.append(max(0.0, median["tree", 0, 0] - chain - verifying[min(1 + _SIBLINGS, longest)]))
+        beside.append(max(0.0, float(np.median(differences))))
     return CostProfile(
         context,
         head,

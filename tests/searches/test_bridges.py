@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from layerskip import Export, SpeculativeConfig, generate, load_target
-from tests.searches.programs import execute
+from tests.searches.conftest import Launch
 from tests.tiny import save_tiny
 
 SMALL = (
@@ -26,13 +26,13 @@ SMALL = (
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
-def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path) -> None:
+def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch: Launch) -> None:
     folder = save_tiny(tmp_path / "model", family)
     few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
     (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
     prompts = ("prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
     overrides = (*SMALL, f"target.path={folder}", f"outputs={tmp_path}", *prompts, f"record={tmp_path}/record.json")
-    done = execute("bridges", *overrides, cwd=tmp_path)
+    done = launch("bridges", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "record.json").read_text())
     assert (tmp_path / "record.png").stat().st_size > 1000
@@ -60,17 +60,17 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path) -> None
     assert generate(target, "Tell me more.", config, max_new_tokens=16).tokens == plain.tokens
     if family != "llama":
         return
-    again = execute("bridges", *overrides, cwd=tmp_path)
+    again = launch("bridges", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "record.json").read_text())["points"] == points
 
 
 @pytest.mark.parametrize(("override", "named"), [("masks=[layers:90]", "masks"), ("calibration_bytes=9", "calibration_")])
-def test_bad_input_is_one_line(override: str, named: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(override: str, named: str, tmp_path: Path, launch: Launch) -> None:
     folder = save_tiny(tmp_path / "model")
     few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
     (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
     prompts = ("prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
-    done = execute("bridges", *SMALL, f"target.path={folder}", f"outputs={tmp_path}", *prompts, override, cwd=tmp_path)
+    done = launch("bridges", *SMALL, f"target.path={folder}", f"outputs={tmp_path}", *prompts, override, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}")

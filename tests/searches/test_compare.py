@@ -12,6 +12,7 @@ from layerskip import PromptSet, SpeculativeConfig, mask
 from searches.compare import verdict
 from searches.space import SearchSpace
 from searches.strategies import STRATEGIES, Race, TimeUp
+from tests.searches.conftest import Launch
 from tests.searches.programs import execute
 from tests.searches.test_proposals import LAYERS, Landscape
 from tests.searches.test_racing import Known
@@ -65,7 +66,7 @@ def test_the_verdict_is_when_ours_was_as_good() -> None:
     assert found == {"random": 0.1, "swift": None}
 
 
-def test_the_program_races_and_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_program_races_and_goes_on(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     overrides = (
         *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "seeds=[0]"),
         *("space.protect_first=0", "space.protect_last=0", "seconds=8", "strategies=[random,ours]"),
@@ -81,6 +82,6 @@ def test_the_program_races_and_goes_on(tiny_folder: Path, tmp_path: Path) -> Non
         for point in row["curve"]:
             assert SpeculativeConfig.from_dict(point["config"]).kind == "layer_skip"
             assert point["held_out_speedup"] > 0
-    again = execute("compare", *overrides, cwd=tmp_path)
+    again = launch("compare", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "compare.json").read_text())["searches"] == record["searches"]

@@ -9,14 +9,15 @@ import pytest
 
 from layerskip import SpeculativeConfig, load_target
 from layerskip.drafters.build import build_drafter
-from tests.searches.programs import execute, quick
+from tests.searches.conftest import Launch
+from tests.searches.programs import quick
 
 
 def _common(folder: Path, outputs: Path) -> list[str]:
     return ["target=local", f"target.path={folder}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
 
 
-def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     corpus, store = tmp_path / "corpus", tmp_path / "store"
     (corpus / "deep").mkdir(parents=True)
     (corpus / "deep" / "a.txt").write_text("on the mat the cat sat in the rain")
@@ -25,7 +26,7 @@ def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path
     (tmp_path / "earlier.jsonl").write_text('{"prompt": "the rain", "id": "a"}\n{"prompt": "a cat", "id": "b"}\n')
     own = ["own=true", "prompts=jsonl", f"prompts.path={tmp_path / 'earlier.jsonl'}", "max_new_tokens=6"]
     more = [f"corpus={corpus}", *own, f"output={store}", "ngram=the cat sat"]
-    done = execute("datastore", *_common(tiny_folder, tmp_path), *more, cwd=tmp_path)
+    done = launch("datastore", *_common(tiny_folder, tmp_path), *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'the cat sat' occurs 2 times" in done.stdout
     target = load_target(str(tiny_folder), dtype="float32", device="cpu")
@@ -33,7 +34,7 @@ def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path
     assert build_drafter(config, target).tree_tokens == config.tree_tokens
     about = json.loads((store / "datastore.json").read_text())
     assert about["texts"] == 2 + 2
-    seen = execute("datastore", *_common(tiny_folder, tmp_path), f"inspect={store}", cwd=tmp_path)
+    seen = launch("datastore", *_common(tiny_folder, tmp_path), f"inspect={store}", cwd=tmp_path)
     assert seen.returncode == 0, seen.stderr
     assert f"{about['tokens']:,} tokens of 4 texts from {corpus} and the target's own outputs" in seen.stdout
 
@@ -51,27 +52,31 @@ def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path
         (["inspect=empty"], "datastore: cannot read empty: "),
     ],
 )
-def test_bad_input_ends_in_one_line(tiny_folder: Path, tmp_path: Path, overrides: list[str], said: str) -> None:
+def test_bad_input_ends_in_one_line(
+    tiny_folder: Path, tmp_path: Path, overrides: list[str], said: str, launch: Launch
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.jsonl").write_text("[1]\n")
     (tmp_path / "blank.txt").write_text("")
-    done = execute("datastore", *_common(tiny_folder, tmp_path), *overrides, cwd=tmp_path)
+    done = launch("datastore", *_common(tiny_folder, tmp_path), *overrides, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {said}")
     assert not (tmp_path / "store").exists()
     assert not (tmp_path / ".store.partial").exists()
 
 
-def test_a_study_is_told_of_a_missing_datastore_before_it_begins(tiny_folder: Path, tmp_path: Path) -> None:
-    done = execute("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[nowhere]"), cwd=tmp_path)
+def test_a_study_is_told_of_a_missing_datastore_before_it_begins(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[nowhere]"), cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith("error: datastore: cannot read nowhere: ")
 
 
-def test_a_study_does_not_measure_prompts_whose_answers_its_datastore_holds(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_study_does_not_measure_prompts_whose_answers_its_datastore_holds(
+    tiny_folder: Path, tmp_path: Path, launch: Launch
+) -> None:
     own = ["own=true", "max_new_tokens=4", f"output={tmp_path / 'store'}"]
-    done = execute("datastore", *_common(tiny_folder, tmp_path), *own, cwd=tmp_path)
+    done = launch("datastore", *_common(tiny_folder, tmp_path), *own, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = execute("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[store]"), cwd=tmp_path)
+    done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[store]"), cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr == "error: space.datastores: store holds the target's own answers to 48 of the study's prompts\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from searches.foretell import agreement
+from tests.searches.conftest import Launch
 from tests.searches.programs import execute
 
 
@@ -21,7 +22,7 @@ def test_figures_of_points_that_are_known() -> None:
     assert found["spearman"] == pytest.approx(4.5 / (5.0 * 4.5) ** 0.5)
 
 
-def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     overrides = (
         *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "masks=3"),
         *("lengths=[1,3]", "space.protect_first=0", "space.protect_last=0", "measure.max_new_tokens=8"),
@@ -36,13 +37,13 @@ def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tm
     assert record["scan"]["masks"] == 3
     assert (tmp_path / "foretold.png").stat().st_size > 1000
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
-    again = execute("foretell", *overrides, cwd=tmp_path)
+    again = launch("foretell", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "foretold.json").read_text())["points"] == record["points"]
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
 
 
-def test_draft_lengths_that_are_none_are_refused(tmp_path: Path) -> None:
-    done = execute("foretell", "lengths=[]", f"outputs={tmp_path}", "target.device=cpu", cwd=tmp_path)
+def test_draft_lengths_that_are_none_are_refused(tmp_path: Path, launch: Launch) -> None:
+    done = launch("foretell", "lengths=[]", f"outputs={tmp_path}", "target.device=cpu", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "lengths" in done.stderr

@@ -19,7 +19,8 @@ from searches.application import InputError
 from searches.oracle import Choices, ScanOracle
 from searches.shelf import BridgingSettings, Makeup, Shelf, makeups
 from searches.space import SearchSpace
-from tests.searches.programs import execute, journal_study, quick
+from tests.searches.conftest import Launch
+from tests.searches.programs import journal_study, quick
 
 LINEAR = Makeup("linear")
 
@@ -61,7 +62,7 @@ def test_bridges_that_memory_cannot_hold_are_left_out(
 ) -> None:
     mask = SkipMask.parse("layers:1-2", tiny_target.layers)
     with monkeypatch.context() as patch:
-        patch.setattr("layerskip.bridge_fit._regress", lambda *_: torch.empty(2**60))
+        patch.setattr("layerskip.bridge_fit.regress", lambda *_: torch.empty(2**60))
         assert shelf.bridge(mask, LINEAR) == ""
         assert "layers:1-2 is left out: out of memory" in capsys.readouterr().out
         assert shelf.aids(mask, LINEAR).bridges == 0
@@ -127,11 +128,11 @@ def test_an_oracle_foretells_masks_as_they_are_made_up(shelf: Shelf, tiny_target
         assert best.speedup == pytest.approx(tokens * 8.0 / spent)
 
 
-def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     which = ("space=bridged", "space.draft_heads=[0,60]", "scan.proposals.screened=12", "scan.proposals.enqueued=2")
     overrides = (*quick(tiny_folder, tmp_path, "study.n_trials=8", "study.name=one"), *bridging, *which)
-    done = execute("layerskip", *overrides, cwd=tmp_path)
+    done = launch("layerskip", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     configs = [trial.user_attrs["config"] for trial in journal_study(tmp_path, "one").trials]
     assert any("bridge" in config for config in configs)
@@ -142,7 +143,7 @@ def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path) -> None:
     found = Export.load(tmp_path / "one" / "best.json", target).config
     plain = generate(target, "a prompt", SpeculativeConfig(), max_new_tokens=12)
     assert generate(target, "a prompt", found, max_new_tokens=12).tokens == plain.tokens
-    again = execute("layerskip", *overrides, cwd=tmp_path)
+    again = launch("layerskip", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from layerskip import ConfigError, SpeculativeConfig, Target, generate, load_target
 from searches.application import InputError
 from searches.bridging import shape_of
+from tests.searches.conftest import Launch
 from tests.searches.programs import command, environment, execute, runs, sqlite
 from tests.tiny import save_tiny
 
@@ -35,10 +36,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path) -> None:
+def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=60", f"head={tmp_path}/h")
     overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", f"drafter={kind}", *few)
-    done = execute("train", *overrides, cwd=tmp_path)
+    done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     about = json.loads((tmp_path / "h" / "head.json").read_text())
     assert about["training"]["steps_done"] == 60
@@ -53,16 +54,16 @@ def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path) ->
     (run,) = runs(sqlite(tmp_path), "training")
     assert run.info.status == "FINISHED"
     assert {"loss", "held_out_acceptance_at_01", "held_out_acceptance_at_03"} <= set(run.data.metrics)
-    again = execute("train", *overrides, cwd=tmp_path)
+    again = launch("train", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "h" / "head.json").read_text())["training"] == about["training"]
 
 
-def test_bridges_are_trained_and_draft(model: Path, tmp_path: Path) -> None:
+def test_bridges_are_trained_and_draft(model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=30", f"head={tmp_path}/b")
     which = ("drafter=layer_skip", "mask=layers:1-2", "bridge.kind=mlp", "bridge.rank=8", "bridge.width=8")
     overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", *which, *few)
-    done = execute("train", *overrides, cwd=tmp_path)
+    done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "closed form, " in done.stdout
     rates = [float(rate) for rate in re.findall(r"(?:empty: .*by token|trained, .* s): ([\d.]+)", done.stdout)]
@@ -78,7 +79,7 @@ def test_bridges_are_trained_and_draft(model: Path, tmp_path: Path) -> None:
     config = SpeculativeConfig.from_dict({"kind": "layer_skip", "mask": "layers:1-2", "draft_length": 2} | heads)
     plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=24)
     assert generate(target, "Tell me more.", config, max_new_tokens=24).tokens == plain.tokens
-    warm = execute("train", *overrides, "mask=layers:1", f"warm_start={tmp_path}/b", f"head={tmp_path}/w", cwd=tmp_path)
+    warm = launch("train", *overrides, "mask=layers:1", f"warm_start={tmp_path}/b", f"head={tmp_path}/w", cwd=tmp_path)
     assert warm.returncode == 0, warm.stderr
 
 
@@ -98,7 +99,7 @@ def test_bridges_that_cannot_be_are_refused(fields: dict[str, object], named: st
         shape_of(OmegaConf.create(config | fields), tiny_target)
 
 
-def test_a_killed_training_goes_on(model: Path, tmp_path: Path) -> None:
+def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl")
     overrides = (*SMALL, f"target.path={model}", *few, "steps=60", "save_seconds=0.001")
     killed = [*overrides, f"outputs={tmp_path / 'killed'}", f"head={tmp_path / 'killed' / 'h'}"]
@@ -121,7 +122,7 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path) -> None:
     steps = sorted(metric.step for metric in logged)
     assert len(steps) == len(set(steps))  # nothing was done again
     assert set(range(1, 61)) - {before} <= set(steps)
-    other = execute("train", *killed, "learning_rate=0.5", cwd=tmp_path)
+    other = launch("train", *killed, "learning_rate=0.5", cwd=tmp_path)
     assert other.returncode == 2
     assert "error: head: " in other.stderr
 
@@ -140,8 +141,8 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path) -> None:
         ("drafter=layer_skip mask=layers:1 calibration_bytes=10", "calibration_bytes"),
     ],
 )
-def test_bad_input_is_one_line(override: str, named: str, model: Path, tmp_path: Path) -> None:
-    done = execute("train", *SMALL, f"target.path={model}", f"outputs={tmp_path}", *override.split(), cwd=tmp_path)
+def test_bad_input_is_one_line(override: str, named: str, model: Path, tmp_path: Path, launch: Launch) -> None:
+    done = launch("train", *SMALL, f"target.path={model}", f"outputs={tmp_path}", *override.split(), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}")
     assert "Traceback" not in done.stderr
