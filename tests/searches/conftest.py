@@ -22,10 +22,11 @@ def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         monkeypatch.chdir(cwd)
         monkeypatch.setattr(sys, "argv", [program, *overrides])
         capsys.readouterr()
-        with pytest.raises(SystemExit) as end, warnings.catch_warnings():
+        with warnings.catch_warnings():
             # Tests have imported parts of the module already, which the program's own run of it does not look at.
             warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
-            runpy.run_module(f"searches.{program}", run_name="__main__")
+            with pytest.raises(SystemExit) as end:
+                runpy.run_module(f"searches.{program}", run_name="__main__")
         assert isinstance(end.value.code, int)
         said = capsys.readouterr()
         return subprocess.CompletedProcess([program, *overrides], end.value.code, said.out, said.err)

@@ -16,6 +16,7 @@ from mlflow.tracking import MlflowClient
 from optuna.trial import TrialState
 
 import layerskip
+from tests.searches.conftest import Launch
 from tests.searches.programs import command, environment, execute, journal_study, quick, runs, sqlite
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -83,21 +84,23 @@ def test_a_trials_run_says_what_it_measured(done: Path) -> None:
     assert {"prompts_digest", "device", "versions", "git_commit"} <= parent.data.tags.keys()
 
 
-def test_the_same_command_again_adds_nothing_and_more_trials_add_the_rest(done: Path, tiny_folder: Path) -> None:
+def test_the_same_command_again_adds_nothing_and_more_trials_add_the_rest(
+    done: Path, tiny_folder: Path, launch: Launch
+) -> None:
     before = (done / "one" / "journal.log").read_bytes()
     overrides = quick(tiny_folder, done, "study.name=one")
-    again = execute("layerskip", *overrides, "study.n_trials=5", cwd=done.parent)
+    again = launch("layerskip", *overrides, "study.n_trials=5", cwd=done.parent)
     assert again.returncode == 0, again.stderr
     assert (done / "one" / "journal.log").read_bytes().startswith(before)
     _check_complete(done, "one", 5)
-    more = execute("layerskip", *overrides, "study.n_trials=7", cwd=done.parent)
+    more = launch("layerskip", *overrides, "study.n_trials=7", cwd=done.parent)
     assert more.returncode == 0, more.stderr
     _check_complete(done, "one", 7)
 
 
-def test_other_settings_under_the_same_name_are_refused_by_field(done: Path, tiny_folder: Path) -> None:
+def test_other_settings_under_the_same_name_are_refused_by_field(done: Path, tiny_folder: Path, launch: Launch) -> None:
     overrides = quick(tiny_folder, done, "study.name=one", "study.n_trials=9", "sampling.repetition_penalty=1.5")
-    result = execute("layerskip", *overrides, cwd=done.parent)
+    result = launch("layerskip", *overrides, cwd=done.parent)
     assert result.returncode == 2
     assert "sampling.repetition_penalty" in result.stderr
 
@@ -119,14 +122,14 @@ def test_killed_at_any_moment_the_same_command_finishes(tiny_folder: Path, tmp_p
     _check_complete(outputs, "killed", 9)
 
 
-def test_half_written_runs_and_lines_are_mended(done: Path, tiny_folder: Path) -> None:
+def test_half_written_runs_and_lines_are_mended(done: Path, tiny_folder: Path, launch: Launch) -> None:
     client = MlflowClient(sqlite(done))
     run = runs(sqlite(done), "trial")[0]
     client.update_run(run.info.run_id, status="RUNNING")
     client.delete_run(runs(sqlite(done), "trial")[-1].info.run_id)
     with (done / "one" / "journal.log").open("a", encoding="utf-8") as journal:
         journal.write('{"op_code": 4, "work')
-    result = execute("layerskip", *quick(tiny_folder, done, "study.name=one", "study.n_trials=7"), cwd=done.parent)
+    result = launch("layerskip", *quick(tiny_folder, done, "study.name=one", "study.n_trials=7"), cwd=done.parent)
     assert result.returncode == 0, result.stderr
     _check_complete(done, "one", 7)
 
@@ -169,11 +172,11 @@ def postgresql(tmp_path: Path) -> Iterator[str]:
     server.cleanup()
 
 
-def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     outputs = tmp_path / "outputs"
     overrides = quick(tiny_folder, outputs, f"study.storage='{postgresql}'", "study.name=shared")
     for trials in (2, 4):
-        result = execute("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
+        result = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
     url = postgresql.replace("postgresql://", "postgresql+psycopg://")
     study = optuna.load_study(study_name="shared", storage=url)
