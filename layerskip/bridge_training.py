@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -75,6 +76,22 @@ class BridgeTraining:
             if not number.numel():
                 break
         return total
+
+    def nbytes(self, passage: Passage) -> int:
+        """What is held of one continuation until its gradient is there, in bytes; weights are not counted."""
+        weights = (*self.target.model.parameters(), *self._drafts.model.parameters(), *self.bridges.parameters())
+        frozen = {weight.untyped_storage().data_ptr() for weight in weights}
+        held: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in frozen:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            self.loss([passage])
+        return sum(held.values())
 
     def _says(self, logits: Tensor) -> Tensor:
         """``[n, V]`` to the target's probabilities ``[n, v]`` of what is drafted."""

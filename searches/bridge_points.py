@@ -32,6 +32,7 @@ from .tracking import Tracker
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 EMPTY, TRAINED = "empty", "trained"
+_TRAINING = ("steps", "max_seconds", "texts_per_step", "training_bytes", "learning_rate", "unroll")
 _LONG = 4  # drafted tokens with siblings
 
 
@@ -84,7 +85,7 @@ class BridgePoints:
             "texts": asked_texts(config, target, sampling),
             "calibration_bytes": config.calibration_bytes,
             "trained": OmegaConf.to_container(config.trained),
-            "training": [config[name] for name in ("steps", "max_seconds", "texts_per_step", "learning_rate", "unroll")],
+            "training": [config[name] for name in _TRAINING],
             "scanned": [dataclasses.astuple(passage) for passage in self.scanned],
             "depth": config.depth,
             "siblings": self.scanner.runners,

@@ -30,7 +30,17 @@ from .foresight import ScanSettings
 from .heading import heading
 from .objective import MeasureSettings, check_seed
 
-_NUMBERS = ("depth", "contenders", "tokens", "max_new_tokens", "batch", "steps", "texts_per_step", "unroll")
+_NUMBERS = (
+    "depth",
+    "contenders",
+    "tokens",
+    "max_new_tokens",
+    "batch",
+    "steps",
+    "texts_per_step",
+    "unroll",
+    "training_bytes",
+)
 
 
 def bridges(config: DictConfig) -> dict[str, Any]:

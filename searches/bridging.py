@@ -122,7 +122,8 @@ def calibrate(target: Target, passages: list[Passage], most_bytes: int, field: s
 class BridgeLearner(Learner):
     """Bridges in training.
 
-    They begin as their closed form, or as a neighbour's, whichever loses less on a few texts.
+    They begin as their closed form, or as a neighbour's, whichever loses less on a few texts. A step looks at as many texts
+    as fit the configuration's budget.
     """
 
     def __init__(
@@ -146,6 +147,10 @@ class BridgeLearner(Learner):
         said = tokens if tokens is not None else torch.arange(target.vocabulary)
         self._training = BridgeTraining(target, self.bridges, said, int(config.unroll))
         super().__init__(config, self.bridges, len(passages), file, identity)
+        longest = self._training.nbytes(max(passages, key=lambda passage: passage.starts))
+        self.texts_per_step = min(self.texts_per_step, int(config.training_bytes) // longest)
+        if not self.texts_per_step:
+            raise InputError(f"training_bytes: {config.training_bytes} hold not even one text, which takes {longest}")
 
     def begin(self) -> None:
         """The closed form."""

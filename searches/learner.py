@@ -40,6 +40,7 @@ class Learner(ABC):
     def __init__(self, config: DictConfig, module: nn.Module, texts: int, file: Path, identity: str) -> None:
         self.config, self.module, self.texts, self.file, self.identity = config, module, texts, file, identity
         self.device = next(module.parameters()).device
+        self.texts_per_step = min(int(config.texts_per_step), texts)
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds = 0, 0.0
         if file.exists():
@@ -117,7 +118,7 @@ class Learner(ABC):
 
     def _places(self) -> list[int]:
         """Texts of this step: of all in a random order that changes every time they were gone through, the next ones."""
-        each = min(self.config.texts_per_step, self.texts)
+        each = self.texts_per_step
         turns = max(1, self.texts // each)
         generator = torch.Generator().manual_seed(self.config.seed + 1 + self.step // turns)
         order = torch.randperm(self.texts, generator=generator).tolist()

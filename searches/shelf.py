@@ -64,7 +64,8 @@ class BridgingSettings:
         train_seconds: of training by gradient, for every finalist that is bridged; 0 for none.
         learning_rate: of it.
         unroll: tokens in a row that it learns.
-        texts_per_step: answers of a step.
+        texts_per_step: answers of a step, if they fit.
+        training_bytes: of what a step holds until its gradient is there.
 
     Raises:
         InputError: one of them is out of range.
@@ -78,13 +79,15 @@ class BridgingSettings:
     learning_rate: float = 0.001
     unroll: int = 3
     texts_per_step: int = 6
+    training_bytes: int = 2_000_000_000
 
     def __post_init__(self) -> None:
         for name, least in (("train_seconds", 0.0), ("learning_rate", 1e-9)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
                 raise InputError(f"bridging.{name}: {value!r} is not a number of at least {least:g}")
-        for name in ("tokens", "max_new_tokens", "batch", "calibration_bytes", "unroll", "texts_per_step"):
+        names = ("tokens", "max_new_tokens", "batch", "calibration_bytes", "unroll", "texts_per_step", "training_bytes")
+        for name in names:
             check_whole(f"bridging.{name}", getattr(self, name))
 
 
@@ -140,7 +143,7 @@ class Shelf:
     def trained(self, config: SpeculativeConfig) -> SpeculativeConfig:
         """A bridged configuration with its bridges trained by gradient, from their closed form on."""
         settings = self._settings
-        names = ("learning_rate", "unroll", "texts_per_step", "calibration_bytes")
+        names = ("learning_rate", "unroll", "texts_per_step", "calibration_bytes", "training_bytes")
         learning = {name: getattr(settings, name) for name in names}
         learning |= {
             "max_seconds": settings.train_seconds,

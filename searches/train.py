@@ -43,6 +43,7 @@ _NUMBERS = (
     "batch",
     "feature_bytes",
     "calibration_bytes",
+    "training_bytes",
     "steps",
     "texts_per_step",
     "unroll",
@@ -73,7 +74,7 @@ def train(config: DictConfig) -> Path | None:
     learnt = {"kind": kind, "recipe": _RECIPE, "texts": digest(written), **{name: config[name] for name in _LEARNING}}
     if kind == "layer_skip":
         shape = shape_of(config, target)
-        learnt |= {"bridges": shape.to_dict(), "calibration_bytes": config.calibration_bytes}
+        learnt |= {"bridges": shape.to_dict(), **{name: config[name] for name in ("calibration_bytes", "training_bytes")}}
     folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
     tracker.open_study(folder.name, digest(learnt), learnt, environment(target.device), role="training")

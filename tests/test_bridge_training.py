@@ -67,6 +67,17 @@ def _greedy(target: Target, passage: Passage) -> Passage:
     return Passage(passage.prompt_id, "own", passage.prompt, tuple(made[0, ids.shape[1] :].tolist()), 12)
 
 
+def test_what_a_step_holds_grows_with_its_text() -> None:
+    """Measured where autograd keeps it: twice the text, about twice as much, and never the weights."""
+    target = Target(build("llama"))
+    training = BridgeTraining(target, _bridges(target), torch.arange(target.vocabulary), 1)
+    ids = tuple(range(3, 51))
+    short, long = (training.nbytes(Passage("0", "own", ids[:4], ids[4 : 4 + new], new)) for new in (16, 32))
+    assert 1.7 * short < long < 4 * short
+    rows = 31 * target.model.config.hidden_size * 4
+    assert long > 10 * rows  # several states of every row in every kept layer
+
+
 def test_the_gradient_is_what_differences_say() -> None:
     target = Target(build("llama").double())
     passages, bridges = _passages(target)[:2], _bridges(target).double()

@@ -71,8 +71,6 @@ def _bridged(target: Target, mask: str, kind: str, rank: int = 0, width: int = 0
 
 
 class TestBridgedByMeans(DrafterContract):
-    samplings = SAMPLINGS[:1]
-
     def drafter(self, target: Target) -> Drafter:
         return _bridged(target, "layers:1", "mean", draft_length=3)
 
@@ -86,7 +84,6 @@ class TestBridgedByMaps(DrafterContract):
 
 
 class TestBridgedByMLPs(DrafterContract):
-    samplings = SAMPLINGS[1:2]
     trees = True
 
     def drafter(self, target: Target) -> Drafter:

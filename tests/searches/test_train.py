@@ -139,6 +139,7 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
         ("feature_bytes=10", "feature_bytes"),
         ("feature_bytes=10_000_000_000_000_000", "feature_bytes"),
         ("drafter=layer_skip mask=layers:1 calibration_bytes=10", "calibration_bytes"),
+        ("drafter=layer_skip mask=layers:1 training_bytes=10", "training_bytes"),
     ],
 )
 def test_bad_input_is_one_line(override: str, named: str, model: Path, tmp_path: Path, launch: Launch) -> None:
