@@ -28,7 +28,7 @@ SAMPLINGS = (
     Sampling(0.7, top_k=3, repetition_penalty=1.3),
     Sampling(1.5, top_p=0.9, min_p=0.1),
 )
-SAMPLES = 1000
+SAMPLES = 600
 LENGTH = 24
 VOCABULARY = 12  # so few that drafts are sometimes right
 SEEDS = {"llama": 1, "gemma3_text": 1}  # of models whose next tokens a draft sometimes gets right
