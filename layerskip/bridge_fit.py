@@ -18,13 +18,15 @@ from torch import Tensor
 from .bridge import Bridges, BridgeShape
 from .mask import Gap, SkipMask
 from .passages import Passage
+from .regression import learn
 from .ridge import regress
 from .rows import RowModel
 from .sampling import Sampling
 from .target import Target
 from .texts import Pack, Start, Texts
 
-_JUDGED = 0.2  # of the rows; the last ones, hence of other passages than the rest
+_JUDGED, _MOST_JUDGED = 0.2, 2000  # of the rows; the last ones, hence of other passages than the rest
+_FAR = 8.0  # times the median norm: targets beyond it are left out
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Calibration:
         return states + sum(text.cache.nbytes for text in self._texts.texts)
 
     def fit(self, shape: BridgeShape) -> Fit:
-        """Fit the bridges of a mask in closed form; the MLP of kind ``mlp`` begins as nothing."""
+        """Fit the bridges of a mask: maps in closed form, and the MLPs of kind ``mlp`` to what those leave."""
         begin = time.monotonic()
         with torch.random.fork_rng(devices=[]):  # what a map of lower rank and an MLP begin from
             torch.manual_seed(0)
@@ -149,7 +151,11 @@ class Calibration:
             else:
                 plain = self._plain(self._parts[0], gap)
                 pairs = [self._around(part, stream, gap, plain) for part, stream in zip(self._parts, streams, strict=True)]
-            ridges[gap.name] = regress(bridge, *(torch.cat([pair[i][0] for pair in pairs])[:learnt].float() for i in (0, 1)))
+            read, given = (torch.cat([pair[i][0] for pair in pairs])[:learnt].float() for i in (0, 1))
+            norms = given.norm(dim=-1)
+            near = norms <= _FAR * norms.median()
+            fit = learn if bridge.shape.width else regress
+            ridges[gap.name] = fit(bridge, read[near], given[near])
             for number, part in enumerate(self._parts):
                 if gap.kind == "layers":
                     streams[number] = streams[number] + bridge(streams[number])
@@ -234,7 +240,7 @@ class Calibration:
 
 
 def _judged(rows: int) -> int:
-    return max(1, int(_JUDGED * rows))
+    return max(1, min(int(_JUDGED * rows), _MOST_JUDGED))
 
 
 def _single(layers: int, gap: Gap) -> SkipMask:

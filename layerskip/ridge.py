@@ -12,7 +12,6 @@ from .bridge import Bridge, normalised
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _CHOOSING = 0.2  # of the rows: those that the constant is chosen by
-_FAR = 8.0  # times the median norm: targets beyond it are left out
 
 
 def regress(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
@@ -23,9 +22,7 @@ def regress(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
         hidden: ``[n, H]`` float32: what it reads.
         wanted: ``[n, H]`` float32: what it should give.
     """
-    norms = wanted.norm(dim=-1)
-    near = norms <= _FAR * norms.median()
-    read, wanted = normalised(hidden[near]), wanted[near]
+    read = normalised(hidden)
     learnt = read.shape[0] - int(_CHOOSING * read.shape[0])
     if bridge.shape.kind == "mean" or learnt < 2:
         bridge.bias.copy_(wanted.mean(0))

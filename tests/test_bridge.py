@@ -21,6 +21,8 @@ from layerskip.draft_head import DraftHead, load_draft_tokens, save_draft_tokens
 from layerskip.drafters.build import build_drafter
 from layerskip.mask import Gap, SkipMask
 from layerskip.passages import Passage
+from layerskip.regression import learn
+from layerskip.ridge import regress
 from layerskip.target import Target, load_target
 from layerskip.view import skip_view
 from tests.drafters.bridges import bridge_folder, calibration, head_folder
@@ -154,6 +156,22 @@ def test_a_fit_that_does_not_help_says_so() -> None:
     fit = calibration("llama").fit(_shape(target_of("llama"), "layers:1-2"))
     assert fit.helps == (fit.bridged > fit.empty)
     assert not replace(fit, bridged=fit.empty).helps
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_an_mlp_learns_what_a_map_cannot_and_never_noise(noise: bool) -> None:
+    torch.manual_seed(0)
+    bridge = Bridges(BridgeShape("layers:1", 3, 12, "mlp", 0, 32)).of(SkipMask.parse("layers:1", 3).gaps[0])
+    hidden = torch.randn(6000, 12)
+    wanted = torch.randn(6000, 12) if noise else hidden.roll(1, -1) + hidden.square()
+    other = Bridges(bridge.shape).of(SkipMask.parse("layers:1", 3).gaps[0])
+    with torch.no_grad():
+        regress(other, hidden, wanted)
+        learn(bridge, hidden, wanted)
+        errors = [float((found(hidden) - wanted).square().mean()) for found in (other, bridge)]
+        same = torch.equal(other(hidden), bridge(hidden))
+    assert same == noise
+    assert noise or errors[1] < 0.9 * errors[0]
 
 
 def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def calibration(family: str) -> Calibration:
 
 @functools.cache
 def bridge_folder(family: str, mask: str, kind: str, rank: int = 0, width: int = 0) -> str:
-    """Of saved bridges; an MLP is drawn, as fitting leaves it empty."""
+    """Of saved bridges; an MLP is drawn, as fitting may leave it empty."""
     target = tiny(family)
     hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
     shape = BridgeShape(SkipMask.parse(mask, target.layers).format(), target.layers, hidden, kind, rank, width)
