@@ -1,4 +1,4 @@
-"""What does a bridge's map leave to its MLP? Learnt from the pairs that the map is fitted to, with no layer of the target run.
+"""What does a bridge's map leave to its MLP? Learnt from the pairs that the map is fitted to; no layer of the target is run.
 
 A step costs a thousandth of one through the target's layers, so the texts can be gone through several times.
 """
