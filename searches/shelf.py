@@ -30,7 +30,7 @@ from .bridging import BridgeLearner, calibrate
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 BRIDGES = ("none", "mean", "linear")
-_RECIPE = 1  # of fitting and training; what was made otherwise is made anew
+_RECIPE = 2  # of fitting and training; what was made otherwise is made anew
 _STEPS = 10**6  # time ends training
 _REMEMBERED = 16  # masks whose bridges are at hand
 _SAVED = 30.0  # seconds between savings
@@ -61,7 +61,8 @@ class BridgingSettings:
         max_new_tokens: of an answer.
         batch: answers written at once.
         calibration_bytes: of hidden states, keys and values in memory.
-        train_seconds: of training by gradient, for every finalist that is bridged; 0 for none.
+        train_seconds: of training, for every finalist that is bridged; 0 for none.
+        train_width: of the MLPs that are trained beside the finalists' maps; 0 for none.
         learning_rate: of it.
         unroll: tokens in a row that it learns.
         texts_per_step: answers of a step, if they fit.
@@ -71,11 +72,12 @@ class BridgingSettings:
         InputError: one of them is out of range.
     """
 
-    tokens: int = 6000
+    tokens: int = 20000
     max_new_tokens: int = 128
     batch: int = 48
-    calibration_bytes: int = 500_000_000
+    calibration_bytes: int = 1_500_000_000
     train_seconds: float = 0.0
+    train_width: int = 512
     learning_rate: float = 0.001
     unroll: int = 3
     texts_per_step: int = 6
@@ -89,6 +91,7 @@ class BridgingSettings:
         names = ("tokens", "max_new_tokens", "batch", "calibration_bytes", "unroll", "texts_per_step", "training_bytes")
         for name in names:
             check_whole(f"bridging.{name}", getattr(self, name))
+        check_whole("bridging.train_width", self.train_width, 0)
 
 
 class Shelf:
@@ -152,8 +155,10 @@ class Shelf:
             "seed": self._config.seed,
         }
         mask = SkipMask.parse(config.mask, self.target.layers)
-        makeup = self.makeup(config)
-        shape, identity = self._shape(mask, makeup), digest([self._asked, learning, config.bridge, makeup.tokens])
+        makeup, width = self.makeup(config), settings.train_width
+        made = ("mlp", makeup.rank, width) if width else (makeup.bridge, makeup.rank)
+        shape = BridgeShape.of(self.target, mask, *made)
+        identity = digest([self._asked, learning, shape.to_dict(), makeup.tokens])
         folder = self._folder / f"trained-{identity[:16]}"
         if not (folder / "head.json").exists():
             learner = BridgeLearner(
