@@ -188,7 +188,10 @@ def test_siblings_are_replayed(family: str, penalty: float) -> None:
     head, won = head_folder(family, said) if family == "llama" else "", 0
     tokens = torch.tensor(said) if head else None
     for scan in scanner.scan([SkipMask.parse(t, target.layers) for t in ("layers:1", "mlp:0-2", "")], tokens=tokens):
-        for length, stop, siblings, least in itertools.product((1, 4), STOPS[:2], (1, 3), (0.001, 0.05)):
+        for length, stop, siblings, least in (
+            *((1, STOPS[0], 1, 0.05), (1, STOPS[0], 3, 0.001), (4, STOPS[0], 3, 0.001)),
+            *((4, STOPS[1], 1, 0.05), (4, STOPS[1], 3, 0.05)),
+        ):
             fields = {"mask": scan.mask.format(), "draft_head": head, "stop": stop}
             config = SpeculativeConfig("layer_skip", length, siblings=siblings, least_probability=least, **fields)  # type: ignore[arg-type]
             real = _rounds(target, passages, config, sampling)
