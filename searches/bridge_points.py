@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
-from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target
+from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
 from layerskip.bridge import Bridges, BridgeShape, save_bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.costs import Aids, CostProfile
@@ -23,6 +23,7 @@ from layerskip.files import digest
 from layerskip.passages import Passage, continue_prompts
 from layerskip.replay import Branching, Counts
 from layerskip.scan import Scanner
+from layerskip.tree import tree_model
 
 from .bridging import BridgeLearner, calibrate, rates
 from .foresight import ScanSettings, cost_profile
@@ -72,6 +73,11 @@ class BridgePoints:
             )
         self.scanned: tuple[Passage, ...] = tuple(passage for passage in continued if passage.starts > 0)
         rows, siblings = scanning.max_rows or 256, int(config.siblings)
+        try:
+            tree_model(target.model)
+        except UnsupportedModel as error:
+            print(f"siblings: left out: {error}")
+            siblings = 0
         self.scanner = Scanner(target, self.scanned, sampling, int(config.depth), rows, siblings)
         longest = max(int(config.depth), _LONG * (1 + siblings))
         self.profile: CostProfile = cost_profile(

@@ -33,6 +33,7 @@ from .heading import heading
 from .kept import Kept
 from .objective import MeasureSettings
 from .oracle import Oracle
+from .plan import supported
 from .space import SearchSpace
 from .strategies import STRATEGIES, Race, TimeUp
 
@@ -52,7 +53,7 @@ def compare(config: DictConfig) -> dict[str, Any]:
     tune, held_out = instantiate(config.prompts).split()
     prompts = tune.take(measuring.prompts)
     target: Target = instantiate(config.target)
-    space: SearchSpace = instantiate(config.space, layers=target.layers)
+    space = supported(instantiate(config.space, layers=target.layers), target)
     if space.bridged:
         raise InputError("space.bridges, space.draft_heads: this program skips emptily; searches.bridges has bridges")
     asked = {
