@@ -90,14 +90,14 @@ def profile_costs(
         check(Draft(tokens[:count], probs=None if sampling.greedy else even.expand(count, -1)))
 
     def decode_tree(view: nn.Module) -> None:
-        """One drafted token with siblings, the last of which is kept."""
-        fan = Fan(_SIBLINGS, 0.0, chooser)
-        draft = draft_chain(view, cache, tokens[-1:], 1, chooser, Stopper(StopRule()), fan)
+        """One drafted token whose siblings are looked for, and a tree, whose last node is kept."""
+        draft_chain(view, cache, tokens[-1:], 1, chooser, Stopper(StopRule()), Fan(_SIBLINGS, 0.0, chooser))
         cache.length = context
-        assert draft.parents is not None
+        count, parents = 1 + _SIBLINGS, (-1,) * (1 + _SIBLINGS)  # a draft may be too sure of itself to have any
+        draft = Draft(tokens[:count], parents, None if sampling.greedy else even.expand(count, -1))
         block = torch.cat((tokens[-1:], draft.tokens))
-        found = tree_model(target.model).run(block, draft.parents, cache)
-        verify(draft, chooser.distribution(found, block, draft.parents), chooser.generator)
+        found = tree_model(target.model).run(block, parents, cache)
+        verify(draft, chooser.distribution(found, block, parents), chooser.generator)
         cache.gather([0, 1 + _SIBLINGS])
 
     def decode_flat(view: nn.Module) -> None:

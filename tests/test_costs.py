@@ -54,7 +54,7 @@ def test_siblings_cost_no_draft_pass() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
-def test_a_profile_has_a_cost_for_everything(family: str) -> None:
+def test_a_profile_has_a_cost_for_everything(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal sub-layers cost the same; a mixture of experts costs something else than a dense MLP."""
     target = Target(build(family))
     heard: list[int] = []
@@ -68,4 +68,6 @@ def test_a_profile_has_a_cost_for_everything(family: str) -> None:
     assert profile.draft_seconds(SkipMask.none(target.layers)) > 0
     assert len(heard) == 3
     assert profile.tree_seconds >= 0
+    monkeypatch.setattr("layerskip.drafters.fan.Fan.spread", lambda _, chain: chain)  # drafts too sure to have siblings
+    assert profile_costs(target, context=12, longest=3, repeats=1, branching=True).tree_seconds >= 0
     assert 0 <= profile.token_seconds * target.vocabulary <= profile.head_seconds
