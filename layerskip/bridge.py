@@ -65,8 +65,7 @@ class BridgeShape:
     @classmethod
     def of(cls, target: Target, mask: SkipMask, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
         """That of a target's mask."""
-        hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
-        return cls(mask.format(), target.layers, hidden, kind, rank, width)
+        return cls(mask.format(), target.layers, target.hidden, kind, rank, width)
 
     @property
     def spans(self) -> int:

@@ -108,8 +108,7 @@ class Calibration:
 
     def _affordable(self, passages: Sequence[Passage], most_bytes: int) -> tuple[Passage, ...]:
         """As many passages, evenly spread, as the budget holds."""
-        width = BridgeShape.of(self.target, SkipMask.none(self.target.layers)).hidden
-        each = (self.target.layers + 1) * width * self.target.model.dtype.itemsize
+        each = (self.target.layers + 1) * self.target.hidden * self.target.model.dtype.itemsize
         kept: list[Passage] = []
         if passages:
             (one,) = Texts(self._model, self.target.vocabulary, passages[:1], Sampling()).texts

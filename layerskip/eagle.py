@@ -186,7 +186,7 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
     lost = [name for name in missing if name not in ("tokens", "body.embed_tokens.weight")]
     if lost or unknown:
         raise ConfigError(f"head: {folder} is damaged: {', '.join([*lost, *unknown][:3])}")
-    if shape.hidden != target.model.config.get_text_config(decoder=True).hidden_size:
+    if shape.hidden != target.hidden:
         raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} numbers a token")
     return head.to(target.device, target.model.dtype).eval()
 

@@ -212,8 +212,7 @@ def _parts(target: Target, bridged: bool) -> list[_Part]:
     ]
     if bridged:
         # Bridges in place of many attentions, so that they are told from noise.
-        hidden = BridgeShape.of(target, masks[0]).hidden
-        many = max(1, min(target.layers, _TIMED_NUMBERS // hidden**2))
+        many = max(1, min(target.layers, _TIMED_NUMBERS // target.hidden**2))
         attentions = SkipMask.of(target.layers, set(range(many)), set())
         drafts += [(attentions, None, None)] * (many < target.layers)
         drafts += [(attentions, BridgeShape.of(target, attentions, kind), None) for kind in ("mean", "linear")]

@@ -73,6 +73,11 @@ class Target:
         return int(head.weight.shape[0])
 
     @property
+    def hidden(self) -> int:
+        """H, the width of its hidden states."""
+        return int(self.model.config.get_text_config(decoder=True).hidden_size)
+
+    @property
     def dtype(self) -> str:
         """``float32``, ``bfloat16`` or ``float16``."""
         return str(self.model.dtype).removeprefix("torch.")

@@ -157,8 +157,7 @@ def _head(config: DictConfig, kind: str, target: Target, texts: list[OwnText]) -
     torch.manual_seed(config.seed)
     if kind == "eagle":
         return EagleHead(EagleShape.of(target, bool(config.three_layers), size), tokens)
-    width = int(target.model.config.get_text_config(decoder=True).hidden_size)
-    return MedusaHeads(MedusaShape(width, int(config.unroll), read_modules(target), size), tokens)
+    return MedusaHeads(MedusaShape(target.hidden, int(config.unroll), read_modules(target), size), tokens)
 
 
 class _HeadLearner(Learner):
