@@ -5,13 +5,12 @@ A step costs a thousandth of one through the target's layers, so the texts can b
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from .bridge import Bridge
 from .ridge import regress
+from .schedule import share_of_rate
 
 _EPOCHS = 6
 _BATCH = 256
@@ -57,9 +56,9 @@ def _descend(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> None:
     for step in range(_EPOCHS * turns):
         if step % turns == 0:
             order = torch.randperm(rows, generator=generator)
-        done = step / (_EPOCHS * turns)
+        share = share_of_rate(step / (_EPOCHS * turns), _WARMING)
         for group, rate in zip(optimiser.param_groups, rates, strict=True):
-            group["lr"] = rate * min(1.0, (done + 1e-3) / _WARMING) * (1 + math.cos(math.pi * done)) / 2
+            group["lr"] = rate * share
         some = order[step % turns * _BATCH :][:_BATCH].to(hidden.device)
         loss = (bridge(hidden[some]) - wanted[some]).square().mean() / scale
         optimiser.zero_grad()

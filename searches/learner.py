@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from layerskip.clock import now
+from layerskip.schedule import share_of_rate
 
 from .application import InputError
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .tracking import Tracker
 
 _WARMING = 0.03  # of the training, during which the learning rate rises
-_SLIGHT = 1e-3  # so that the very first step moves
 _CLIP = 1.0
 _LOSSES = 50  # steps over which the loss is averaged
 
@@ -77,7 +76,7 @@ class Learner(ABC):
         """One step; returns its loss."""
         start = now(self.device)
         # By what is done of the steps or of the time, whichever ends the training.
-        rate = min(1.0, (self.progress + _SLIGHT) / _WARMING) * (1 + math.cos(math.pi * self.progress)) / 2
+        rate = share_of_rate(self.progress, _WARMING)
         for group in self.optimiser.param_groups:
             group["lr"] = self.config.learning_rate * rate
         loss = self.loss(self._places())
