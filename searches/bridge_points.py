@@ -21,7 +21,7 @@ from layerskip.draft_head import save_draft_tokens
 from layerskip.environment import environment
 from layerskip.files import digest
 from layerskip.passages import Passage, continue_prompts
-from layerskip.replay import Branching, Counts
+from layerskip.replay import Counts
 from layerskip.scan import Scanner
 from layerskip.tree import tree_model
 
@@ -74,7 +74,8 @@ class BridgePoints:
         self.scanned: tuple[Passage, ...] = tuple(passage for passage in continued if passage.starts > 0)
         rows, siblings = scanning.max_rows or 256, int(config.siblings)
         try:
-            tree_model(target.model)
+            if siblings:
+                tree_model(target.model)
         except UnsupportedModel as error:
             print(f"siblings: left out: {error}")
             siblings = 0
@@ -140,13 +141,10 @@ class BridgePoints:
         rows = []
         for tokens in (None, *self.heads.values()):
             (scan,) = self.scanner.scan([mask], bridges=[own], tokens=tokens, floor=self._choices.floor)
-            counts = [
-                [length, number, siblings, sum(self.scanner.counts(scan, *choice), Counts()).to_list()]
-                for length in range(int(self.config.depth), 0, -1)
-                for number, stop in enumerate(self.stops)
-                for siblings in self._choices.siblings
-                if (choice := (length, stop, Branching(siblings))) and length * (1 + siblings) <= self.profile.longest
-            ]
+            counts = []
+            for rule, (length, stop, branching) in self._choices.every(self.scanner.depth, self.profile.longest):
+                found = sum(self.scanner.counts(scan, length, stop, branching), Counts())
+                counts.append([length, rule, branching.siblings, found.to_list()])
             right = rates(scan)
             rows.append({"tokens": None if tokens is None else len(tokens), "rates": right, "counts": counts})
         return {"fit": fit, "heads": rows}

@@ -24,8 +24,9 @@ from layerskip.profiling import profile_costs
 from layerskip.scan import Scanner
 
 from .application import InputError, check_whole
-from .oracle import Choices, ScanOracle
+from .oracle import Choices
 from .proposals import ProposalSettings
+from .scan_oracle import ScanOracle
 from .space import SearchSpace
 
 _CONTEXT_STEP = 64

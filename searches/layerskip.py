@@ -27,10 +27,10 @@ from .bench import ModelBench
 from .finals import Finals, measure_finals
 from .foresight import foresee
 from .objective import Objective
-from .oracle import ScanOracle
 from .plan import Plan, default_name, describe
 from .prior import Prior
 from .proposals import propose_all
+from .scan_oracle import ScanOracle
 from .shelf import makeups
 from .stability import SeedStability, across_seeds
 from .standings import Standing, incumbent, ranking

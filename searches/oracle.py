@@ -1,35 +1,14 @@
-"""How fast would a mask decode? Foretold from a scan and a cost profile, before anything is decoded with it.
-
-Foretelling is cheap, not free: what was foretold is kept in a file, mask by mask, so that a search that was interrupted asks
-nothing twice.
-"""
+"""What may a search ask before it decodes? How fast a mask would be, alone or with any of several lengths and stop rules."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import statistics
-import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from layerskip import SkipMask, SpeculativeConfig, StopRule
-from layerskip.bridge import Bridges
-from layerskip.costs import NO_AIDS, Aids, CostProfile
-from layerskip.drafters.prompt_lookup import PromptLookup
-from layerskip.replay import Branching, Counts, count, replay_lookup
-from layerskip.scan import Scan, Scanner
-
-from .kept import Kept
-from .shelf import Makeup, Shelf
-from .stability import Stability, stability
-
-_ROWS = 256  # of a pass that is worth sharing
-_REMEMBERED = 64  # scans whose traces are at hand when another stop rule is asked about
+from layerskip.costs import Aids, CostProfile
+from layerskip.replay import Branching
 
 
 @dataclass(frozen=True)
@@ -85,6 +64,9 @@ class Oracle(Protocol):
         ...
 
 
+Choice = tuple[int, StopRule, Branching]
+
+
 @dataclass(frozen=True)
 class Choices:
     """The draft lengths, stop rules and numbers of siblings to choose from."""
@@ -98,227 +80,19 @@ class Choices:
         """The lowest confidence that a rule asks for; None where none asks."""
         return min((stop.threshold for stop in self.stops if stop.kind != "length"), default=None)
 
+    def every(self, depth: int, verified: int) -> Iterator[tuple[int, Choice]]:
+        """Each of them, behind the number of its stop rule.
 
-Choice = tuple[int, StopRule, Branching]
+        Long drafts and low thresholds come first: what a scan has followed for them, it need not follow for the others.
 
-
-class ScanOracle:
-    """Foretells by scanning.
-
-    Args:
-        scanner: over the tune prompts' continuations.
-        screen: over few of their positions, for the cheap question.
-        profile: of the same target.
-        choices: what masks may be combined with.
-        folder: keeps what was foretold; belongs to one target, prompt set and choice of lengths and stop rules.
-        makeup: how every mask drafts.
-        shelf: where bridges and draft heads come from, if the makeup asks for any.
-    """
-
-    def __init__(
-        self,
-        scanner: Scanner,
-        screen: Scanner,
-        profile: CostProfile,
-        choices: Choices,
-        folder: Path,
-        makeup: Makeup | None = None,
-        shelf: Shelf | None = None,
-    ) -> None:
-        self.makeup, self._shelf = makeup or Makeup(), shelf
-        self._folder = folder
-        self._tokens = None if shelf is None else shelf.tokens(self.makeup.tokens)
-        self._scanner, self._screen, self._profile, self._choices = scanner, screen, profile, choices
-        self._agreements = Kept(folder / "agreements.jsonl")
-        self._counts = Kept(folder / "counts.jsonl")
-        self._others = Kept(folder / "others.jsonl")
-        self._similar = Kept(folder / "similar.jsonl")
-        self._scans: dict[SkipMask, Scan] = {}
-
-    @property
-    def scanned(self) -> int:
-        """How many masks were scanned whole so far."""
-        return len(self._counts)
-
-    @property
-    def scan_seconds(self) -> float | None:
-        """What scanning a mask whole took on average, earlier runs included; None before any was."""
-        found = [self._counts[text]["seconds"] for text in self._counts if "seconds" in self._counts[text]]
-        return statistics.fmean(found) if found else None
-
-    @property
-    def max_rows(self) -> int:
-        """What bounds a scan's memory."""
-        return self._scanner.max_rows
-
-    @property
-    def layers(self) -> int:
-        """The target's."""
-        return self._scanner.target.layers
-
-    @property
-    def profile(self) -> CostProfile:
-        """The measured one."""
-        return self._profile
-
-    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
-        """One pass over the screen's positions for each mask that was not asked about before."""
-        for some in self._portions(self._new(masks, self._agreements)):
-            for scan in self._screen.scan(some, depth=1, bridges=self._bridges(some), tokens=self._tokens):
-                self._agreements.add(scan.mask.format(), scan.agreement)
-        return [float(self._agreements[mask.format()]) for mask in masks]
-
-    def predict(self, masks: Iterable[SkipMask]) -> list[Prediction]:
-        """Scan each mask that was not scanned before, and choose the best draft length and stop rule for it."""
-        masks = list(masks)
-        self._scan(masks)
-        return [self._best(mask) for mask in masks]
-
-    def foretells(self, config: SpeculativeConfig) -> bool:
-        """Prompt lookups whose verification was timed, and chains of layer skipping up to the depth of scans."""
-        longest = {"prompt_lookup": self._profile.longest, "layer_skip": min(self._scanner.depth, self._profile.longest)}
-        if config.kind == "layer_skip" and not (self.knows(config) and config.siblings <= self._scanner.runners):
-            return False
-        verified = config.draft_length * (1 + config.siblings)
-        return config.lossless and config.draft_length <= longest.get(config.kind, 0) and verified <= self._profile.longest
-
-    def speedup(self, config: SpeculativeConfig) -> float:
-        """Count a configuration's rounds; its mask is scanned unless it was."""
-        if config.kind == "prompt_lookup":
-            drafter = PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
-            counts = _sum(count(replay_lookup(passage, drafter)) for passage in self._scanner.passages)
-            return self._profile.lookup_speedup(counts)
-        mask = SkipMask.parse(config.mask, self.layers)
-        known = self._read(mask) if mask.format() in self._counts else {}
-        choice = config.draft_length, config.stop, Branching(config.siblings, config.least_probability)
-        counts = known[choice] if choice in known else self._count(mask, *choice)
-        return self._profile.speedup(counts, mask, config.stop, self.aids(mask))
-
-    def aids(self, mask: SkipMask) -> Aids:
-        """Those of the makeup."""
-        return NO_AIDS if self._shelf is None else self._shelf.aids(mask, self.makeup)
-
-    def knows(self, config: SpeculativeConfig) -> bool:
-        """Whether a self-draft's bridges and draft head are those of the makeup."""
-        if self._shelf is None or not (config.bridge or config.draft_head):
-            return self.makeup == Makeup() and not config.bridge and not config.draft_head
-        return self._shelf.makeup(config) == self.makeup
-
-    def made_up(self, makeup: Makeup, shelf: Shelf) -> ScanOracle:
-        """The same for masks that draft otherwise; texts and passes are shared."""
-        folder = self._folder / f"{makeup.bridge}-{makeup.rank}-{makeup.tokens}-{shelf.digest[:12]}"
-        return ScanOracle(self._scanner, self._screen, self._profile, self._choices, folder, makeup, shelf)
-
-    def _aided(self, mask: str) -> tuple[str, str]:
-        """The folders of a mask's bridges and of the draft head."""
-        if self._shelf is None:
-            return "", ""
-        parsed = SkipMask.parse(mask, self.layers)
-        return self._shelf.bridge(parsed, self.makeup), self._shelf.head(self.makeup.tokens)
-
-    def _bridges(self, masks: Sequence[SkipMask]) -> list[Bridges | None] | None:
-        if self._shelf is None:
-            return None
-        return [self._shelf.load(self._shelf.bridge(mask, self.makeup), mask) for mask in masks]
-
-    def _count(self, mask: SkipMask, draft_length: int, stop: StopRule, branching: Branching) -> Counts:
-        """The counts of one choice beside those that every mask is tried with."""
-        name = json.dumps([mask.format(), draft_length, stop.to_dict(), *dataclasses.astuple(branching)])
-        if name not in self._others:
-            if mask not in self._scans:
-                (self._scans[mask],) = self._scanner.scan([mask], bridges=self._bridges([mask]), tokens=self._tokens)
-                self._forget()
-            counts = self._scanner.counts(self._scans[mask], draft_length, stop, branching)
-            self._others.add(name, _sum(counts).to_list())
-        return Counts.from_list(self._others[name])
-
-    def _forget(self) -> None:
-        while len(self._scans) > _REMEMBERED:
-            del self._scans[next(iter(self._scans))]
-
-    def single_agreements(self) -> np.ndarray:
-        """``[2, L]``: agreement with one attention or one MLP sub-layer skipped; NaN where nobody asked."""
-        found = np.full((2, self.layers), np.nan)
-        for row, kind in enumerate(("attention", "mlp")):
-            for layer in range(self.layers):
-                if f"{kind}:{layer}" in self._agreements:
-                    found[row, layer] = self._agreements[f"{kind}:{layer}"]
-        return found
-
-    def stability(self, sublayers: int) -> Stability | None:
-        """How the choice among the masks scanned so far depends on the prompts; None before any was scanned."""
-        masks = [SkipMask.parse(text, self.layers) for text in self._counts]
-        if not masks:
-            return None
-        seconds, baseline = [], []
-        for mask in masks:
-            best = self._best(mask).config
-            counts = self._parts(mask)[best.draft_length, best.stop, Branching(best.siblings)]
-            seconds.append([self._profile.seconds(part, mask, best.stop, self.aids(mask)) for part in counts])
-            baseline = [part.tokens * self._profile.verify_seconds[0] for part in counts]
-        return stability(masks, np.array(seconds), np.array(baseline), sublayers)
-
-    def similar_masks(self, skippable: Collection[int]) -> list[SkipMask]:
-        """Masks of whole layers whose hidden states end up closest to the whole model's, up to half of them."""
-        name = str(sorted(skippable))
-        if name not in self._similar:
-            found = self._screen.similar_masks(skippable, len(skippable) // 2)
-            self._similar.add(name, [mask.format() for mask in found])
-        return [SkipMask.parse(text, self.layers) for text in self._similar[name]]
-
-    def _scan(self, masks: Sequence[SkipMask]) -> None:
-        for some in self._portions(self._new(masks, self._counts)):
-            start = time.monotonic()
-            scans = self._scanner.scan(some, floor=self._choices.floor, bridges=self._bridges(some), tokens=self._tokens)
-            seconds = (time.monotonic() - start) / len(some)
-            for scan in scans:
-                start = time.monotonic()
-                first_length, last_length = self._choices.lengths
-                # Long drafts and low thresholds first: what they have followed the others need not.
-                rules = sorted(enumerate(self._choices.stops), key=lambda pair: pair[1].threshold)
-                found = [
-                    [length, rule, siblings, [counts.to_list() for counts in self._scanner.counts(scan, *choice)]]
-                    for length in range(min(last_length, self._scanner.depth), first_length - 1, -1)
-                    for rule, stop in rules
-                    for siblings in self._choices.siblings
-                    if (choice := (length, stop, Branching(siblings))) and length * (1 + siblings) <= self._profile.longest
-                ]
-                self._scans[scan.mask] = scan
-                self._forget()
-                seconds_in_all = seconds + time.monotonic() - start
-                self._counts.add(
-                    scan.mask.format(), {"agreement": scan.agreement, "counts": found, "seconds": seconds_in_all}
-                )
-
-    def _portions(self, masks: list[SkipMask]) -> Iterator[list[SkipMask]]:
-        """Masks that are scanned together: several where passes have room for many rows, which a CPU gains nothing by."""
-        at_once = max(1, self._scanner.max_rows // _ROWS)
-        for first in range(0, len(masks), at_once):
-            yield masks[first : first + at_once]
-
-    def _new(self, masks: Sequence[SkipMask], memory: Kept) -> list[SkipMask]:
-        return [mask for mask in dict.fromkeys(masks) if mask.format() not in memory]
-
-    def _parts(self, mask: SkipMask) -> dict[Choice, list[Counts]]:
-        """Of every choice: the counts of each passage."""
-        return {
-            (length, self._choices.stops[rule], Branching(siblings)): [Counts.from_list(part) for part in found]
-            for length, rule, siblings, found in self._counts[mask.format()]["counts"]
-        }
-
-    def _read(self, mask: SkipMask) -> dict[Choice, Counts]:
-        return {choice: _sum(parts) for choice, parts in self._parts(mask).items()}
-
-    def _best(self, mask: SkipMask) -> Prediction:
-        aids = self.aids(mask)
-        found = {key: self._profile.speedup(counts, mask, key[1], aids) for key, counts in self._read(mask).items()}
-        (length, stop, branching), speedup = max(found.items(), key=lambda pair: pair[1])
-        bridge, head = self._aided(mask.format())
-        config = SpeculativeConfig(
-            "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, bridge=bridge, draft_head=head
-        )
-        return Prediction(config, speedup, float(self._counts[mask.format()]["agreement"]))
-
-
-def _sum(parts: Iterable[Counts]) -> Counts:
-    return sum(parts, Counts())
+        Args:
+            depth: the longest draft that a scan looks at.
+            verified: the most tokens whose verification was measured.
+        """
+        shortest, longest = self.lengths
+        rules = sorted(enumerate(self.stops), key=lambda pair: pair[1].threshold)
+        for length in range(min(longest, depth), shortest - 1, -1):
+            for number, stop in rules:
+                for siblings in self.siblings:
+                    if length * (1 + siblings) <= verified:
+                        yield number, (length, stop, Branching(siblings))

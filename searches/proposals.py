@@ -20,7 +20,8 @@ import numpy as np
 from layerskip import SkipMask, SpeculativeConfig
 
 from .application import check_whole
-from .oracle import Oracle, Prediction, ScanOracle
+from .oracle import Oracle, Prediction
+from .scan_oracle import ScanOracle
 from .space import SearchSpace
 
 _AT_ONCE = 8  # masks asked about together

@@ -15,8 +15,9 @@ from layerskip.passages import continue_prompts
 from layerskip.scan import Scanner
 from searches.foresight import ScanSettings, foresee
 from searches.kept import Kept
-from searches.oracle import Choices, ScanOracle
+from searches.oracle import Choices
 from searches.proposals import propose_lookups
+from searches.scan_oracle import ScanOracle
 from searches.space import SearchSpace
 from tests.families import build
 

@@ -16,7 +16,8 @@ from layerskip.passages import continue_prompts
 from layerskip.prompts import PromptSet
 from layerskip.scan import Scanner
 from searches.application import InputError
-from searches.oracle import Choices, ScanOracle
+from searches.oracle import Choices
+from searches.scan_oracle import ScanOracle
 from searches.shelf import BridgingSettings, Makeup, Shelf, makeups
 from searches.space import SearchSpace
 from tests.searches.conftest import Launch
