@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .drafters.fan import runners_up
 from .drafters.stopping import confidence
 from .texts import Start, Texts
 
@@ -58,22 +59,16 @@ class Judge:
         ahead = [(p, s + place + 1) for p, s in starts]
         if self.sampling.greedy:
             kept = [float(self.texts.agrees(*pair)) for pair in zip(ahead, drafted.tolist(), strict=True)]
-            likely, others = self._runners(logits, seen, drafted)
+            if not self.runners:
+                return drafted, [Drafted(*parts) for parts in zip(sure, kept, strict=True)]
+            chances, others = runners_up(self.sampling.penalise(logits, seen), drafted, self.runners)
             ranks = [
                 next((rank for rank, token in enumerate(some) if self.texts.agrees(start, token)), self.runners)
-                for start, some in zip(ahead, others, strict=True)
+                for start, some in zip(ahead, others.tolist(), strict=True)
             ]
-            return drafted, [Drafted(*parts) for parts in zip(sure, kept, likely, ranks, strict=True)]
+            return drafted, [Drafted(*parts) for parts in zip(sure, kept, chances.tolist(), ranks, strict=True)]
         own = self.texts.tokens(ahead)
         q = drafted.gather(1, own[:, None])[:, 0].tolist()
         p_own = [self.texts.chance(start) for start in ahead]
         kept = [min(1.0, found / chance) if chance > 0 else 1.0 for found, chance in zip(q, p_own, strict=True)]
         return own, [Drafted(*parts) for parts in zip(sure, kept, strict=True)]
-
-    def _runners(self, logits: Tensor, seen: Tensor | None, drafted: Tensor) -> tuple[list[list[float]], list[list[int]]]:
-        """Of every draft's runners-up ``[n, K]``: probabilities, falling, and tokens; as a fan finds siblings."""
-        if not self.runners:
-            return [[]] * len(drafted), [[]] * len(drafted)
-        probs = self.sampling.penalise(logits, seen).softmax(-1).scatter_(1, drafted[:, None], 0.0)
-        found = probs.topk(self.runners)
-        return found.values.tolist(), found.indices.tolist()

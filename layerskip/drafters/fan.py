@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..draft import Draft
 from ..sampling import Chooser, draw, upload
+from .stopping import portions
 
 
 class Fan:
@@ -41,14 +42,15 @@ class Fan:
             distribution: what the chooser made of them.
             chosen: ``[1]`` the token.
         """
-        greedy = self.chooser.sampling.greedy
-        probs = self.chooser.penalise(logits, block).softmax(-1)[0] if greedy else distribution[0]
+        if self.chooser.sampling.greedy:
+            chances, others = runners_up(self.chooser.penalise(logits, block), chosen, self.siblings)
+            self._widths.append(((chances >= self.least_probability) & (chances > 0)).sum(1))
+            self._tokens.append(others[0])
+            return
+        probs = distribution[0]
         likely = (probs >= self.least_probability) & (probs > 0)
         self._widths.append((likely.sum() - 1).clamp(0, self.siblings)[None])
         left = torch.where(likely, probs, 0.0).index_fill(0, chosen, 0.0)
-        if greedy:
-            self._tokens.append(left.topk(min(self.siblings, left.shape[0])).indices)
-            return
         tokens, rows = [], []
         for _ in range(self.siblings):
             total = left.sum()
@@ -72,3 +74,22 @@ class Fan:
         if chain.probs is not None:
             probs = torch.cat((chain.probs, torch.cat(self._rows).index_select(0, chosen)))
         return Draft(tokens, parents, probs)
+
+
+def runners_up(scores: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """What else a draft might have said.
+
+    Args:
+        scores: ``[n, V]`` float32 logits, penalised.
+        chosen: ``[n]`` int64: what it said.
+        count: of others, at most V of them.
+
+    Returns:
+        ``[n, count]`` float32 probabilities, falling, and ``[n, count]`` int64 tokens.
+    """
+    found = []
+    for some, said in zip(portions(scores), portions(chosen), strict=True):
+        others = some.scatter(1, said[:, None], -float("inf")).topk(min(count, some.shape[1]))
+        found.append(((others.values - some.logsumexp(-1, keepdim=True)).exp(), others.indices))
+    chances, tokens = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return chances, tokens

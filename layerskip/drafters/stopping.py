@@ -7,6 +7,8 @@ when sampling, and verifying one more token costs next to nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,13 @@ _ROWS = 8
 
 def confidence(logits: Tensor) -> Tensor:
     """``[n]`` float32 of ``[n, V]`` logits: the probability of each row's most likely token."""
-    # On a CPU a few rows at a time: what they unfold to then stays in its caches, and takes a quarter of the time.
-    rows = _ROWS if logits.device.type == "cpu" else max(1, logits.shape[0])
-    parts = [logits[first : first + rows] for first in range(0, max(1, logits.shape[0]), rows)]
-    return torch.cat([part.float().softmax(-1).amax(-1) for part in parts])
+    return torch.cat([part.float().softmax(-1).amax(-1) for part in portions(logits)])
+
+
+def portions(rows: Tensor) -> Sequence[Tensor]:
+    """``[n, ...]`` in parts: on a CPU few rows at a time, as what they unfold to then stays in its caches."""
+    at_once = _ROWS if rows.device.type == "cpu" else max(1, rows.shape[0])
+    return [rows[first : first + at_once] for first in range(0, max(1, rows.shape[0]), at_once)]
 
 
 class Stopper:
