@@ -48,8 +48,13 @@ class BridgeTraining:
         self._reads, self._drafts = RowModel(target.model), RowModel(target.model)
         self._drafts.narrow(DraftHead(target.model, self.tokens, target.vocabulary))
 
-    def loss(self, passages: Sequence[Passage]) -> Tensor:
-        """The loss on some continuations, a float32 scalar; further tokens count less."""
+    def loss(self, passages: Sequence[Passage], never_wrong: bool = False) -> Tensor:
+        """The loss on some continuations, a float32 scalar; further tokens count less.
+
+        Args:
+            passages: the target's own.
+            never_wrong: whether drafts go on behind tokens that are not the target's, too.
+        """
         texts = Texts(self._reads, self.target.vocabulary, passages, Sampling(), self._says)
         rows = [(p, s) for p, passage in enumerate(passages) for s in range(passage.starts)]
         total = torch.zeros((), device=self.target.device)
@@ -72,13 +77,16 @@ class BridgeTraining:
             total = total - _FADING**place * (wanted * logits.float().log_softmax(-1)).sum(-1).mean()
             own = texts.tokens([(p, s + place + 1) for p, s in live])
             on = torch.tensor([s + place + 2 <= passages[p].starts for p, s in live], device=own.device)
-            number = number[on & (self.tokens[logits.argmax(-1)] == own)]
+            number = number[on & ((self.tokens[logits.argmax(-1)] == own) | never_wrong)]
             if not number.numel():
                 break
         return total
 
     def nbytes(self, passage: Passage) -> int:
-        """What is held of one continuation until its gradient is there, in bytes; weights are not counted."""
+        """The most that is held of one continuation until its gradient is there, in bytes, however good drafts become.
+
+        Weights are not counted.
+        """
         weights = (*self.target.model.parameters(), *self._drafts.model.parameters(), *self.bridges.parameters())
         frozen = {weight.untyped_storage().data_ptr() for weight in weights}
         held: dict[int, int] = {}
@@ -90,7 +98,7 @@ class BridgeTraining:
             return tensor
 
         with saved_tensors_hooks(note, lambda tensor: tensor):
-            self.loss([passage])
+            self.loss([passage], never_wrong=True)
         return sum(held.values())
 
     def _says(self, logits: Tensor) -> Tensor:

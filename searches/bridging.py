@@ -146,11 +146,12 @@ class BridgeLearner(Learner):
         self.bridges = Bridges(shape).to(target.device)
         said = tokens if tokens is not None else torch.arange(target.vocabulary)
         self._training = BridgeTraining(target, self.bridges, said, int(config.unroll))
-        super().__init__(config, self.bridges, len(passages), file, identity)
         longest = self._training.nbytes(max(passages, key=lambda passage: passage.starts))
-        self.texts_per_step = min(self.texts_per_step, int(config.training_bytes) // longest)
-        if not self.texts_per_step:
+        fit = int(config.training_bytes) // longest
+        if not fit:
             raise InputError(f"training_bytes: {config.training_bytes} hold not even one text, which takes {longest}")
+        super().__init__(config, self.bridges, len(passages), file, identity)
+        self.texts_per_step = min(self.texts_per_step, fit)
 
     def begin(self) -> None:
         """The closed form."""

@@ -76,6 +76,9 @@ def test_what_a_step_holds_grows_with_its_text() -> None:
     assert 1.7 * short < long < 4 * short
     rows = 31 * target.model.config.hidden_size * 4
     assert long > 10 * rows  # several states of every row in every kept layer
+    further = BridgeTraining(target, _bridges(target), torch.arange(target.vocabulary), 2)
+    passage = Passage("0", "own", ids[:4], ids[4:36], 32)
+    assert further.nbytes(passage) > 1.7 * long  # though no draft is right here: training makes them so
 
 
 def test_the_gradient_is_what_differences_say() -> None:
