@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import resource
 import sys
 from pathlib import Path
@@ -37,6 +38,13 @@ class PeakMemory:
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def release() -> None:
+    """Give back what nothing holds any more; not while an error that it was lost in is handled, as that holds it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -8,18 +8,16 @@ and is raised.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import optuna
-import torch
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.measurement import Sample, pair_speedup
-from layerskip.memory import out_of_memory
+from layerskip.memory import out_of_memory, release
 
 from .application import InputError, check_whole
 from .bench import BASELINE, Bench
@@ -136,7 +134,7 @@ class Objective:
                 raise
             reason = "out of memory"
         if reason == "out of memory":
-            _free()  # not before here: the handled error would still hold what it failed on
+            release()  # not before here: the handled error would still hold what it failed on
         measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
         self._record(trial, config, measurement, reason, time.monotonic() - start)
         if reason is not None:
@@ -159,7 +157,7 @@ class Objective:
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-        _free()
+        release()
         return None
 
     def _measure(self, trial: optuna.Trial, config: SpeculativeConfig, rows: list[dict[str, Sample]]) -> str | None:
@@ -266,9 +264,3 @@ def check_seed(seed: object) -> None:
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
         raise InputError(f"seed: {seed!r} is not a whole number from 0 to {2**31 - 1}")
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ from layerskip.bridge_fit import Calibration
 from layerskip.costs import NO_AIDS, Aids
 from layerskip.draft_head import save_draft_tokens
 from layerskip.files import digest
-from layerskip.memory import out_of_memory
+from layerskip.memory import out_of_memory, release
 from layerskip.own_texts import OwnText
 
 from .application import InputError, check_whole
@@ -130,17 +130,10 @@ class Shelf:
         if makeup.bridge == "none" or not mask.gaps:
             return ""
         folder = self._folder / digest([mask.format(), makeup.bridge, makeup.rank])[:16]
-        if folder in self._beyond:
+        if not self._beyond.isdisjoint((folder, self._folder)):
             return ""
-        if not (folder / "head.json").exists():
-            try:
-                self._fit(mask, makeup, folder)
-            except (MemoryError, RuntimeError) as error:
-                if not out_of_memory(error):
-                    raise
-                print(f"bridge: {makeup.bridge} for {mask.format()} is left out: out of memory")
-                self._beyond.add(folder)  # not kept: another machine may hold it
-                return ""
+        if not (folder / "head.json").exists() and not self._fit(mask, makeup, folder):
+            return ""
         return str(folder) if _about(folder)["helps"] else ""
 
     def trained(self, config: SpeculativeConfig) -> SpeculativeConfig:
@@ -226,13 +219,25 @@ class Shelf:
     def _shape(self, mask: SkipMask, makeup: Makeup) -> BridgeShape:
         return BridgeShape.of(self.target, mask, makeup.bridge, makeup.rank)
 
-    def _fit(self, mask: SkipMask, makeup: Makeup, folder: Path) -> None:
-        fit = self._calibration.fit(self._shape(mask, makeup))
+    def _fit(self, mask: SkipMask, makeup: Makeup, folder: Path) -> bool:
+        """Whether memory sufficed; where it did not, nothing is kept, as another machine's may."""
+        try:
+            fit = self._calibration.fit(self._shape(mask, makeup))
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            # Where not even the texts' states fit, no mask's bridges can be fitted.
+            self._beyond.add(folder if "_calibration" in vars(self) else self._folder)
+        if not self._beyond.isdisjoint((folder, self._folder)):
+            release()
+            print(f"bridge: {makeup.bridge} for {mask.format()} is left out: out of memory")
+            return False
         about = {"bridge": makeup.bridge, "rank": makeup.rank, "helps": fit.helps, "empty": fit.empty}
         about |= {"bridged": fit.bridged, "seconds": fit.seconds, "rows": fit.rows, "texts": self._asked}
         save_bridges(folder, fit.bridges, self.target, about)
         if not fit.helps:
             print(f"bridge: {makeup.bridge} for {mask.format()} drafts no better ({fit.bridged:.2f}) than empty skips")
+        return True
 
 
 @functools.cache

@@ -67,9 +67,20 @@ def test_bridges_that_memory_cannot_hold_are_left_out(
         assert shelf.bridge(mask, LINEAR) == ""
         assert "layers:1-2 is left out: out of memory" in capsys.readouterr().out
         assert shelf.aids(mask, LINEAR).bridges == 0
+        assert shelf.bridge(SkipMask.parse("layers:2", tiny_target.layers), LINEAR) == ""
+        assert "layers:2 is left out" in capsys.readouterr().out  # the states are there, so other masks are tried
     again = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24), shelf._folder.parents[1], 0)
     again.bridge(mask, LINEAR)
     assert list(shelf._folder.glob("*/head.json"))  # nothing of it was kept, so it is fitted where there is room
+
+
+def test_states_that_memory_cannot_hold_are_read_once(
+    shelf: Shelf, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("layerskip.bridge_fit.Texts", lambda *_: torch.empty(2**60))
+    for number in (1, 2):
+        assert shelf.bridge(SkipMask.parse(f"layers:{number}", tiny_target.layers), LINEAR) == ""
+    assert capsys.readouterr().out.count("out of memory") == 1
 
 
 def test_choices_lead_to_made_up_masks_and_back(shelf: Shelf, tiny_target: Target) -> None:
