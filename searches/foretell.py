@@ -31,10 +31,10 @@ from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
 from .heading import heading
 from .kept import Kept
+from .mask_search import flip, published_masks
+from .mask_search import run as contiguous
 from .objective import MeasureSettings, check_seed
 from .oracle import Oracle
-from .proposals import flip, published_masks
-from .proposals import run as contiguous
 from .space import SearchSpace
 
 

@@ -16,9 +16,10 @@ from optuna.trial import create_trial
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs import NO_AIDS, Aids, CostProfile
+from searches.mask_search import expected_speedup, published_masks
 from searches.oracle import Prediction
 from searches.prior import PREDICTED, Prior, calibrated_error
-from searches.proposals import ProposalSettings, expected_speedup, propose, published_masks
+from searches.proposals import ProposalSettings, propose
 from searches.space import SearchSpace
 
 LAYERS = 8
