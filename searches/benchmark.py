@@ -1,7 +1,7 @@
 """Named configurations and peers side by side: what is how fast, on these prompts, on this machine, today?
 
-``python -m searches.benchmark`` measures them in one run, interleaved prompt by prompt; ``config=best.json`` adds an export.
-It prints a table, writes JSON and logs to MLflow.
+``python -m searches.benchmark`` measures them in one run, interleaved prompt by prompt; ``config=best.json`` adds an export,
+and takes the prompts that no search sees. It prints a table, writes JSON and logs to MLflow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     """Measure all contenders of a composed benchmark; see ``conf/benchmark.yaml``."""
     sampling: Sampling = instantiate(config.sampling)
     measuring: MeasureSettings = instantiate(config.measure)
-    prompts: PromptSet = instantiate(config.prompts).take(measuring.prompts)
+    prompts: PromptSet = instantiate(config.prompts)
+    if config.config is not None:  # prompts that it was chosen on would flatter it
+        _, prompts = prompts.split()
+    prompts = prompts.take(measuring.prompts)
     check_seed(config.seed)
     target: Target = instantiate(config.target)
     if config.draft_folder is None:

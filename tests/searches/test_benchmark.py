@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from layerskip import Export, SpeculativeConfig, Target
+from layerskip import Export, PromptSet, SpeculativeConfig, Target
 from tests.searches.programs import execute, runs, sqlite
 from tests.tiny import save_tiny
 
@@ -49,6 +49,11 @@ def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  #
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
     assert results["transformers_assistant"]["draft_share"] == 0  # nobody asked it
+
+
+def test_an_export_is_measured_on_what_its_search_never_saw(record: dict) -> None:  # type: ignore[type-arg]
+    _, held_out = PromptSet.packaged().split()
+    assert record["record"]["prompts"]["digest"] == held_out.take(6).digest
 
 
 def test_a_draft_model_and_the_skip_it_was_cut_from_are_accepted_alike(record: dict) -> None:  # type: ignore[type-arg]
