@@ -163,6 +163,19 @@ class KVCache(Cache):
                         index = torch.tensor(places, device=states.device) + begin
                     states[:, :, begin : begin + len(places)] = states.index_select(2, index)
 
+    def repeat(self, layers: int, places: Tensor) -> None:
+        """Write behind the length, in the first layers, what stands at some positions; the length stays.
+
+        Args:
+            layers: how many.
+            places: ``[n]`` int64.
+        """
+        begin, end = self._length, self._length + places.shape[0]
+        for layer in self._layers[:layers]:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys[:, :, begin:end] = layer.keys.index_select(2, places)
+                layer.values[:, :, begin:end] = layer.values.index_select(2, places)
+
     def states(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """Every layer's keys and values, ``[B, heads, max_length, head_dim]``; None where it keeps none."""
         return [(layer.keys, layer.values) for layer in self._layers]

@@ -10,7 +10,7 @@ window or chunk of each layer is the one that the family's own mask functions ga
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,22 @@ from .draft_head import DraftHead
 from .forward import forward
 from .mask import SkipMask
 from .view import decoding_view, twin
+
+
+class Reading(NamedTuple):
+    """What the target read.
+
+    Args:
+        logits: ``[last, V]``.
+        cache: all keys and values; its length is 0.
+        visible: per layer which positions see which, ``[n, n]`` bool, or None for plain causal attention.
+        entering: per layer the hidden states that it was handed, ``[1, n, H]``, if they were asked for.
+    """
+
+    logits: Tensor
+    cache: KVCache
+    visible: list[Tensor | None]
+    entering: list[Tensor]
 
 
 class RowModel:
@@ -49,6 +65,7 @@ class RowModel:
         self._watched: tuple[str, int] | None = None
         self._seen: tuple[Tensor, Tensor] | None = None
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]] | None = None
+        self._late: tuple[int, Tensor] | None = None
         self._gate(found)
 
     @property
@@ -68,6 +85,10 @@ class RowModel:
 
     def _layer(self, original: Callable[..., Any], index: int, form: Form) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._late is not None and index < self._late[0]:
+                return returned(hidden_states(args, kwargs), form)
+            if self._late is not None and index == self._late[0]:
+                args, kwargs = _handed(args, kwargs, self._late[1])
             if self._keeps["attention", index] is False and self._keeps["mlp", index] is False:
                 hidden = hidden_states(args, kwargs)
                 return returned(self._crossed(hidden, ("layers", index), hidden), form)
@@ -111,16 +132,13 @@ class RowModel:
             output = output + (added if rows is None else torch.where(rows, added, 0.0))
         return output
 
-    def read(self, tokens: Tensor, last: int) -> tuple[Tensor, KVCache, list[Tensor | None]]:
+    def read(self, tokens: Tensor, last: int, enters: bool = False) -> Reading:
         """Let the target read a text.
 
         Args:
             tokens: ``[n]`` int64.
             last: how many positions' logits to return.
-
-        Returns:
-            ``[last, V]`` logits; the cache with all keys and values, its length 0; and per layer which positions see
-            which, ``[n, n]`` bool, or None for plain causal attention.
+            enters: whether to note what every layer is handed.
 
         Raises:
             UnsupportedModel: an attention sub-layer takes no mask by name, or one that differs from head to head.
@@ -128,6 +146,10 @@ class RowModel:
         view = decoding_view(self.model)
         blocks = view.get_submodule(self._found.path)
         seen: dict[int, Tensor | None] = {}
+        entering: list[Tensor] = []
+
+        def enter(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            entering.append(hidden_states(args, kwargs).clone())  # a layer may write into what it is handed
 
         def note(index: int) -> Callable[..., None]:
             def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
@@ -142,6 +164,8 @@ class RowModel:
             for index, block in enumerate(self._found.blocks)
             for name in block.attention
         ]
+        for index in range(self.layers if enters else 0):
+            hooks.append(blocks.get_submodule(str(index)).register_forward_pre_hook(enter, with_kwargs=True))
         cache = KVCache(self.layers, tokens.shape[0], device=tokens.device)
         try:
             logits = forward(view, tokens, cache, last=last)
@@ -155,7 +179,7 @@ class RowModel:
             if id(mask) not in kept:
                 kept[id(mask)] = None if mask is None else self._visible(mask, tokens.shape[0])
             visible.append(kept[id(mask)])
-        return logits, cache, visible
+        return Reading(logits, cache, visible, entering)
 
     def _visible(self, mask: Tensor, count: int) -> Tensor:
         if mask.ndim != 4 or mask.shape[1] != 1:
@@ -185,12 +209,10 @@ class RowModel:
 
         def alone(index: int) -> Callable[[Tensor], Tensor]:
             args, kwargs, _ = calls[index]
-            own = hidden_states(args, kwargs)
             layer, form = blocks.get_submodule(str(index)), self._found.blocks[index].form
 
             def function(hidden: Tensor) -> Tensor:
-                places = [hidden if value is own else value for value in args]
-                names = {name: hidden if value is own else value for name, value in kwargs.items()}
+                places, names = _handed(args, kwargs, hidden)
                 output: Any = layer(*places, **names)
                 found: Tensor = output if form is None else output[0]
                 return found
@@ -214,6 +236,7 @@ class RowModel:
         of: Tensor,
         parts: Sequence[tuple[int, int]] = (),
         bridges: Sequence[Bridges | None] = (),
+        late: tuple[int, Tensor] | None = None,
     ) -> Tensor:
         """One pass; writes the rows' keys and values behind ``cache.length``, which it leaves where it is.
 
@@ -226,12 +249,18 @@ class RowModel:
             of: ``[R]`` int64: the mask of each row.
             parts: runs of rows that see few of the others' keys, as :func:`~layerskip.attention.attend_in_parts` takes them.
             bridges: of every mask; none where they are left out.
+            late: a layer, and the hidden states ``[1, R, H]`` that it is handed; those before it are not computed, and
+                write nothing.
 
         Returns:
             ``[R, V]`` logits.
         """
         self.prepare(visible, masks, of, parts, bridges)
-        return forward(self._twin, tokens, cache, last=tokens.shape[0], positions=positions)
+        self._late = late
+        try:
+            return forward(self._twin, tokens, cache, last=tokens.shape[0], positions=positions)
+        finally:
+            self._late = None
 
     def narrow(self, head: DraftHead) -> None:
         """Give the logits ``[R, v]`` of a draft head's tokens alone, from now on."""
@@ -276,6 +305,13 @@ class RowModel:
             rows = None if len(masks) == 1 else (of == number)[None, :, None]
             for gap, bridge in () if own is None else own.parts():
                 self._spans.setdefault((gap.kind, gap.first), []).append((rows, bridge))
+
+
+def _handed(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A module's arguments with other hidden states among them."""
+    own = hidden_states(args, kwargs)
+    places = tuple(hidden if value is own else value for value in args)
+    return places, {name: hidden if value is own else value for name, value in kwargs.items()}
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

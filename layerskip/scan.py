@@ -11,7 +11,7 @@ only confidence can end, is followed further when a replay asks for it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from .bridge import Bridges
 from .clasp import similar_masks
 from .config import StopRule
 from .drafters.stopping import Stopper
-from .judge import Drafted, Judge
+from .drafting import ManyDrafts
 from .mask import SkipMask
 from .passages import Passage
 from .replay import CHAIN, Branching, Counts, Trace, count, expect, replay
@@ -30,16 +30,13 @@ from .rows import RowModel
 from .sampling import Sampling
 from .stats import Round
 from .target import Target
-from .texts import Pack, Start, Texts, runs_of
+from .texts import Pack, Start, Texts
 
 _MARGIN = 0.1
 """An adaptive threshold moves: its drafts are followed somewhat further than where it stands."""
 
 _CHECKED = 8
 """Starts that the self-check looks at."""
-
-_HOPELESS = 1e-4
-"""Sampling: below this chance of being reached, deeper passes leave a start out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +72,8 @@ class Scanner:
         depth: the longest draft to look at.
         max_rows: rows per pass, hence what bounds memory: a pass holds ``[max_rows, V]`` logits and a mask over
             the keys that they see; the one cache that all passes share has room for ``max_rows * depth`` positions behind
-            the passages of as many starts. Beside it lie the target's own keys and values of every passage.
+            the passages of as many starts. Beside it lie the target's own keys and values of every passage, and what every
+            layer was handed at their continuations.
         runners: so many runners-up of every drafted token are looked at, which siblings are; nothing is known of siblings
             where tokens are sampled.
 
@@ -97,10 +95,10 @@ class Scanner:
         self.target, self.passages, self.sampling = target, tuple(passages), sampling
         self.depth, self.max_rows = depth, max_rows
         self.runners = runners if sampling.greedy else 0
-        self._texts = Texts(RowModel(target.model), target.vocabulary, self.passages, sampling)
-        self._judge = Judge(self._texts, self.runners)
+        self._texts = Texts(RowModel(target.model), target.vocabulary, self.passages, sampling, enters=True)
         every = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts) if passage.limit(s) > 0]
         self._packs = self._packed(every)
+        self._drafts = ManyDrafts(self._texts, self.runners, self._packs[0] if self._packs else None)
 
     @property
     def cache_bytes(self) -> int:
@@ -176,7 +174,7 @@ class Scanner:
             for first in range(0, len(scans), at_once):
                 some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
-                for (m, p, s), place, drafted in self._draft(pack, some, rows, depth, floor):
+                for (m, p, s), place, drafted in self._drafts.of(pack, *_makes(some), rows, depth, floor):
                     trace = some[m].traces[p]
                     trace.confidence[s, place], trace.likely[s, place] = drafted.confidence, drafted.likely
                     right = trace.agreed[s] == place
@@ -235,75 +233,12 @@ class Scanner:
         for pack in self._packs:
             rows = [(0, p, s) for p, s in pack.rows if (p, s) in starts]
             if rows:
-                drafts = self._draft(pack, [scan], rows, scan.traces[0].depth, floor, wrong=True)
+                drafts = self._drafts.of(pack, *_makes([scan]), rows, scan.traces[0].depth, floor, wrong=True)
                 for (_, p, s), place, drafted in drafts:
                     trace = scan.traces[p]
                     trace.confidence[s, place], trace.likely[s, place] = drafted.confidence, drafted.likely
 
-    def _hidden(self, tokens: Tensor | None) -> Tensor | None:
-        """``[V]`` bool: what is never drafted."""
-        if tokens is None:
-            return None
-        hidden = torch.ones(self.target.vocabulary, dtype=torch.bool, device=self.target.device)
-        hidden[tokens.to(hidden.device)] = False
-        return hidden
 
-    def _draft(
-        self,
-        pack: Pack,
-        scans: Sequence[Scan],
-        rows: list[tuple[int, int, int]],
-        depth: int,
-        floor: float | None,
-        wrong: bool = False,
-    ) -> Iterator[tuple[tuple[int, int, int], int, Drafted]]:
-        """Draft from some starts of a pack.
-
-        Args:
-            scans: what drafts; of one and the same tokens.
-            rows: ``(scan, passage, start)`` each.
-            depth: the most tokens.
-            floor: drafts go on while they are at least so sure.
-            wrong: and only then; else also while they are right.
-
-        Yields:
-            row, place (from 0), and what was drafted there.
-        """
-        cache, device = self._texts.lay(pack), self.target.device
-        masks, bridges = [scan.mask for scan in scans], [scan.bridges for scan in scans]
-        hidden = self._hidden(scans[0].tokens)
-        branches: list[tuple[Tensor, int]] = []  # of every pass: its rows' numbers, and how far behind the start they stand
-        number = torch.arange(len(rows), device=device)
-        chain = self._texts.tokens([(p, s) for _, p, s in rows])[:, None]
-        reach = np.ones(len(rows))
-        try:
-            for place in range(depth):
-                here = number.tolist()
-                if not here:
-                    break
-                live = [rows[i] for i in here]
-                visible, positions = self._texts.visible(pack, [(p, s) for _, p, s in live], number, branches, place)
-                of = torch.tensor([m for m, _, _ in live], device=device)
-                parts = runs_of([p for _, p, _ in live])
-                logits = self._texts.model.run(chain[:, -1], positions, cache, visible, masks, of, parts, bridges)
-                if hidden is not None:
-                    logits = logits.masked_fill(hidden, -float("inf"))
-                branches.append((number, place))
-                cache.length += len(here)
-                tokens, found = self._judge(logits, [(p, s) for _, p, s in live], chain, place)
-                for i, row, drafted in zip(here, live, found, strict=True):
-                    reach[i] *= drafted.kept
-                    yield row, place, drafted
-                going = [
-                    place + 1 < self.passages[p].limit(s)
-                    and (
-                        (floor is not None and drafted.confidence >= floor)
-                        or (not wrong and chance > _HOPELESS and s + place + 1 < self.passages[p].starts)
-                    )
-                    for (_, p, s), drafted, chance in zip(live, found, reach[here], strict=True)
-                ]
-                chosen = torch.tensor(going, device=device)
-                number = number[chosen]
-                chain = torch.cat((chain, tokens[:, None]), 1)[chosen]
-        finally:
-            cache.length = pack.end
+def _makes(scans: Sequence[Scan]) -> tuple[list[SkipMask], list[Bridges | None], Tensor | None]:
+    """What drafts: masks, their bridges, and the tokens, which are the same for all."""
+    return [scan.mask for scan in scans], [scan.bridges for scan in scans], scans[0].tokens

@@ -62,6 +62,8 @@ class Text:
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
         chances: ``[N]``: its probability of the token itself; empty for greedy decoding.
         said: what was asked of its logits at every token of the continuation, if anything was.
+        entering: per layer the hidden states ``[1, N, H]`` that it was handed at every token of the continuation; empty
+            where nobody asked for them.
     """
 
     tokens: Tensor
@@ -70,6 +72,7 @@ class Text:
     confidence: NDArray[np.float64]
     chances: NDArray[np.float64]
     said: Tensor | None = None
+    entering: tuple[Tensor, ...] = ()
 
 
 class Texts:
@@ -81,6 +84,7 @@ class Texts:
         passages: its continuations.
         sampling: how they were chosen.
         says: what to keep of a continuation's logits ``[N, V]``.
+        enters: whether hidden states are kept, too.
     """
 
     @torch.inference_mode()
@@ -91,8 +95,9 @@ class Texts:
         passages: Sequence[Passage],
         sampling: Sampling,
         says: Callable[[Tensor], Tensor] | None = None,
+        enters: bool = False,
     ) -> None:
-        self.model, self.vocabulary, self._says = model, vocabulary, says
+        self.model, self.vocabulary, self._says, self._enters = model, vocabulary, says, enters
         self.passages, self.sampling = tuple(passages), sampling
         self.texts = [self._read(passage) for passage in self.passages]
         self._cache: KVCache | None = None
@@ -124,7 +129,7 @@ class Texts:
         missing = passage.max_new_tokens - len(passage.tokens)
         tokens = upload([*passage.prompt, *passage.tokens, *passage.tokens[-1:] * missing], self.model.device)
         begin, end = len(passage.prompt), len(passage.prompt) + len(passage.tokens)
-        logits, cache, visible = self.model.read(tokens, last=tokens.shape[0] - begin + 1)
+        logits, cache, visible, entering = self.model.read(tokens, tokens.shape[0] - begin + 1, self._enters)
         logits = logits[: end - begin]
         chances = np.empty(0)
         if not self.sampling.greedy:
@@ -134,13 +139,22 @@ class Texts:
             probs = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
             chances = probs.double().cpu().numpy()
         said = None if self._says is None else self._says(logits)
-        return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances, said)
+        kept = tuple(states[:, begin:end].clone() for states in entering) if self._enters else ()
+        return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances, said, kept)
 
     def said(self, passage: int) -> Tensor:
         """What was kept of a continuation's logits, ``[N, ...]``."""
         found = self.texts[passage].said
         assert found is not None
         return found
+
+    def entering(self, layer: int, starts: Sequence[Start]) -> Tensor:
+        """``[1, R, H]``: what a layer was handed at the tokens of starts."""
+        return torch.cat([self.texts[p].entering[layer][:, place : place + 1] for p, place in starts], 1)
+
+    def places(self, pack: Pack, starts: Sequence[Start]) -> Tensor:
+        """``[R]`` int64: where a pack's cache has the tokens at starts."""
+        return upload([pack.offsets[p] + self.begin((p, place)) for p, place in starts], self.model.device)
 
     def pack(self, rows: list[Start], room: int) -> Pack:
         """Some starts, and the passages that they need, with room for so many positions of drafts."""

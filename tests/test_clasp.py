@@ -51,7 +51,7 @@ def test_layers_alone_are_the_models_own(family: str) -> None:
     model = build(family)
     tokens, first = torch.arange(3, 15), 6
     rows = RowModel(model)
-    _, text, windows = rows.read(tokens, last=1)
+    _, text, windows, _ = rows.read(tokens, last=1)
     text.length, count = first, len(tokens) - first
     cache = KVCache(rows.layers, first + count)
     cache.take([(text, first)])
