@@ -145,14 +145,16 @@ class ManyDrafts:
         reach, right = np.ones(len(rows)), np.ones(len(rows), dtype=bool)
         try:
             for place in range(depth):
-                order = np.argsort(~right[number.tolist()], kind="stable").tolist()  # those that are right come first
-                number, chain = number[order], chain[order]
                 here = number.tolist()
                 if not here:
                     break
                 late = int(right[here].sum())
                 if late < len(here) and late * first < _SECOND_PASS * self.texts.model.layers:
                     late = 0
+                elif late < len(here):  # those that are right come first
+                    order = np.argsort(~right[here], kind="stable").tolist()
+                    number, chain = number[order], chain[order]
+                    here = number.tolist()
                 live = [rows[i] for i in here]
                 logits = [
                     passes.run(live[part], number[part], chain[part, -1], place, begin)
