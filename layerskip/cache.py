@@ -155,13 +155,8 @@ class KVCache(Cache):
         """
         if list(places) == list(range(len(places))):
             return
-        begin, index = self._length, None
-        for layer in self._layers:
-            if layer.keys is not None and layer.values is not None:
-                for states in (layer.keys, layer.values):
-                    if index is None:
-                        index = torch.tensor(places, device=states.device) + begin
-                    states[:, :, begin : begin + len(places)] = states.index_select(2, index)
+        device = next((layer.keys.device for layer in self._layers if layer.keys is not None), None)
+        self.repeat(len(self._layers), torch.tensor(places, device=device) + self._length)
 
     def repeat(self, layers: int, places: Tensor) -> None:
         """Write behind the length, in the first layers, what stands at some positions; the length stays.
@@ -171,10 +166,10 @@ class KVCache(Cache):
             places: ``[n]`` int64.
         """
         begin, end = self._length, self._length + places.shape[0]
-        for layer in self._layers[:layers]:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys[:, :, begin:end] = layer.keys.index_select(2, places)
-                layer.values[:, :, begin:end] = layer.values.index_select(2, places)
+        for keys, values in self.states()[:layers]:
+            if keys is not None and values is not None:
+                keys[:, :, begin:end] = keys.index_select(2, places)
+                values[:, :, begin:end] = values.index_select(2, places)
 
     def states(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """Every layer's keys and values, ``[B, heads, max_length, head_dim]``; None where it keeps none."""
