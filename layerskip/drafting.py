@@ -138,8 +138,8 @@ class ManyDrafts:
             row, place (from 0), and what was drafted there.
         """
         passes, hidden, texts = _Passes(self.texts, pack, masks, bridges), self._hidden(tokens), self.texts.passages
-        first = min((gap.first for mask in masks for gap in mask.gaps), default=self.texts.model.layers - 1)
-        first *= self._late
+        skips = (gap.first for mask in masks for gap in mask.gaps)
+        first = min(skips, default=self.texts.model.layers - 1) if self._late else 0
         chain = self.texts.tokens([(p, s) for _, p, s in rows])[:, None]
         number = torch.arange(len(rows), device=chain.device)
         reach, right = np.ones(len(rows)), np.ones(len(rows), dtype=bool)

@@ -43,7 +43,7 @@ FAMILIES = (
 )
 
 
-def _passage(target: Target, number: int, prompt: Sequence[int], sampling: Sampling, new: int) -> Passage:
+def passage_of(target: Target, number: int, prompt: Sequence[int], sampling: Sampling, new: int) -> Passage:
     tokens = decode(target, NoDraft(), prompt, sampling, new, seed=number).tokens
     return Passage(str(number), "test", tuple(prompt), tuple(tokens), new)
 
@@ -72,7 +72,7 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     target = Target(build(family))
     source = random.Random(family)
     prompts = [[source.randrange(3, 64) for _ in range(length)] for length in (5, 13, 9)]
-    passages = [_passage(target, i, prompt, GREEDY, 20) for i, prompt in enumerate(prompts)]
+    passages = [passage_of(target, i, prompt, GREEDY, 20) for i, prompt in enumerate(prompts)]
     scanner = Scanner(target, passages, GREEDY, depth=8, max_rows=40)
     scanner.check()
     count = 20 if EVERYTHING else 3
@@ -88,7 +88,7 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
 
 
 def test_a_continuation_that_ends_inside_a_draft(tiny_target: Target) -> None:
-    plain = _passage(tiny_target, 0, [5, 6, 7, 8], GREEDY, 12)
+    plain = passage_of(tiny_target, 0, [5, 6, 7, 8], GREEDY, 12)
     for end in range(2, 9):
         eos = frozenset({plain.tokens[end]})
         tokens = plain.tokens[: plain.tokens.index(plain.tokens[end]) + 1]
@@ -104,7 +104,7 @@ def test_a_continuation_that_ends_inside_a_draft(tiny_target: Target) -> None:
 
 def test_a_repetition_penalty_counts_each_rows_own_tokens(tiny_target: Target) -> None:
     sampling = Sampling(repetition_penalty=1.7)
-    passages = [_passage(tiny_target, i, [5 + i, 6, 7, 8], sampling, 14) for i in range(2)]
+    passages = [passage_of(tiny_target, i, [5 + i, 6, 7, 8], sampling, 14) for i in range(2)]
     scanner = Scanner(tiny_target, passages, sampling, depth=4)
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("attention:0", "layers:1")]
     for scan in scanner.scan(masks):
@@ -117,7 +117,7 @@ def test_a_repetition_penalty_counts_each_rows_own_tokens(tiny_target: Target) -
 def test_a_prompt_lookup_is_replayed_without_any_pass(match: str, tiny_target: Target) -> None:
     """Its drafts follow from the text, for greedy decoding and for a sampled text alike."""
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 8, 9, 9], [3, 4]]
-    passages = [_passage(tiny_target, i, prompt, GREEDY, 120) for i, prompt in enumerate(prompts)]
+    passages = [passage_of(tiny_target, i, prompt, GREEDY, 120) for i, prompt in enumerate(prompts)]
     for low, high, length in ((1, 3, 4), (2, 2, 8), (1, 1, 20)):
         config = SpeculativeConfig("prompt_lookup", length, ngram_min=low, ngram_max=high, match=match)
         drafter = PromptLookup(low, high, match, length)
@@ -126,44 +126,11 @@ def test_a_prompt_lookup_is_replayed_without_any_pass(match: str, tiny_target: T
         assert sum(r.accepted for rounds in found for r in rounds) > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layers_before_the_first_skip_are_run_for_wrong_drafts_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows a wrong token is computed from the first layer on, and says what it said when everything was."""
-    monkeypatch.setattr("layerskip.drafting._SECOND_PASS", 0)
-    target = Target(build(family))
-    passages = [_passage(target, i, prompt, GREEDY, 12) for i, prompt in enumerate(PROMPTS)]
-    scanner, whole = (Scanner(target, passages, GREEDY, depth=3) for _ in range(2))
-    whole._drafts._late = False
-    mask = SkipMask.parse(f"mlp:{target.layers - 1}", target.layers)
-    rows: list[int] = []
-    blocks = scanner._texts.model._twin.get_submodule(scanner._texts.model._found.path)
-    name = scanner._texts.model._found.blocks[0].mlp[0]
-    blocks.get_submodule(f"0.{name}").register_forward_hook(lambda _module, args, _output: rows.append(args[0].shape[-2]))
-    for floor in (None, 0.0):
-        (found,), (expected,) = scanner.scan([mask], floor=floor), whole.scan([mask], floor=floor)
-        for one, other in zip(found.traces, expected.traces, strict=True):
-            np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-3, atol=1e-5)
-            np.testing.assert_array_equal(one.agreed, other.agreed)
-        assert bool(rows) == (floor is not None)
-
-
-def test_a_family_that_hands_on_more_than_hidden_states_is_scanned_whole(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passages = [_passage(tiny_target, i, prompt, GREEDY, 12) for i, prompt in enumerate(PROMPTS)]
-    mask = SkipMask.parse("mlp:2", tiny_target.layers)
-    (expected,) = Scanner(tiny_target, passages, GREEDY, depth=3).scan([mask])
-    monkeypatch.setattr("layerskip.texts.Texts.entering", lambda self, layer, starts: torch.zeros(1, len(starts), 1))
-    (found,) = Scanner(tiny_target, passages, GREEDY, depth=3).scan([mask])
-    for one, other in zip(found.traces, expected.traces, strict=True):
-        np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-4)
-
-
 def test_more_passages_take_no_larger_cache(tiny_target: Target) -> None:
     """Memory is bounded by the rows of a pass, whatever number of packs the starts make."""
     sizes = []
     for count in (2, 8):
-        passages = [_passage(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(count)]
+        passages = [passage_of(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(count)]
         scanner = Scanner(tiny_target, passages, GREEDY, depth=4, max_rows=8)
         scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
         sizes.append(scanner.cache_bytes)
@@ -171,7 +138,7 @@ def test_more_passages_take_no_larger_cache(tiny_target: Target) -> None:
 
 
 def test_masks_scanned_at_once_are_those_scanned_alone(tiny_target: Target) -> None:
-    passages = [_passage(tiny_target, i, [9, 8, 7 + i], GREEDY, 10) for i in range(3)]
+    passages = [passage_of(tiny_target, i, [9, 8, 7 + i], GREEDY, 10) for i in range(3)]
     source = random.Random(1)
     masks = [_random_mask(tiny_target.layers, source, 0.3) for _ in range(5)]
     together = Scanner(tiny_target, passages, GREEDY, depth=4, max_rows=1000).scan(masks)
@@ -188,7 +155,7 @@ def test_masks_scanned_at_once_are_those_scanned_alone(tiny_target: Target) -> N
 def test_bridged_drafts_are_replayed(family: str, left_out: int) -> None:
     """Several masks in one pass, each with its own bridges or none, drafting all tokens or most of them."""
     target = target_of(family)
-    passages = [_passage(target, i, prompt, GREEDY, 14) for i, prompt in enumerate(PROMPTS[:3])]
+    passages = [passage_of(target, i, prompt, GREEDY, 14) for i, prompt in enumerate(PROMPTS[:3])]
     scanner = Scanner(target, passages, GREEDY, depth=4, max_rows=200)
     kinds = {"layers:1-2": "linear", "layers:1;attention:2": "mean", "attention:1;mlp:2": "mlp", "mlp:1": ""}
     masks = [SkipMask.parse(text, target.layers) for text in kinds]
@@ -215,7 +182,7 @@ def test_bridged_drafts_are_replayed(family: str, left_out: int) -> None:
 def test_siblings_are_replayed(family: str, penalty: float) -> None:
     """Whole rounds of one drafted token; of longer drafts all but the siblings that stand behind a wrong token."""
     target, sampling = target_of(family), Sampling(repetition_penalty=penalty)
-    passages = [_passage(target, i, [5 + i, 6, 7, 8, 9], sampling, 18) for i in range(3)]
+    passages = [passage_of(target, i, [5 + i, 6, 7, 8, 9], sampling, 18) for i in range(3)]
     scanner = Scanner(target, passages, sampling, depth=4, max_rows=40, runners=3)
     said = tuple(range(10, target.vocabulary))
     head, won = head_folder(family, said) if family == "llama" else "", 0
@@ -239,7 +206,7 @@ def test_siblings_are_replayed(family: str, penalty: float) -> None:
 
 
 def test_more_siblings_than_were_looked_at_are_refused(tiny_target: Target) -> None:
-    passages = [_passage(tiny_target, 0, [5, 6, 7], GREEDY, 8)]
+    passages = [passage_of(tiny_target, 0, [5, 6, 7], GREEDY, 8)]
     scanner = Scanner(tiny_target, passages, GREEDY, depth=2, runners=1)
     (scan,) = scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
     with pytest.raises(ValueError, match="^siblings: 2"):
@@ -254,7 +221,7 @@ def test_expected_counts_are_the_mean_of_sampled_decoding(tiny_target: Target) -
     """Over many sampled continuations, against as many real decodings with draws of their own."""
     sampling, prompt, new, length = Sampling(temperature=2.0, top_p=0.9), [5, 6, 7], 7, 3
     mask = SkipMask.parse("attention:1", tiny_target.layers)
-    passages = [_passage(tiny_target, seed, prompt, sampling, new) for seed in range(160)]
+    passages = [passage_of(tiny_target, seed, prompt, sampling, new) for seed in range(160)]
     scanner = Scanner(tiny_target, passages, sampling, depth=length, max_rows=2048)
     (scan,) = scanner.scan([mask])
     expected = scanner.counts(scan, length, StopRule())
@@ -273,7 +240,7 @@ def test_expected_counts_are_the_mean_of_sampled_decoding(tiny_target: Target) -
 
 def test_a_family_whose_rows_cannot_be_told_apart_is_refused() -> None:
     target = Target(build("gpt_neo"))  # it cuts its own mask out of a square one
-    passages = [_passage(target, 0, [5, 6, 7], GREEDY, 8)]
+    passages = [passage_of(target, 0, [5, 6, 7], GREEDY, 8)]
     with pytest.raises(UnsupportedModel, match="GPTNeoForCausalLM: cannot be scanned"):
         Scanner(target, passages, GREEDY).check()
 
