@@ -10,10 +10,10 @@ window or chunk of each layer is the one that the family's own mask functions ga
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from .anatomy import Anatomy, Form, UnsupportedModel, anatomy, hidden_states, returned
@@ -23,23 +23,7 @@ from .cache import KVCache
 from .draft_head import DraftHead
 from .forward import forward
 from .mask import SkipMask
-from .view import decoding_view, twin
-
-
-class Reading(NamedTuple):
-    """What the target read.
-
-    Args:
-        logits: ``[last, V]``.
-        cache: all keys and values; its length is 0.
-        visible: per layer which positions see which, ``[n, n]`` bool, or None for plain causal attention.
-        entering: per layer the hidden states that it was handed, ``[1, n, H]``, if they were asked for.
-    """
-
-    logits: Tensor
-    cache: KVCache
-    visible: list[Tensor | None]
-    entering: list[Tensor]
+from .view import twin
 
 
 class RowModel:
@@ -56,7 +40,7 @@ class RowModel:
         found = anatomy(model)
         self.model = model
         self.layers = len(found.blocks)
-        self._found = found
+        self.found = found
         self._twin = twin(model)
         self._additive = self._twin.config.get_text_config(decoder=True)._attn_implementation == "eager"
         self._keeps: dict[tuple[str, int], Tensor | bool] = {}
@@ -132,61 +116,6 @@ class RowModel:
             output = output + (added if rows is None else torch.where(rows, added, 0.0))
         return output
 
-    def read(self, tokens: Tensor, last: int, enters: bool = False) -> Reading:
-        """Let the target read a text.
-
-        Args:
-            tokens: ``[n]`` int64.
-            last: how many positions' logits to return.
-            enters: whether to note what every layer is handed.
-
-        Raises:
-            UnsupportedModel: an attention sub-layer takes no mask by name, or one that differs from head to head.
-        """
-        view = decoding_view(self.model)
-        blocks = view.get_submodule(self._found.path)
-        seen: dict[int, Tensor | None] = {}
-        entering: list[Tensor] = []
-
-        def enter(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            entering.append(hidden_states(args, kwargs).clone())  # a layer may write into what it is handed
-
-        def note(index: int) -> Callable[..., None]:
-            def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-                if "attention_mask" not in kwargs:
-                    raise self.refusal(f"the attention of layer {index} takes no attention_mask")
-                seen[index] = kwargs["attention_mask"]
-
-            return hook
-
-        hooks = [
-            blocks.get_submodule(f"{index}.{name}").register_forward_pre_hook(note(index), with_kwargs=True)
-            for index, block in enumerate(self._found.blocks)
-            for name in block.attention
-        ]
-        for index in range(self.layers if enters else 0):
-            hooks.append(blocks.get_submodule(str(index)).register_forward_pre_hook(enter, with_kwargs=True))
-        cache = KVCache(self.layers, tokens.shape[0], device=tokens.device)
-        try:
-            logits = forward(view, tokens, cache, last=last)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        kept: dict[int, Tensor | None] = {}
-        visible = []
-        for index in range(self.layers):
-            mask = seen[index]
-            if id(mask) not in kept:
-                kept[id(mask)] = None if mask is None else self._visible(mask, tokens.shape[0])
-            visible.append(kept[id(mask)])
-        return Reading(logits, cache, visible, entering)
-
-    def _visible(self, mask: Tensor, count: int) -> Tensor:
-        if mask.ndim != 4 or mask.shape[1] != 1:
-            raise self.refusal(f"its attention mask has the shape {tuple(mask.shape)}")
-        rows = mask[0, 0, :, :count]
-        return rows.clone() if rows.dtype == torch.bool else rows > torch.finfo(rows.dtype).min / 2
-
     def layers_alone(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, visible: Sequence[Tensor]
     ) -> tuple[list[Callable[[Tensor], Tensor]], list[Tensor]]:
@@ -205,11 +134,11 @@ class RowModel:
             calls = [self._calls[index] for index in range(self.layers)]
         finally:
             self._calls = None
-        blocks = self._twin.get_submodule(self._found.path)
+        blocks = self._twin.get_submodule(self.found.path)
 
         def alone(index: int) -> Callable[[Tensor], Tensor]:
             args, kwargs, _ = calls[index]
-            layer, form = blocks.get_submodule(str(index)), self._found.blocks[index].form
+            layer, form = blocks.get_submodule(str(index)), self.found.blocks[index].form
 
             def function(hidden: Tensor) -> Tensor:
                 places, names = _handed(args, kwargs, hidden)

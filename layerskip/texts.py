@@ -19,6 +19,7 @@ from torch import Tensor
 from .cache import KVCache
 from .drafters.stopping import confidence
 from .passages import Passage
+from .reading import read
 from .rows import RowModel
 from .sampling import Sampling, upload
 
@@ -58,7 +59,7 @@ class Text:
     Args:
         tokens: ``[n]`` int64: prompt, continuation, and padding up to the longest continuation.
         cache: the target's keys and values of them.
-        visible: per layer ``[n, n]`` bool or None, as :meth:`RowModel.read` gives it.
+        visible: per layer ``[n, n]`` bool or None, as :func:`~layerskip.reading.read` gives it.
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
         chances: ``[N]``: its probability of the token itself; empty for greedy decoding.
         said: what was asked of its logits at every token of the continuation, if anything was.
@@ -129,7 +130,7 @@ class Texts:
         missing = passage.max_new_tokens - len(passage.tokens)
         tokens = upload([*passage.prompt, *passage.tokens, *passage.tokens[-1:] * missing], self.model.device)
         begin, end = len(passage.prompt), len(passage.prompt) + len(passage.tokens)
-        logits, cache, visible, entering = self.model.read(tokens, tokens.shape[0] - begin + 1, self._enters)
+        logits, cache, visible, entering = read(self.model, tokens, tokens.shape[0] - begin + 1, self._enters)
         logits = logits[: end - begin]
         chances = np.empty(0)
         if not self.sampling.greedy:

@@ -13,6 +13,7 @@ from layerskip import Sampling, SkipMask, Target
 from layerskip.cache import KVCache
 from layerskip.clasp import similar_masks
 from layerskip.passages import Passage
+from layerskip.reading import read
 from layerskip.rows import RowModel
 from layerskip.scan import Scanner
 from tests.families import build
@@ -51,7 +52,7 @@ def test_layers_alone_are_the_models_own(family: str) -> None:
     model = build(family)
     tokens, first = torch.arange(3, 15), 6
     rows = RowModel(model)
-    _, text, windows, _ = rows.read(tokens, last=1)
+    _, text, windows, _ = read(rows, tokens, last=1)
     text.length, count = first, len(tokens) - first
     cache = KVCache(rows.layers, first + count)
     cache.take([(text, first)])

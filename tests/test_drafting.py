@@ -24,8 +24,8 @@ def test_layers_before_the_first_skip_are_run_for_wrong_drafts_alone(family: str
     whole._drafts._late = False
     mask = SkipMask.parse(f"mlp:{target.layers - 1}", target.layers)
     rows: list[int] = []
-    blocks = scanner._texts.model._twin.get_submodule(scanner._texts.model._found.path)
-    name = scanner._texts.model._found.blocks[0].mlp[0]
+    blocks = scanner._texts.model._twin.get_submodule(scanner._texts.model.found.path)
+    name = scanner._texts.model.found.blocks[0].mlp[0]
     blocks.get_submodule(f"0.{name}").register_forward_hook(lambda _module, args, _output: rows.append(args[0].shape[-2]))
     for floor in (None, 0.0):
         (found,), (expected,) = scanner.scan([mask], floor=floor), whole.scan([mask], floor=floor)
