@@ -9,7 +9,7 @@ those behind them. Each comparison carries its own verdict on losslessness.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,7 +117,12 @@ def measure(
 
 
 def interleave(
-    target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task, repeats: int = 1
+    target: Target,
+    prompts: PromptSet,
+    contenders: Mapping[str, Contender],
+    task: Task,
+    repeats: int = 1,
+    without: Collection[str] = (),
 ) -> Iterator[dict[str, Sample]]:
     """Let contenders decode the same prompts; the first one's outputs are what the others' must equal.
 
@@ -129,6 +134,7 @@ def interleave(
         contenders: by name.
         task: what each is asked; the seed also fixes their order.
         repeats: how often every prompt is decoded.
+        without: those that decode no more, never the first one; it may grow from prompt to prompt.
 
     Yields:
         One sample per contender, of the same prompt.
@@ -141,10 +147,11 @@ def interleave(
             if isinstance(contender, Learner):
                 contender.forget()
         for index, item in enumerate(prompts):
-            names = list(contenders)
+            left = {name: contender for name, contender in contenders.items() if name not in without}
+            names = list(left)
             order.shuffle(names)
             asked = Task(task.sampling, task.max_new_tokens, task.seed + 1000 * repeat + index)
-            yield _one_prompt(target, item, contenders, names, asked, checks)
+            yield _one_prompt(target, item, left, names, asked, checks)
             if checks is not None:
                 checks = dict.fromkeys(checks, Losslessness(0))  # one comparison counts once
 

@@ -138,11 +138,6 @@ class Counts:
         rounds, drafted, accepted, tokens, verified, *beside = values
         return cls(rounds, drafted, accepted, tokens, tuple(verified), *beside)
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted / drafted; 0.0 where nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
 
 def replay(
     passage: Passage,

@@ -5,7 +5,7 @@ A search sees samples, paired prompt by prompt with plain decoding; where they c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +30,12 @@ class Bench(Protocol):
         ...
 
     def compare(
-        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+        self,
+        configs: Mapping[str, SpeculativeConfig],
+        prompts: PromptSet,
+        repeats: int,
+        seed: int,
+        without: Collection[str] = (),
     ) -> Iterator[dict[str, Sample]]:
         """Measure configurations and plain decoding, interleaved.
 
@@ -39,6 +44,7 @@ class Bench(Protocol):
             prompts: at least one.
             repeats: how often every prompt is decoded.
             seed: of orders and draws.
+            without: configurations that are measured no more; it may grow from prompt to prompt.
 
         Yields:
             After every prompt one sample per name, ``baseline`` among them.
@@ -71,9 +77,15 @@ class ModelBench:
         return self.target.dtype == "float32"
 
     def compare(
-        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+        self,
+        configs: Mapping[str, SpeculativeConfig],
+        prompts: PromptSet,
+        repeats: int,
+        seed: int,
+        without: Collection[str] = (),
     ) -> Iterator[dict[str, Sample]]:
         """Decode with each, in an order drawn anew for every prompt; raises as :func:`build_drafter`."""
         entries = {BASELINE: SpeculativeConfig(), **configs}
         contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
-        return interleave(self.target, prompts, contenders, Task(self.sampling, self.max_new_tokens, seed), repeats)
+        task = Task(self.sampling, self.max_new_tokens, seed)
+        return interleave(self.target, prompts, contenders, task, repeats, without)

@@ -1,15 +1,16 @@
 """Which configuration wins? The best few of a search, beside plain decoding, on prompts that the search never saw.
 
-All are measured interleaved, block by block of prompts. Between blocks a configuration leaves whose paired interval lies
-wholly below the leader's pace; it ends when one is left and every prompt was decoded, or the budget of repeats is spent.
-Those that cannot be told from the fastest by then tie with it, and the simplest of them wins: no model before a model, fewer
-skips, a shorter draft. A configuration beats plain decoding when the whole interval of its held-out speedup lies above 1, at
-a confidence that leaves 95 % for all finalists together (Bonferroni); if none does, plain decoding wins.
+All are measured interleaved, prompt by prompt, and who learns from one learns for the next. After every few prompts a
+configuration leaves whose paired interval lies wholly below the leader's pace; it ends when one is left and every prompt was
+decoded, or the budget of repeats is spent. Those that cannot be told from the fastest by then tie with it, and the simplest
+of them wins: no model before a model, fewer skips, a shorter draft. A configuration beats plain decoding when the whole
+interval of its held-out speedup lies above 1, at a confidence that leaves 95 % for all finalists together (Bonferroni); if
+none does, plain decoding wins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from .standings import Standing, is_lossless, ranking
 
 LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
 _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
-_BLOCK = 6  # prompts measured at once
+_BLOCK = 6  # prompts between two looks at who is behind
 _LOOKS = 1.25  # so many times the prompts of the last look are decoded before the next one
 _LEAVING = 0.999  # confidence at which a configuration leaves; well above the verdict's, as it is looked at again and again
 _SIMPLEST = (
@@ -121,16 +122,18 @@ def measure_finals(
     asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed]
     kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")
     rows: list[Row] = []
-    left, looked = dict(configs), 0
+    left, gone, looked = dict(configs), set[str](), 0
     for repeat in range(settings.held_out_repeats):
-        for first in range(0, len(prompts), _BLOCK):
-            block = PromptSet(prompts.items[first : first + _BLOCK])
-            own = seed + _HELD_OUT_SEED + 7919 * repeat + first
-            rows += _block(bench, left, block, repeat, own, kept, on_prompt)
-            last = first + _BLOCK >= len(prompts)  # behind it there may be another repeat to save
-            if len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK and (last or len(rows) >= _LOOKS * looked):
+        own = seed + _HELD_OUT_SEED + 7919 * repeat
+        for number, row in enumerate(_rows(bench, left, gone, prompts, repeat, own, kept), 1):
+            rows.append(row)
+            on_prompt()
+            last = number == len(prompts)  # behind it there may be another repeat to save
+            enough = len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
+            if enough and (last or (number % _BLOCK == 0 and len(rows) >= _LOOKS * looked)):
                 looked = len(rows)
-                left = {name: config for name, config in left.items() if not _is_behind(rows, left, name)}
+                gone |= {name for name in left if _is_behind(rows, left, name)}
+                left = {name: config for name, config in left.items() if name not in gone}
         if len(left) <= 1:
             break
     found = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in (BASELINE, *configs)}
@@ -154,26 +157,23 @@ def _order(finalist: Finalist) -> tuple[bool, float]:
     return finalist.eligible, finalist.held_out["speedup"]
 
 
-def _block(
+def _rows(
     bench: Bench,
     configs: Mapping[str, SpeculativeConfig],
+    gone: Collection[str],
     prompts: PromptSet,
     repeat: int,
     seed: int,
     kept: Kept,
-    on_prompt: Callable[[], None],
-) -> list[Row]:
-    """Rows of some prompts; only those that are not kept are measured."""
-    names = {item.id: f"{repeat} {item.id}" for item in prompts}
-    missing = PromptSet(tuple(item for item in prompts if names[item.id] not in kept))
-    if len(missing):
-        for row in bench.compare(configs, missing, 1, seed):
-            prompt_id = row[BASELINE].prompt_id
-            kept.add(names[prompt_id], {name: sample.to_dict() for name, sample in row.items()})
-            on_prompt()
-    for _ in range(len(prompts) - len(missing)):
-        on_prompt()
-    return [{name: Sample.from_dict(fields) for name, fields in kept[key].items()} for key in names.values()]
+) -> Iterator[Row]:
+    """Rows of prompts, in order, of all that are not gone by then; only what is not kept is measured."""
+    missing = PromptSet(tuple(item for item in prompts if f"{repeat} {item.id}" not in kept))
+    measured = bench.compare(configs, missing, 1, seed, gone) if len(missing) else iter(())
+    for item in prompts:
+        name = f"{repeat} {item.id}"
+        if name not in kept:
+            kept.add(name, {who: sample.to_dict() for who, sample in next(measured).items()})
+        yield {who: Sample.from_dict(fields) for who, fields in kept[name].items()}
 
 
 def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
-from layerskip import PromptSet, Sampling, StopRule, Target, UnsupportedModel
+from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
 from layerskip.costs import CostProfile
 from layerskip.environment import machine
 from layerskip.files import digest, write_json
-from layerskip.memory import out_of_memory
+from layerskip.memory import out_of_memory, release
 from layerskip.passages import Passage, continue_prompts
 from layerskip.profiling import profile_costs
 from layerskip.scan import Scanner
@@ -26,11 +27,12 @@ from layerskip.scan import Scanner
 from .application import InputError, check_whole
 from .oracle import Choices
 from .proposals import ProposalSettings
-from .scan_oracle import ScanOracle
+from .scan_oracle import ScanOracle, masks_at_once
 from .space import SearchSpace
 
 _CONTEXT_STEP = 64
 """Contexts are rounded to it, so that like prompt sets share a profile."""
+_LEAST_ROWS = 16  # below them scanning is no faster than decoding
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class ScanSettings:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise InputError(f"scan.thresholds: {value!r} is not a number from 0 to 1")
 
+    def rows(self, device: torch.device) -> int:
+        """Rows per pass on a device, if its memory holds them."""
+        return self.max_rows or (256 if device.type == "cpu" else 2048)
+
 
 def foresee(
     target: Target,
@@ -90,18 +96,13 @@ def foresee(
     if not passages:
         print("scan: every continuation ends at once; there is nothing to scan")
         return None
-    rows = settings.max_rows or (256 if target.device.type == "cpu" else 2048)
     depth = space.skip_length[1]
     try:
-        scanner = Scanner(target, passages, sampling, depth, rows, space.siblings)
-        scanner.check()
+        scanner = _scanner(target, passages, sampling, depth, settings.rows(target.device), space.siblings)
     except UnsupportedModel as error:
         print(f"scan: {error}; every trial is run")
         return None
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        print(f"scan: out of memory with scan.max_rows={rows}; every trial is run")
+    if scanner is None:
         return None
     longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.arms else depth
     parts = space.bridged, scanner.runners > 0
@@ -117,6 +118,29 @@ def foresee(
     kept = folder / f"scans-{digest(asked)[:16]}"
     choices = Choices((space.skip_length[0], space.skip_length[1]), stops, tuple(range(scanner.runners + 1)))
     return ScanOracle(scanner, scanner.sample(settings.screened_rows), profile, choices, kept)
+
+
+def _scanner(
+    target: Target, passages: Sequence[Passage], sampling: Sampling, depth: int, rows: int, siblings: int
+) -> Scanner | None:
+    """A scanner with as many rows per pass as there is memory for; None, said in a line, where there is for none."""
+    while True:
+        try:
+            scanner = Scanner(target, passages, sampling, depth, rows, siblings)
+            scanner.check()
+            # A whole pass of as many rows as any will have; what skips the first layer takes nothing over from the target.
+            scanner.scan([SkipMask.of(target.layers, {0}, set())] * masks_at_once(rows), depth=1)
+            return scanner
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+        scanner = None
+        release()
+        fewer = rows // 2 if rows > _LEAST_ROWS else 0
+        print(f"scan: out of memory with scan.max_rows={rows}; {f'{fewer} are tried' if fewer else 'every trial is run'}")
+        if not fewer:
+            return None
+        rows = fewer
 
 
 def scanned_stops(space: SearchSpace, thresholds: Sequence[float]) -> tuple[StopRule, ...]:

@@ -22,8 +22,8 @@ from .space import SearchSpace
 
 _AT_ONCE = 8  # masks asked about together
 _CLOSE = 0.99  # speedups that no profile tells apart
-_SLACK = 0.03  # a run may look this much worse than the best so far and still grow
-_PATIENCE = 2  # steps without a gain before a greedy search or a run ends
+_PATIENCE = 2  # steps without a gain before a greedy search ends
+_RUNS = 3  # contiguous runs whose ends are moved
 _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
 
@@ -81,7 +81,7 @@ class MaskSearch:
         self.ask(_knapsacks(self))
         self.ask(also)
         self.ask(published_masks(self.layers, self.skippable))
-        _grow_runs(self, self.left // 2)
+        _ask_runs(self)
         _add_greedily(self)
         _change_best(self)
 
@@ -151,21 +151,32 @@ def run(layers: int, first: int, length: int) -> SkipMask:
     return SkipMask(flags, flags)
 
 
-def _grow_runs(search: MaskSearch, most: int) -> None:
-    """Contiguous runs of whole layers, each longer as long as it may still pay.
+def _ask_runs(search: MaskSearch) -> None:
+    """Contiguous runs of whole layers: every other start with ever doubled lengths, then the best with their ends moved.
 
-    From every fourth start first, so that a budget of ``most`` masks which does not reach for all has looked everywhere.
+    A long run may pay where none of its parts does, so no run is left out for what shorter ones are worth. Far apart starts
+    come first, so that a budget which does not reach for all has looked everywhere.
     """
-    enough = search.left - most
-    for first in (start for offset in range(4) for start in search.skippable[offset::4]):
-        misses = 0
-        for length in range(1, search.skippable[-1] - first + 2):
-            (score,) = search.ask([run(search.layers, first, length)])
-            misses = misses + 1 if score < search.scores[search.best] - _SLACK else 0
-            if search.left <= enough:
-                return
-            if misses >= _PATIENCE:
-                break
+    begin, end = search.skippable[0], search.skippable[-1] + 1
+    found: dict[tuple[int, int], float] = {}
+
+    def ask(runs: Iterable[tuple[int, int]], enough: int) -> None:
+        new = [(a, b) for a, b in dict.fromkeys(runs) if begin <= a < b <= end and (a, b) not in found]
+        new = new[: max(0, search.left - enough)]
+        found.update(zip(new, search.ask(run(search.layers, a, b - a) for a, b in new), strict=True))
+
+    enough = search.left // 2  # for what comes behind
+    for offset in (0, 4, 2, 6):
+        for first in search.skippable[offset::8]:
+            ask(((first, min(end, first + 2**power)) for power in range(1, (end - first).bit_length() + 1)), enough)
+    enough = search.left // 2
+    for _, (first, last) in sorted(((score, ends) for ends, score in found.items()), reverse=True)[:_RUNS]:
+        best = None
+        while (first, last) != best:
+            best = first, last
+            near = [(first + i, last + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+            ask(near, enough)
+            first, last = max((ends for ends in near if ends in found), key=lambda ends: found[ends])
 
 
 def _knapsacks(search: MaskSearch) -> list[SkipMask]:

@@ -23,7 +23,7 @@ from .application import InputError, check_whole
 from .bench import BASELINE, Bench
 from .prior import PREDICTED, Judgement, Prior
 from .space import SearchSpace
-from .standings import FINISHED, Standing, incumbent, ranking, standings
+from .standings import FINISHED, Standing, ranking, standings
 
 DRIFTED = "drifted"
 """How many prompts of a trial were measured again because the machine's pace had moved."""
@@ -49,6 +49,7 @@ class MeasureSettings:
         prompts: tune prompts per trial, taken from the categories in turn; None takes all.
         survivor_prompts: tune prompts of a trial that is level with the best so far; None takes all.
         repeats: how often a trial decodes each of them.
+        survivor_repeats: how often again one that is still level then.
         drift: a prompt is measured again, and flagged, where plain decoding's pace on it is off its median by more than
             this share.
         held_out_prompts: held-out prompts of the finals; None takes all.
@@ -60,6 +61,7 @@ class MeasureSettings:
     prompts: int | None = 6
     survivor_prompts: int | None = 9
     repeats: int = 1
+    survivor_repeats: int = 1
     drift: float = 0.3
     held_out_prompts: int | None = None
     held_out_repeats: int = 1
@@ -71,7 +73,7 @@ class MeasureSettings:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "drift" and (value is not None or not field.name.endswith("prompts")):
-                check_whole(f"measure.{field.name}", value)
+                check_whole(f"measure.{field.name}", value, 0 if field.name == "survivor_repeats" else 1)
 
 
 class Objective:
@@ -120,7 +122,8 @@ class Objective:
         if known is not None and known.complete >= enough and not self._leads(trial.study, config):
             self._record(trial, config, nothing, _KNOWN, time.monotonic() - start)
             return known.speedup_on(self._first_ids)
-        judgement = self._judge(trial.study, config) if known is None else None
+        measured = known is not None and known.seconds  # one that was ruled out before is judged again
+        judgement = None if measured else self._judge(trial.study, config)
         if judgement is not None:
             trial.set_user_attr(PREDICTED, judgement.predicted)
             if judgement.hopeless:
@@ -153,7 +156,7 @@ class Objective:
         if self.prior is None:
             return None
         try:
-            return self.prior.judge(study, config, self._first_ids)
+            return self.prior.judge(study, config)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
@@ -161,30 +164,37 @@ class Objective:
         return None
 
     def _measure(self, trial: optuna.Trial, config: SpeculativeConfig, rows: list[dict[str, Sample]]) -> str | None:
-        """Race: a few prompts first, then more of them for who is level with the best."""
-        first = self.prompts.take(self.settings.prompts)
-        every = self.prompts.take(self.settings.survivor_prompts)
-        rest = PromptSet(tuple(item for item in every if item not in first.items))
-        reason = self._stage(trial, config, first, rows)
-        if reason is None and len(rest):
-            speedup = Measurement.of(rows, BASELINE, _CANDIDATE).speedup
-            if speedup >= (1 - _LEVEL) * incumbent(trial.study, self._first_ids):
-                reason = self._stage(trial, config, rest, rows)
-        return reason
-
-    def _stage(
-        self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, rows: list[dict[str, Sample]]
-    ) -> str | None:
-        seed, repeats = self.seed + trial.number + len(rows), self.settings.repeats
-        end = len(rows) + len(prompts) * repeats
-        for row in self.bench.compare({_CANDIDATE: config}, prompts, repeats, seed):
-            rows.append(self._steady(trial, config, prompts, row, seed + len(rows)))
-            self.on_prompt()
-            trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), len(rows) - 1)
-            # Behind the last prompt there is nothing left to save.
-            if len(rows) < end and trial.should_prune() and self._is_behind(trial.study, config, rows):
-                return "slower than the best so far"
+        """Race: a few prompts first; more of them, and all again, for who is level with the best."""
+        settings, few = self.settings, len(self._first_ids)
+        first = self.prompts.take(settings.prompts)
+        more = [item for item in self.prompts.take(settings.survivor_prompts) if item.id not in self._first_ids]
+        prompts = PromptSet((*first, *more))
+        for repeat in range(settings.repeats + settings.survivor_repeats):
+            if repeat >= settings.repeats and not (len(prompts) > few and self._is_level(trial.study, config, rows)):
+                break
+            seed = self.seed + trial.number + len(rows)
+            # One comparison for all, as some drafters learn from prompt to prompt.
+            for number, row in enumerate(self.bench.compare({_CANDIDATE: config}, prompts, 1, seed), 1):
+                rows.append(self._steady(trial, config, prompts, row, seed + len(rows)))
+                self.on_prompt()
+                trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), len(rows) - 1)
+                if repeat == 0 and number == few:
+                    if more and not self._is_level(trial.study, config, rows):
+                        prompts = first
+                        break
+                # Behind the last prompt there is nothing left to save.
+                elif number < len(prompts) and trial.should_prune() and self._is_behind(trial.study, config, rows):
+                    return "slower than the best so far"
         return None
+
+    @staticmethod
+    def _is_level(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
+        """Whether it is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
+        own = Standing(config)
+        own.add(Measurement.of(rows, BASELINE, _CANDIDATE).table())
+        leader = next(iter(ranking(study)), Standing(config))
+        common = own.seconds.keys() & leader.seconds.keys() or own.seconds.keys()
+        return own.speedup_on(common) >= (1 - _LEVEL) * max(1.0, leader.speedup_on(common))
 
     @staticmethod
     def _is_behind(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:

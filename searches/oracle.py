@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,11 @@ class Oracle(Protocol):
     @property
     def layers(self) -> int:
         """How many decoder layers a mask has."""
+        ...
+
+    @property
+    def prompts(self) -> Collection[str]:
+        """The ids of the prompts that speedups are foretold on."""
         ...
 
     @property

@@ -17,13 +17,13 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SkipMask, SpeculativeConfig
 
 from .oracle import Oracle
-from .standings import incumbent
+from .standings import configuration, incumbent, standings
 
 PREDICTED = "predicted_speedup"
 _FIRST_ERROR = 0.15
 """Log error assumed until enough configurations tell."""
 _SIBLINGS = 0.15
-"""Log speedup that siblings may add to a mask's best chain; no scan tells."""
+"""Log speedup that siblings may add to a mask's best chain where no scan tells."""
 _LEAST_ERROR = 0.03
 _LEAST_CONFIGURATIONS = 4
 _DEVIATIONS = 2.0
@@ -64,28 +64,27 @@ class Prior:
     def __init__(self, oracle: Oracle, others: Sequence[Oracle] = ()) -> None:
         self._oracles = (oracle, *others)
 
-    def judge(
-        self, study: optuna.Study, config: SpeculativeConfig, prompts: Collection[str] | None = None
-    ) -> Judgement | None:
+    def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement | None:
         """Bound a suggestion; None where nothing is foretold of its drafter.
+
+        Prompts differ more than configurations do, so what is foretold is compared with what was measured on the same ones.
 
         Args:
             study: its finished trials tell how far foretelling was off, and what is to be beaten.
             config: the suggestion.
-            prompts: the incumbent's speedup is that on these; on all its own where None.
         """
         oracle = next((oracle for oracle in self._oracles if oracle.knows(config)), None)
         foretold = oracle is not None and oracle.foretells(config)
         if oracle is None or not (foretold or config.kind == "layer_skip"):
             return None
-        to_beat = incumbent(study, prompts)
-        error = calibrated_error(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+        to_beat = incumbent(study, oracle.prompts)
+        error = calibrated_error(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)), oracle.prompts)
         if config.kind != "layer_skip":
             predicted = oracle.speedup(config)
             return Judgement(predicted, predicted * math.exp(error), to_beat)
         mask = SkipMask.parse(config.mask, oracle.layers)
         most = oracle.profile.bound(mask, oracle.aids(mask))
-        if most * math.exp(error) < to_beat:
+        if most * math.exp(error) < to_beat or not config.lossless:  # a lossy rule may accept what no scan counts
             return Judgement(None, most * math.exp(error), to_beat)
         if foretold:
             predicted = oracle.speedup(config)
@@ -96,14 +95,12 @@ class Prior:
         return Judgement(None, min(most, best.speedup) * math.exp(allowed), to_beat)
 
 
-def calibrated_error(trials: Iterable[FrozenTrial]) -> float:
-    """How far, in log speedup, a measured trial may lie above what was foretold of it."""
-    found = {
-        str(trial.user_attrs["config"]): math.log(trial.value / trial.user_attrs[PREDICTED])
-        for trial in trials
-        if trial.value and trial.user_attrs.get(PREDICTED)
-    }
-    if len(found) < _LEAST_CONFIGURATIONS:
+def calibrated_error(trials: Iterable[FrozenTrial], prompts: Collection[str]) -> float:
+    """How far, in log speedup, a measured configuration may lie above what was foretold of it, on the same prompts."""
+    trials = list(trials)
+    foretold = {configuration(trial): trial.user_attrs[PREDICTED] for trial in trials if trial.user_attrs.get(PREDICTED)}
+    measured = standings(trials)
+    errors = [math.log(measured[config].speedup_on(prompts) / foretold[config]) for config in foretold]
+    if len(errors) < _LEAST_CONFIGURATIONS:
         return _FIRST_ERROR
-    errors = list(found.values())
     return max(_LEAST_ERROR, float(np.mean(errors) + _DEVIATIONS * np.std(errors, ddof=1)))

@@ -65,14 +65,9 @@ class ScanOracle:
         self._scans: dict[SkipMask, Scan] = {}
 
     @property
-    def scanned(self) -> int:
-        """How many masks were scanned whole so far."""
-        return len(self._counts)
-
-    @property
     def scan_seconds(self) -> float | None:
         """What scanning a mask whole took on average, earlier runs included; None before any was."""
-        found = [self._counts[text]["seconds"] for text in self._counts if "seconds" in self._counts[text]]
+        found = [self._counts[text]["seconds"] for text in self._counts]
         return statistics.fmean(found) if found else None
 
     @property
@@ -84,6 +79,11 @@ class ScanOracle:
     def layers(self) -> int:
         """The target's."""
         return self._scanner.target.layers
+
+    @property
+    def prompts(self) -> frozenset[str]:
+        """Those that have a continuation to scan."""
+        return frozenset(passage.prompt_id for passage in self._scanner.passages)
 
     @property
     def profile(self) -> CostProfile:
@@ -104,7 +104,7 @@ class ScanOracle:
         return [self._best(mask) for mask in masks]
 
     def foretells(self, config: SpeculativeConfig) -> bool:
-        """Prompt lookups whose verification was timed, and chains of layer skipping up to the depth of scans."""
+        """Prompt lookups whose verification was timed, and layer skipping up to the depth and the siblings of scans."""
         longest = {"prompt_lookup": self._profile.longest, "layer_skip": min(self._scanner.depth, self._profile.longest)}
         if config.kind == "layer_skip" and not (self.knows(config) and config.siblings <= self._scanner.runners):
             return False
@@ -215,7 +215,7 @@ class ScanOracle:
 
     def _portions(self, masks: list[SkipMask]) -> Iterator[list[SkipMask]]:
         """Masks that are scanned together: several where passes have room for many rows, which a CPU gains nothing by."""
-        at_once = max(1, self._scanner.max_rows // _ROWS)
+        at_once = masks_at_once(self._scanner.max_rows)
         for first in range(0, len(masks), at_once):
             yield masks[first : first + at_once]
 
@@ -241,6 +241,11 @@ class ScanOracle:
             "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, bridge=bridge, draft_head=head
         )
         return Prediction(config, speedup, float(self._counts[mask.format()]["agreement"]))
+
+
+def masks_at_once(rows: int) -> int:
+    """How many masks are scanned together in passes of so many rows."""
+    return max(1, rows // _ROWS)
 
 
 def _sum(parts: Iterable[Counts]) -> Counts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,7 +76,12 @@ class SimulatedBench:
         return True
 
     def compare(
-        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+        self,
+        configs: Mapping[str, SpeculativeConfig],
+        prompts: PromptSet,
+        repeats: int,
+        seed: int,
+        without: Collection[str] = (),
     ) -> Iterator[dict[str, Sample]]:
         """Decode with each, in an order drawn anew for every prompt.
 
@@ -87,10 +92,10 @@ class SimulatedBench:
         order = random.Random(seed)
         for repeat in range(repeats):
             for item in prompts:
-                names = list(entries)
+                names = [name for name in entries if name not in without]
                 order.shuffle(names)
                 row = {name: self._decode(item, entries[name]) for name in names}
-                yield {name: replace(row[name], lossless=Losslessness(int(not repeat))) for name in entries}
+                yield {name: replace(row[name], lossless=Losslessness(int(not repeat))) for name in entries if name in row}
 
     def _decode(self, item: PromptItem, config: SpeculativeConfig) -> Sample:
         work = self.landscape.work(item)
@@ -176,6 +181,11 @@ class SimulatedOracle:
     def layers(self) -> int:
         """The landscape's."""
         return self._landscape.layers
+
+    @property
+    def prompts(self) -> frozenset[str]:
+        """Those whose texts lookups are replayed on."""
+        return frozenset(item.id for item in self._prompts)
 
     @property
     def profile(self) -> CostProfile:

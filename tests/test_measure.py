@@ -115,6 +115,17 @@ def test_a_drafter_that_damages_the_targets_cache_is_caught(tiny_target: Target)
     assert _verdicts(rows) == {"plain": {"exact"}, "vandal": {"different"}}
 
 
+def test_who_leaves_decodes_no_more(tiny_target: Target) -> None:
+    ward, gone = Ward(tiny_target), set[str]()
+    contenders = ward.contenders(a=list, b=list, c=list)
+    names = []
+    for row in interleave(tiny_target, PROMPTS, contenders, TASK, without=gone):
+        names.append(set(row))
+        gone.add("b")
+    assert names == [{"a", "b", "c"}, *[{"a", "c"}] * (len(PROMPTS) - 1)]
+    assert sum(name == "b" for name, _, _ in ward.log) == 2  # the warm-up is one of them
+
+
 def test_all_contenders_decode_every_prompt_in_a_random_order(tiny_target: Target) -> None:
     ward, names = Ward(tiny_target), ("a", "b", "c")
     rows = list(interleave(tiny_target, PROMPTS, ward.contenders(**dict.fromkeys(names, list)), TASK, repeats=2))

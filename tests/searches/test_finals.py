@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import optuna
@@ -105,13 +105,46 @@ def test_looks_become_rarer_as_prompts_add_up(monkeypatch: pytest.MonkeyPatch) -
     assert list(dict.fromkeys(looks)) == [12, 18, 24, 30, 42, 54, 70, 88, 112, 140]
 
 
+def test_who_learns_goes_on_learning_over_all_prompts() -> None:
+    """One comparison for all held-out prompts, which whoever is far behind leaves."""
+    compared: list[list[str]] = []
+
+    class Watched(Known):
+        def compare(
+            self,
+            configs: Mapping[str, SpeculativeConfig],
+            prompts: PromptSet,
+            repeats: int,
+            seed: int,
+            without: Collection[str] = (),
+        ) -> Iterator[dict[str, Sample]]:
+            compared.append([item.id for item in prompts])
+            return super().compare(configs, prompts, repeats, seed, without)
+
+    fast, slow = _lookup(4), _lookup(6)
+    bench = Watched({fast: 1.5, slow: 1.2})
+    many = PromptSet.of([f"held-out {i}" for i in range(30)])
+    study = run_known(bench, fast, slow)
+    compared.clear()
+    bench.asked.clear()
+    finals = measure_finals(study, bench, many, MeasureSettings(finalists=2), 0)
+    assert compared == [[item.id for item in many]]
+    assert finals.winner.config == fast
+    assert [sum(config == asked for asked, _ in bench.asked) for config in (fast, slow)] == [30, 12]
+
+
 class _Changing(Known):
     """What is lossy changes every output."""
 
     def compare(
-        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+        self,
+        configs: Mapping[str, SpeculativeConfig],
+        prompts: PromptSet,
+        repeats: int,
+        seed: int,
+        without: Collection[str] = (),
     ) -> Iterator[dict[str, Sample]]:
-        for row in super().compare(configs, prompts, repeats, seed):
+        for row in super().compare(configs, prompts, repeats, seed, without):
             changed = Losslessness(1, (Divergence("x", 1, 9.0, 0.0),))
             lossy = {name: row[name].judged(changed) for name, config in configs.items() if not config.lossless}
             yield row | lossy

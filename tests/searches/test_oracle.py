@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
 from layerskip.costs import CostProfile
 from layerskip.measure import measure
 from layerskip.passages import continue_prompts
-from layerskip.scan import Scanner
+from layerskip.scan import Scan, Scanner
 from searches.foresight import ScanSettings, foresee
 from searches.kept import Kept
 from searches.oracle import Choices
@@ -120,6 +122,31 @@ def test_continuations_and_costs_are_shared_between_studies(tiny_target: Target,
     assert first.profile == second.profile
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")} == files
     assert len(files) == len(PROMPTS) + 1
+
+
+@pytest.mark.parametrize("most", [100, 4])
+def test_passes_are_as_long_as_memory_allows(
+    most: int, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scan = Scanner.scan
+
+    def scarce(self: Scanner, masks: Sequence[SkipMask], *args: Any, **options: Any) -> list[Scan]:
+        if self.max_rows > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return scan(self, masks, *args, **options)
+
+    monkeypatch.setattr(Scanner, "scan", scarce)
+    space = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0)
+    settings = ScanSettings(profile_repeats=2)
+    oracle = foresee(tiny_target, PROMPTS, Sampling(), 6, space, settings, tmp_path, tmp_path, 0)
+    said = capsys.readouterr().out
+    assert "out of memory with scan.max_rows=256; 128 are tried" in said
+    if most == 100:
+        assert oracle is not None and oracle.max_rows == 64
+        assert oracle.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
+    else:
+        assert oracle is None
+        assert "scan.max_rows=16; every trial is run" in said
 
 
 def test_a_model_that_cannot_be_scanned_is_searched_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

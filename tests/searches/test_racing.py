@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import optuna
@@ -22,7 +22,7 @@ from searches.standings import Standing, configuration, ranking
 from searches.study import StudySettings, finished, run_trials
 
 PROMPTS = PromptSet.of([f"prompt {i}" for i in range(8)])
-SETTINGS = MeasureSettings(prompts=3, survivor_prompts=5)
+SETTINGS = MeasureSettings(prompts=3, survivor_prompts=5, survivor_repeats=0)
 
 
 def _lookup(length: int) -> SpeculativeConfig:
@@ -41,7 +41,12 @@ class Known:
     exact: bool = True
 
     def compare(
-        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+        self,
+        configs: Mapping[str, SpeculativeConfig],
+        prompts: PromptSet,
+        repeats: int,
+        seed: int,
+        without: Collection[str] = (),
     ) -> Iterator[dict[str, Sample]]:
         for _ in range(repeats):
             for item in prompts:
@@ -49,6 +54,8 @@ class Known:
                 self.calls += 1
                 row = {BASELINE: self._sample(item.id, pace)}
                 for name, config in configs.items():
+                    if name in without:
+                        continue
                     self.asked.append((config, item.id))
                     row[name] = self._sample(item.id, pace / self.speedups.get(config, 1.0))
                 yield row
@@ -76,6 +83,29 @@ def test_only_who_is_level_with_the_best_gets_more_prompts() -> None:
     assert counts == {fast: 5, slow: 3, close: 5}
 
 
+def test_who_still_is_level_then_is_measured_again() -> None:
+    fast, once = _lookup(4), _lookup(5)
+
+    class Uneven(Known):
+        """One of the two is level on the first prompts alone."""
+
+        def compare(
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
+        ) -> Iterator[dict[str, Sample]]:
+            for number, item in enumerate(prompts):
+                self.speedups = {fast: 1.5, once: 1.5 if number < 3 else 1.2}
+                yield from super().compare(configs, PromptSet((item,)), repeats, seed)
+
+    bench = Uneven({})
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for config in (fast, once):
+        study.enqueue_trial(space.params(config))
+    objective = Objective(bench, space, PROMPTS, MeasureSettings(prompts=3, survivor_prompts=5), seed=0)
+    run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None)
+    assert [sum(config == asked for asked, _ in bench.asked) for config in (fast, once)] == [10, 5]
+
+
 def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
     config = _lookup(4)
     # Three trials of five prompts teach the pace; in the fourth the machine stumbles once.
@@ -93,7 +123,7 @@ def test_the_leader_is_challenged_and_its_luck_pooled() -> None:
 
     class Lucky(Known):
         def compare(
-            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
         ) -> Iterator[dict[str, Sample]]:
             first = not any(config == lucky for config, _ in self.asked)
             self.speedups = {solid: 1.4, lucky: 1.6 if first or len(self.asked) < 5 else 1.0}
@@ -130,11 +160,28 @@ def test_what_does_not_lead_is_not_measured_a_third_time() -> None:
     assert len([config for config, _ in bench.asked if config == slow]) == 6
 
 
+def test_what_was_ruled_out_once_is_judged_again() -> None:
+    """A sampler repeats itself; what it repeats is not decoded for that."""
+
+    class Gloomy:
+        def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement:
+            return Judgement(0.5, 0.6, 1.0)
+
+    bench, space = Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for _ in range(3):
+        study.enqueue_trial(space.params(_lookup(4)))
+    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, prior=Gloomy())  # type: ignore[arg-type]
+    run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
+    assert [trial.state for trial in finished(study)] == [TrialState.PRUNED] * 3
+    assert not bench.asked
+
+
 def test_a_leader_is_measured_whatever_was_foretold_of_it() -> None:
     """The fastest of many trials is likely to be faster than foretold; it must not block the study."""
 
     class Gloomy:
-        def judge(self, study: optuna.Study, config: SpeculativeConfig, prompts: object = None) -> Judgement:
+        def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement:
             return Judgement(0.5, 0.6, 1.0 if not finished(study) else 1.5)
 
     fast = _lookup(4)
@@ -181,7 +228,7 @@ def test_who_is_behind_on_the_first_prompts_is_not_stopped_where_one_of_them_mak
 
     class Uneven(Known):
         def compare(
-            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
         ) -> Iterator[dict[str, Sample]]:
             for item in prompts:
                 self.speedups = {lucky: paces[item], steady: 1.3, slow: 1.0}
