@@ -126,21 +126,24 @@ def _scanner(
     """A scanner with as many rows per pass as there is memory for; None, said in a line, where there is for none."""
     while True:
         try:
-            scanner = Scanner(target, passages, sampling, depth, rows, siblings)
-            scanner.check()
-            # A whole pass of as many rows as any will have; what skips the first layer takes nothing over from the target.
-            scanner.scan([SkipMask.of(target.layers, {0}, set())] * masks_at_once(rows), depth=1)
-            return scanner
+            return _checked(Scanner(target, passages, sampling, depth, rows, siblings))
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-        scanner = None
         release()
         fewer = rows // 2 if rows > _LEAST_ROWS else 0
         print(f"scan: out of memory with scan.max_rows={rows}; {f'{fewer} are tried' if fewer else 'every trial is run'}")
         if not fewer:
             return None
         rows = fewer
+
+
+def _checked(scanner: Scanner) -> Scanner:
+    """A scanner that sees what decoding does, and whose longest passes fit."""
+    scanner.check()
+    # What skips the first layer takes nothing over from the target.
+    scanner.scan([SkipMask.of(scanner.target.layers, {0}, set())] * masks_at_once(scanner.max_rows), depth=1)
+    return scanner
 
 
 def scanned_stops(space: SearchSpace, thresholds: Sequence[float]) -> tuple[StopRule, ...]:
