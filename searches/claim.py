@@ -4,7 +4,11 @@ A configuration that drafts claims to change no output, to be faster than plain 
 says, if it has any. All three have to hold for ``confirmed``. ``refuted`` is kept for what no noise explains: an output that
 changed, an interval wholly below plain decoding, a claim further out of the interval's reach than machines differ from day
 to day, evidence that contradicts itself. In between lies ``weaker``; an interval that still has 1 inside when the budget
-ends is there too, since it speaks neither for nor against the claim.
+ends is there too, since it speaks neither for nor against the claim. So is a claim out of reach that is of other prompts, as
+kinds of work differ further than machines do.
+
+A lossy configuration does not claim to keep the output, so it is ``weaker`` at best, whatever its output was here. A changed
+one refutes it only where its evidence says that on these prompts it was kept.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from layerskip import Measurement
+from layerskip import Export, Measurement, PromptSet
 from layerskip.measurement import CONFIDENCE
 
 from .application import InputError
@@ -66,6 +70,47 @@ class Speedup:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """What an export says of itself.
+
+    Args:
+        speedup: None claims no more than being faster than plain decoding.
+        tokens_per_round: of its evidence; None where it says nothing. A round takes no less time than a step of plain
+            decoding, so no claim can be above it.
+        lossy: whether its rule of acceptance may change the output.
+        kept: whether its evidence says that the output was kept all the same.
+        elsewhere: whether its evidence is of other held-out prompts than those that are measured now.
+    """
+
+    speedup: Speedup | None = None
+    tokens_per_round: float | None = None
+    lossy: bool = False
+    kept: bool = False
+    elsewhere: bool = False
+
+    @classmethod
+    def of(cls, export: Export, held_out: PromptSet, prompts: PromptSet) -> Claim:
+        """An export's, where some of these held-out prompts are measured now.
+
+        Evidence of all of them, or of as many as it says that it took, is of the same work, whichever part is measured;
+        evidence that does not say which it is of is taken to be.
+
+        Raises:
+            InputError: as :meth:`Speedup.claimed`.
+        """
+        said = export.evidence
+        rate, output, named, count = (said.get(n) for n in ("tokens_per_round", "losslessness", "prompts_digest", "prompts"))
+        same = [held_out, prompts, *([held_out.take(count)] if type(count) is int else [])]
+        return cls(
+            Speedup.claimed(said),
+            float(rate) if isinstance(rate, (int, float)) and not isinstance(rate, bool) else None,
+            lossy=not export.config.lossless,
+            kept=isinstance(output, Mapping) and output.get("verdict") in ("exact", "near_tie"),
+            elsewhere=named is not None and named not in [part.digest for part in same],
+        )
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What became of a claim.
 
@@ -80,52 +125,54 @@ class Verdict:
     clear: bool = True
 
 
-def judge(
-    claim: Speedup | None, found: Speedup, losslessness: str, tolerance: float, tokens_per_round: float | None = None
-) -> Verdict:
+def judge(claim: Claim, found: Speedup, losslessness: str, tolerance: float) -> Verdict:
     """Compare a claim with a new measurement.
 
     Args:
-        claim: None claims no more than being faster than plain decoding.
+        claim: what its export says.
         found: what was measured now.
         losslessness: its verdict, as in :class:`layerskip.lossless.Losslessness`.
         tolerance: the share of a claim that machines may differ by from day to day, in [0, 1).
-        tokens_per_round: what the claim's evidence says of it; None where it says nothing. A round takes no less time than
-            a step of plain decoding, so no claim can be above it.
     """
-    if losslessness == "different":
+    said, per_round = claim.speedup, claim.tokens_per_round
+    if losslessness == "different" and (not claim.lossy or (claim.kept and not claim.elsewhere)):
         return Verdict("refuted", "the output is not that of plain decoding.")
-    if losslessness not in ("exact", "near_tie"):
+    if losslessness not in ("exact", "near_tie", "different"):
         return Verdict("weaker", "no output was compared with that of plain decoding.", clear=False)
-    if claim is not None and not claim.consistent:
-        return Verdict("refuted", f"the evidence contradicts itself: {claim} is a speedup outside its own interval.")
-    if claim is not None and tokens_per_round is not None and claim.value > _MOST_PER_TOKEN * tokens_per_round:
+    if said is not None and not said.consistent:
+        return Verdict("refuted", f"the evidence contradicts itself: {said} is a speedup outside its own interval.")
+    if said is not None and per_round is not None and said.value > _MOST_PER_TOKEN * per_round:
         return Verdict(
             "refuted",
-            f"the evidence contradicts itself: {claim.value:.2f} x with {tokens_per_round:.2f} tokens per round, each of "
+            f"the evidence contradicts itself: {said.value:.2f} x with {per_round:.2f} tokens per round, each of "
             "which verifies at least one.",
         )
     measured = f"measured {found}"
+    if claim.elsewhere:
+        measured += " on other prompts than the evidence's (prompts= chooses them)"
     if found.high < 1:
         return Verdict("refuted", f"slower than plain decoding: {measured}.")
-    if claim is not None and found.high < claim.low * (1 - tolerance):
-        return Verdict("refuted", f"the claim is out of reach: {measured}, claimed {claim}.")
+    if said is not None and found.high < said.low * (1 - tolerance) and not claim.elsewhere:
+        return Verdict("refuted", f"the claim is out of reach: {measured}, claimed {said}.")
     if found.low <= 1:
         return Verdict("weaker", f"it cannot be told from plain decoding: {measured}.", clear=False)
-    if claim is None:
+    if claim.lossy:
+        output = losslessness.replace("_", "-")
+        return Verdict("weaker", f"faster than plain decoding, but lossy (the output here: {output}): {measured}.")
+    if said is None:
         return Verdict("confirmed", f"faster than plain decoding, as claimed: {measured}.")
-    if found.high < claim.low:
-        return Verdict("weaker", f"faster than plain decoding, but less than claimed: {measured}, claimed {claim}.")
-    if found.value < claim.value * (1 - tolerance):
+    if found.high < said.low:
+        return Verdict("weaker", f"faster than plain decoding, but less than claimed: {measured}, claimed {said}.")
+    if found.value < said.value * (1 - tolerance):
         # Few or mixed prompts make intervals so wide that they reach nearly any claim.
         reason = f"faster than plain decoding, but short of the claim by more than {tolerance:.0%}"
-        return Verdict("weaker", f"{reason}: {measured}, claimed {claim}.", clear=False)
-    return Verdict("confirmed", f"{measured}, claimed {claim}.")
+        return Verdict("weaker", f"{reason}: {measured}, claimed {said}.", clear=False)
+    return Verdict("confirmed", f"{measured}, claimed {said}.")
 
 
 def judge_plain(claim: Speedup | None) -> Verdict:
     """The verdict on an export without drafting: there is nothing to measure, plain decoding is what it is compared with."""
-    if claim is not None and not (claim.consistent and claim.low <= 1 + _ROUNDING and claim.high >= 1 - _ROUNDING):
+    if claim is not None and not (claim.consistent and abs(claim.value - 1) <= _ROUNDING):  # so its interval has 1 inside
         return Verdict("refuted", f"the evidence contradicts itself: plain decoding at {claim} times its own speed.")
     return Verdict("confirmed", "no drafting is plain decoding itself: its output cannot differ, nothing is measured.")
 

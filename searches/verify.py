@@ -2,7 +2,7 @@
 
 The export's configuration and plain decoding take turns on held-out prompts, repeat by repeat, until the verdict is clear or
 the budget is spent; see :mod:`searches.claim` for what decides. The exit code is the verdict: 0 confirmed, 1 refuted,
-3 weaker.
+3 weaker. A lossy export is refused unless ``allow_lossy=true``, and is weaker at best.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from layerskip.measurement import Sample
 
 from .application import INTERRUPTED, InputError, check_whole, run
 from .bench import BASELINE, Bench, ModelBench
-from .claim import Speedup, Verdict, judge, judge_plain
+from .claim import Claim, Speedup, Verdict, judge, judge_plain
 from .finals import LEAST_PROMPTS
 from .objective import check_seed
 
@@ -77,15 +77,21 @@ def verify(config: DictConfig) -> None:
         SystemExit: the export was not confirmed, or measuring was interrupted; the code says which.
     """
     check_seed(config.seed)
+    if type(config.allow_lossy) is not bool:
+        raise InputError(f"allow_lossy: {config.allow_lossy!r} is neither true nor false")
     settings = VerifySettings(**config.measure)
     if OmegaConf.is_missing(config, "export"):
         raise InputError("export: is missing; name the file, as in python -m searches.verify best.json")
     path = str(config.export)
     export = Export.load(path)
-    claim = Speedup.claimed(export.evidence)
+    if not (export.config.lossless or config.allow_lossy):
+        rule = export.config.accept.kind
+        raise InputError(f"config.accept: {rule} may change the output (in {path}); allow_lossy=true measures it, too")
     max_new_tokens = settings.asked_like(export.evidence)
     all_prompts: PromptSet = instantiate(config.prompts)
-    prompts = all_prompts.split()[1].take(settings.held_out_prompts)
+    held_out = all_prompts.split()[1]
+    prompts = held_out.take(settings.held_out_prompts)
+    claim = Claim.of(export, held_out, prompts)
     if len(prompts) < LEAST_PROMPTS:
         raise InputError(f"prompts: {len(prompts)} held-out prompts say next to nothing; {LEAST_PROMPTS} are the least")
     target = _load(config.target, export)
@@ -94,7 +100,7 @@ def verify(config: DictConfig) -> None:
         target.encode(item.messages())  # a chat template that refuses one shall do so now
     rows: list[Mapping[str, Sample]] = []
     if export.config.kind == "none":
-        verdict = judge_plain(claim)
+        verdict = judge_plain(claim.speedup)
     else:
         bench = ModelBench(target, export.sampling, max_new_tokens)
         try:
@@ -102,10 +108,7 @@ def verify(config: DictConfig) -> None:
                 f"measuring {export.config.label()} on {len(prompts)} prompts, at most {settings.most_repeats} x", flush=True
             )
             with tqdm(total=len(prompts) * settings.most_repeats, unit="prompt", disable=None) as bar:
-                per_round = _tokens_per_round(export)
-                verdict = measure_claim(
-                    bench, export.config, claim, prompts, settings, config.seed, rows, bar.update, per_round
-                )
+                verdict = measure_claim(bench, export.config, claim, prompts, settings, config.seed, rows, bar.update)
         except KeyboardInterrupt:
             if rows:
                 print("\n".join(table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.most_repeats)))
@@ -126,7 +129,7 @@ def verify(config: DictConfig) -> None:
         "export": path,
         "config": export.config.to_dict(),
         "sampling": export.sampling.to_dict(),
-        "claimed": dataclasses.asdict(claim) if claim is not None else None,
+        "claimed": dataclasses.asdict(claim.speedup) if claim.speedup is not None else None,
         "measured": measurement.to_dict() if measurement is not None else None,
         "tolerance": settings.tolerance,
         "repeats": len(rows) // len(prompts),
@@ -162,21 +165,15 @@ def _load(fields: DictConfig, export: Export) -> Target:
     )
 
 
-def _tokens_per_round(export: Export) -> float | None:
-    value = export.evidence.get("tokens_per_round")
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
 def measure_claim(
     bench: Bench,
     config: SpeculativeConfig,
-    claim: Speedup | None,
+    claim: Claim,
     prompts: PromptSet,
     settings: VerifySettings,
     seed: int,
     rows: list[Mapping[str, Sample]],
     on_prompt: Callable[[], object] = lambda: None,
-    tokens_per_round: float | None = None,
 ) -> Verdict:
     """Measure a configuration against plain decoding until what was claimed of it can be judged, or the budget is spent.
 
@@ -189,7 +186,6 @@ def measure_claim(
         seed: of orders and draws.
         rows: takes the samples, prompt by prompt, so that an interruption leaves them there.
         on_prompt: called after every prompt, for a progress bar.
-        tokens_per_round: of the claim's evidence.
     """
     for row in bench.compare({_CANDIDATE: config}, prompts, settings.most_repeats, seed):
         rows.append(row)
@@ -197,8 +193,7 @@ def measure_claim(
         if len(rows) % len(prompts) == 0:
             measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
             found = Speedup.measured(measurement, settings.most_repeats)
-            output = measurement.lossless.verdict if config.lossless else "exact"  # what never meant to keep it may not
-            verdict = judge(claim, found, output, settings.tolerance, tokens_per_round)
+            verdict = judge(claim, found, measurement.lossless.verdict, settings.tolerance)
             if verdict.clear:
                 break
     return verdict

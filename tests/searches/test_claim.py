@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from layerskip import Export, PromptSet
 from searches.application import InputError
-from searches.claim import Speedup, judge, judge_plain
+from searches.claim import Claim, Speedup, judge, judge_plain
 
+RECORDS = Path(__file__).parents[2] / "notebooks" / "records"
 CLAIM = Speedup(1.5, 1.4, 1.6)
 TOLERANCE = 0.2  # 1.2 is the least that the claim's value, 1.12 that its lower end may come down to
 
@@ -44,14 +50,79 @@ TOLERANCE = 0.2  # 1.2 is the least that the claim's value, 1.12 that its lower 
     ],
 )
 def test_a_claim_is_judged(claim: Speedup | None, found: Speedup, losslessness: str, name: str, clear: bool) -> None:
-    verdict = judge(claim, found, losslessness, TOLERANCE)
+    verdict = judge(Claim(claim), found, losslessness, TOLERANCE)
     assert (verdict.name, verdict.clear) == (name, clear), verdict.reason
 
 
 def test_the_tolerance_divides_weaker_from_refuted() -> None:
     found = Speedup(1.3, 1.2, 1.35)
-    assert judge(CLAIM, found, "exact", 0.0).name == "refuted"
-    assert judge(CLAIM, found, "exact", 0.1).name == "weaker"
+    assert judge(Claim(CLAIM), found, "exact", 0.0).name == "refuted"
+    assert judge(Claim(CLAIM), found, "exact", 0.1).name == "weaker"
+
+
+@pytest.mark.parametrize(
+    ("claim", "found", "losslessness", "name", "clear"),
+    [
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "exact", "confirmed", True, id="as fast as claimed"),
+        pytest.param(CLAIM, Speedup(1.08, 1.05, 1.11), "exact", "weaker", True, id="the claim out of reach"),
+        pytest.param(CLAIM, Speedup(1.0, 0.9, 1.11), "exact", "weaker", False, id="a tie, the claim out of reach"),
+        pytest.param(Speedup(4.0, 3.5, 4.6), Speedup(1.5, 1.3, 1.8), "exact", "weaker", True, id="doctored"),
+        pytest.param(CLAIM, Speedup(0.9, 0.8, 0.99), "exact", "refuted", True, id="slower than plain decoding"),
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "different", "refuted", True, id="the output changed"),
+        pytest.param(Speedup(3.0, 1.4, 1.6), Speedup(1.5, 1.4, 1.6), "exact", "refuted", True, id="outside its interval"),
+        pytest.param(Speedup(6.0, 5.0, 7.0), Speedup(1.5, 1.4, 1.6), "exact", "refuted", True, id="more than its rounds"),
+    ],
+)
+def test_a_claim_of_other_prompts_is_refuted_only_by_what_holds_on_any(
+    claim: Speedup, found: Speedup, losslessness: str, name: str, clear: bool
+) -> None:
+    verdict = judge(Claim(claim, tokens_per_round=4.0, elsewhere=True), found, losslessness, TOLERANCE)
+    assert (verdict.name, verdict.clear) == (name, clear), verdict.reason
+    assert name == "refuted" or ("other prompts" in verdict.reason and "prompts=" in verdict.reason)
+
+
+@pytest.mark.parametrize(
+    ("claim", "found", "losslessness", "name"),
+    [
+        pytest.param(Claim(CLAIM), Speedup(1.5, 1.4, 1.6), "different", "weaker", id="changed, as it may"),
+        pytest.param(Claim(), Speedup(1.5, 1.4, 1.6), "different", "weaker", id="no figures claimed"),
+        pytest.param(Claim(CLAIM), Speedup(1.5, 1.4, 1.6), "exact", "weaker", id="kept, for all it promises"),
+        pytest.param(Claim(CLAIM, kept=True), Speedup(1.5, 1.4, 1.6), "near_tie", "weaker", id="kept, as its evidence says"),
+        pytest.param(Claim(CLAIM, kept=True), Speedup(1.5, 1.4, 1.6), "different", "refuted", id="not as its evidence says"),
+        pytest.param(
+            Claim(CLAIM, kept=True, elsewhere=True), Speedup(1.5, 1.4, 1.6), "different", "weaker", id="kept elsewhere"
+        ),
+        pytest.param(Claim(CLAIM), Speedup(0.9, 0.8, 0.99), "different", "refuted", id="slower than plain decoding"),
+        pytest.param(Claim(CLAIM), Speedup(1.08, 1.05, 1.11), "different", "refuted", id="the claim out of reach"),
+    ],
+)
+def test_a_lossy_claim_is_never_confirmed(claim: Claim, found: Speedup, losslessness: str, name: str) -> None:
+    verdict = judge(replace(claim, lossy=True), found, losslessness, TOLERANCE)
+    assert verdict.name == name, verdict.reason
+    assert name == "refuted" or "lossy" in verdict.reason
+
+
+def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompts() -> None:
+    export = Export.load(RECORDS / "best-smollm2-2-cores.json")
+    measured = json.loads((RECORDS / "verify-doctored-smollm2-2-cores.json").read_text(encoding="utf-8"))["measured"]
+    found = Speedup(*(measured[name] for name in ("speedup", "speedup_low", "speedup_high")))
+    held_out = PromptSet.packaged().split()[1]
+    doctored = {"speedup": 4.0, "speedup_low": 3.5, "speedup_high": 4.6, "tokens_per_round": 5.0}
+
+    def verdict(decoded: PromptSet, **said: object) -> str:
+        claim = Claim.of(replace(export, evidence={**export.evidence, **said}), held_out, decoded)
+        return judge(claim, found, measured["losslessness"]["verdict"], TOLERANCE).name
+
+    assert verdict(held_out) == "confirmed"
+    assert verdict(held_out, **doctored) == "refuted"
+    assert verdict(held_out.take(6), **doctored) == "refuted"  # a part of the same work
+    assert verdict(held_out.take(6), **doctored, prompts=None) == "refuted"
+    assert verdict(held_out, **doctored, prompts_digest=held_out.take(12).digest, prompts=12) == "refuted"
+    assert verdict(held_out.take(6), **doctored, prompts_digest=held_out.take(6).digest, prompts=None) == "refuted"
+    assert verdict(held_out, **doctored, prompts_digest=None) == "refuted"  # which it is of, nobody knows
+    for other in ("0" * 64, "", 7, ["a"], PromptSet.packaged().split()[0].digest):
+        assert verdict(held_out, **doctored, prompts_digest=other) == "weaker"
+        assert verdict(held_out, **doctored | {"tokens_per_round": 1.8}, prompts_digest=other) == "refuted"
 
 
 @pytest.mark.parametrize(
@@ -63,6 +134,10 @@ def test_the_tolerance_divides_weaker_from_refuted() -> None:
         (Speedup(3.0, 2.8, 3.2), "refuted"),
         (Speedup(0.5, 0.4, 0.6), "refuted"),
         (Speedup(3.0, 1.0, 1.0), "refuted"),
+        (Speedup(2.0, 0.9, 2.0), "refuted"),
+        (Speedup(0.95, 0.9, 1.1), "refuted"),
+        (Speedup(1.0, 1.2, 1.4), "refuted"),
+        (Speedup(1.0000001, 0.9, 1.1), "confirmed"),
     ],
 )
 def test_plain_decoding_is_as_fast_as_itself(claim: Speedup | None, name: str) -> None:

@@ -22,7 +22,7 @@ from layerskip.measurement import Sample
 from layerskip.stats import DecodeStats
 from searches.application import run
 from searches.bench import BASELINE, ModelBench
-from searches.claim import Speedup, Verdict
+from searches.claim import Claim, Speedup, Verdict
 from searches.verify import VerifySettings, command_line, differences, measure_claim, verify
 from tests.searches.programs import execute
 from tests.tiny import save_tiny
@@ -253,7 +253,7 @@ def test_a_changed_output_is_refuted_at_once() -> None:
 def _measured(bench: _Bench, claim: Speedup | None) -> tuple[Verdict, list[Mapping[str, Sample]]]:
     prompts = PromptSet.of([f"prompt {i}" for i in range(8)])
     rows: list[Mapping[str, Sample]] = []
-    return measure_claim(bench, LOOKUP, claim, prompts, VerifySettings(), 0, rows), rows
+    return measure_claim(bench, LOOKUP, Claim(claim), prompts, VerifySettings(), 0, rows), rows
 
 
 def test_every_difference_is_named(tiny_target: Target) -> None:
