@@ -1,0 +1,112 @@
+"""Does a profile find out what everything takes? By a clock that goes on by what each part is said to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from layerskip import Target, profiling
+from layerskip.anatomy import anatomy
+from layerskip.bridge import Bridge
+from layerskip.costs import CostProfile
+from layerskip.profiling import profile_costs
+from tests.families import build
+
+LONGEST = 4
+WINDOWS = ("sliding_attention", "sliding_attention", "full_attention")
+VOCABULARY = 100  # no layer but the output layer is as wide, nor as a quarter of it
+PASS, TOKEN, ROW = 7.0, 0.02, 0.5  # the output layer's, for each token of the vocabulary, for each row
+BLOCK, ROUND, CONFIDENCE = 1.0, 4.0, 0.25
+BRIDGE, NUMBER = 2.0, 1e-3
+
+
+class Clock:
+    """Goes on by what parts are said to take, whatever they do take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch, self.seconds = monkeypatch, 0.0
+        monkeypatch.setattr(profiling, "now", lambda device: self.seconds)
+
+    def charge(self, holder: Any, name: str, price: Callable[..., float]) -> None:
+        """Let every call of a function take what ``price`` makes of its arguments."""
+        original = getattr(holder, name)
+
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            self.seconds += price(*args)
+            return original(*args, **kwargs)
+
+        self._monkeypatch.setattr(holder, name, charged)
+
+
+def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[float, ...], **changes: Any) -> Target:
+    """A target whose parts take what they are said to.
+
+    Views copy the price of a sub-layer with it, and have the forward that is charged from its class; where they skip it,
+    they have another one.
+    """
+    model = build(family, vocab_size=VOCABULARY, **changes)
+    found = anatomy(model)
+    classes = set()
+    for index, block in enumerate(found.blocks):
+        layer = model.get_submodule(f"{found.path}.{index}")
+        parts = layer, layer.get_submodule(block.attention[0]), layer.get_submodule(block.mlp[0])
+        for module, price in zip(parts, (BLOCK, attention[index], mlp[index]), strict=True):
+            module.price = price
+            classes.add(type(module))
+    for each in classes:
+        clock.charge(each, "forward", lambda module, *_: getattr(module, "price", 0.0))
+    clock.charge(nn.Linear, "forward", _output_price)
+    clock.charge(Bridge, "forward", lambda bridge, _: BRIDGE + NUMBER * bridge.shape.numbers / bridge.shape.spans)
+    clock.charge(profiling, "draft_chain", lambda *_: ROUND)
+    clock.charge(profiling, "confidence", lambda _: CONFIDENCE)
+    return Target(model)
+
+
+def _output_price(layer: nn.Linear, rows: Tensor) -> float:
+    wide = layer.out_features in (VOCABULARY, VOCABULARY // profiling._NARROW)
+    return PASS + TOKEN * layer.out_features + ROW * rows.shape[-2] if wide else 0.0
+
+
+def _assert_alike(found: CostProfile, expected: CostProfile) -> None:
+    for name, value in asdict(expected).items():
+        assert getattr(found, name) == pytest.approx(value, abs=1e-8), name
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "mlp", "changes"),
+    [
+        ("llama", (3.0,) * 4, (5.0,) * 4, {}),
+        ("gemma3_text", (3.0, 3.0, 4.5, 3.0), (5.0,) * 4, {"layer_types": WINDOWS}),
+        ("deepseek_v3", (3.0,) * 4, (6.0, 5.0, 5.0, 5.0), {}),  # a dense MLP before mixtures of experts
+    ],
+    ids=["alike", "two attentions", "two MLPs"],
+)
+def test_every_part_takes_what_the_clock_says(
+    family: str,
+    attention: tuple[float, ...],
+    mlp: tuple[float, ...],
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = _priced(Clock(monkeypatch), family, attention, mlp, **changes)
+    plain = len(attention) * BLOCK + sum(attention) + sum(mlp) + PASS + TOKEN * VOCABULARY
+    expected = CostProfile(
+        context=12,
+        head_seconds=PASS + TOKEN * VOCABULARY + ROW,
+        block_seconds=BLOCK,
+        attention_seconds=attention,
+        mlp_seconds=mlp,
+        confidence_seconds=CONFIDENCE,
+        round_seconds=ROUND,
+        verify_seconds=tuple(plain + ROW * (1 + drafted) for drafted in range(LONGEST + 1)),
+    )
+    _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
+    aided = replace(expected, bridge_seconds=BRIDGE, number_seconds=NUMBER, token_seconds=TOKEN)
+    _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), aided)
+    # As many bridges as are timed of a wide model.
+    monkeypatch.setattr(profiling, "_TIMED_NUMBERS", 2 * target.hidden**2)
+    _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), aided)
