@@ -15,7 +15,7 @@ from typing import Any
 from .bridge import BridgeShape
 from .config import StopRule
 from .mask import SkipMask
-from .replay import Counts
+from .replay import CHAIN, Branching, Counts
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class CostProfile:
         bridge_seconds: what a bridge takes for being there at all.
         number_seconds: what each number that bridges read adds.
         token_seconds: what the output layer takes for each token of the vocabulary.
-        tree_seconds: what a round takes for having siblings beside its drafted tokens, and for verifying a tree.
+        siblings_seconds: what a drafted token takes for having its siblings looked for, and put beside it if there are any.
+        tree_seconds: what verifying a tree takes beside what as many tokens of a chain would.
     """
 
     context: int
@@ -72,6 +73,7 @@ class CostProfile:
     bridge_seconds: float = 0.0
     number_seconds: float = 0.0
     token_seconds: float = 0.0
+    siblings_seconds: float = 0.0
     tree_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,8 +102,10 @@ class CostProfile:
         """What skipping each layer's sub-layer of a kind, ``attention`` or ``mlp``, takes off a draft pass."""
         return self.attention_seconds if kind == "attention" else self.mlp_seconds
 
-    def seconds(self, counts: Counts, mask: SkipMask, stop: StopRule, aids: Aids = NO_AIDS) -> float:
-        """What decoding takes that is so counted.
+    def seconds(
+        self, counts: Counts, mask: SkipMask, stop: StopRule, aids: Aids = NO_AIDS, branching: Branching = CHAIN
+    ) -> float:
+        """What decoding takes that is so counted. Who asks for siblings pays for looking, whether any are found or not.
 
         Raises:
             ValueError: it verifies more tokens at once than were measured.
@@ -109,12 +113,17 @@ class CostProfile:
         if len(counts.verified) > len(self.verify_seconds):
             raise ValueError(f"verified: {len(counts.verified) - 1} tokens at once; the profile ends at {self.longest}")
         each = self.draft_seconds(mask, aids) + (self.confidence_seconds if stop.kind != "length" else 0.0)
+        each += self.siblings_seconds if branching.siblings else 0.0
         drafting = (counts.drafted - counts.beside) * each + counts.trees * self.tree_seconds
         return drafting + sum(counts.verified[1:]) * self.round_seconds + self._verifying(counts)
 
-    def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule, aids: Aids = NO_AIDS) -> float:
+    def speedup(
+        self, counts: Counts, mask: SkipMask, stop: StopRule, aids: Aids = NO_AIDS, branching: Branching = CHAIN
+    ) -> float:
         """Predicted speedup over plain decoding; 1.0 where nothing is decoded."""
-        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop, aids) if counts.tokens else 1.0
+        if not counts.tokens:
+            return 1.0
+        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop, aids, branching)
 
     def lookup_speedup(self, counts: Counts) -> float:
         """The same for a drafter that runs no model, whose drafts cost next to nothing beside their verification."""

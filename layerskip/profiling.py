@@ -39,7 +39,7 @@ from .view import decoding_view, skip_view
 _DRAFTED = (1, 4)  # tokens of timed drafts
 _TIMED_NUMBERS = 2**25  # of timed bridges, so that those of a wide model take no memory to speak of
 _SIBLINGS = 1  # of a timed tree
-_PAIRS = 2  # of a tree and a chain, in every repeat
+_TURNS = 2  # of a chain and a tree, in every repeat, there and back
 _NARROW = 4  # a timed draft head has this share of the vocabulary
 
 
@@ -89,10 +89,26 @@ def profile_costs(
     def check_given(count: int) -> None:
         check(Draft(tokens[:count], probs=None if sampling.greedy else even.expand(count, -1)))
 
-    def decode_tree(view: nn.Module) -> None:
-        """One drafted token whose siblings are looked for, and a tree, whose last node is kept."""
-        draft_chain(view, cache, tokens[-1:], 1, chooser, Stopper(StopRule()), Fan(_SIBLINGS, 0.0, chooser))
+    lengths = sorted({min(count, longest) for count in _DRAFTED})
+    last = skip_view(target.model, parts[1].mask)
+
+    def draft_long(fan: Fan | None = None) -> None:
+        draft_chain(last, cache, tokens[-1:], lengths[-1], chooser, Stopper(StopRule()), fan)
         cache.length = context
+
+    def decode_flat() -> None:
+        """As many verified as a tree has."""
+        draft_long()
+        check_given(1 + _SIBLINGS)
+
+    def decode_fanned() -> None:
+        """The same, and siblings are looked for."""
+        draft_long(Fan(_SIBLINGS, 0.0, chooser))
+        check_given(1 + _SIBLINGS)
+
+    def decode_tree() -> None:
+        """The same, and a tree is verified, whose last node is kept."""
+        draft_long(Fan(_SIBLINGS, 0.0, chooser))
         count, parents = 1 + _SIBLINGS, (-1,) * (1 + _SIBLINGS)  # a draft may be too sure of itself to have any
         draft = Draft(tokens[:count], parents, None if sampling.greedy else even.expand(count, -1))
         block = torch.cat((tokens[-1:], draft.tokens))
@@ -100,18 +116,11 @@ def profile_costs(
         verify(draft, chooser.distribution(found, block, parents), chooser.generator)
         cache.gather([0, 1 + _SIBLINGS])
 
-    def decode_flat(view: nn.Module) -> None:
-        """One drafted token, and as many verified as a tree has."""
-        draft_chain(view, cache, tokens[-1:], 1, chooser, Stopper(StopRule()))
-        cache.length = context
-        check_given(1 + _SIBLINGS)
-
     def decode_round(part: _Part, view: nn.Module, count: int) -> None:
         draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), head=part.head)
         cache.length = context
         check(draft)
 
-    lengths = sorted({min(count, longest) for count in _DRAFTED})
     jobs: dict[tuple[str, int, int], Callable[[], object]] = {}
     for number, part in enumerate(parts):
         view = skip_view(target.model, part.mask, part.bridges)
@@ -120,8 +129,8 @@ def profile_costs(
         jobs |= {("round", number, count): partial(decode_round, part, view, count) for count in lengths}
     jobs |= {("verify", 0, count): partial(check_given, count) for count in range(longest + 1)}
     jobs["confidence", 0, 0] = lambda: float(confidence(logits))
-    pair = (partial(decode_tree, last := skip_view(target.model, parts[1].mask)), partial(decode_flat, last))
-    differences: list[float] = []  # of trees and chains, one right after the other, as they differ by little
+    ways = (decode_flat, decode_fanned, decode_tree)
+    steps: list[tuple[float, float]] = []  # from each to the next, one right after the other, as they differ by little
     times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
     order = random.Random(seed)
     for repeat in range(repeats + 1):
@@ -133,14 +142,14 @@ def profile_costs(
             jobs[name]()
             if repeat:  # the first one warms up
                 times[name].append(now(target.device) - start)
-        for number in range(_PAIRS if branching else 0):
-            found = [0.0, 0.0]
-            for which in (0, 1) if number % 2 else (1, 0):
+        for turn in range(_TURNS if branching else 0):
+            found = [0.0, 0.0, 0.0]
+            for way in (2, 1, 0) if turn % 2 else (0, 1, 2):
                 start = now(target.device)
-                pair[which]()
-                found[which] = now(target.device) - start
+                ways[way]()
+                found[way] = now(target.device) - start
             if repeat:
-                differences.append(found[0] - found[1])
+                steps.append((found[1] - found[0], found[2] - found[1]))
         on_repeat()
     median = {name: float(np.median(found)) for name, found in times.items()}
     verifying = [median["verify", 0, count] for count in range(longest + 1)]
@@ -156,7 +165,8 @@ def profile_costs(
     beside = [max(0.0, float(cost)) for cost in solved[3:6]]
     beside[2] = min(beside[2], head / target.vocabulary)  # few tokens take at least their share of the head
     if branching:
-        beside.append(max(0.0, float(np.median(differences))))
+        fanned, tree = np.maximum(np.median(steps, axis=0), 0.0)
+        beside += [float(fanned) / lengths[-1], float(tree)]
     return CostProfile(
         context,
         head,

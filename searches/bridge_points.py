@@ -21,7 +21,7 @@ from layerskip.draft_head import save_draft_tokens
 from layerskip.environment import environment
 from layerskip.files import digest
 from layerskip.passages import Passage, continue_prompts
-from layerskip.replay import Counts
+from layerskip.replay import Branching, Counts
 from layerskip.scan import Scanner
 from layerskip.tree import tree_model
 
@@ -186,7 +186,12 @@ class BridgePoints:
         shape = None if kind == EMPTY else self._shape(mask, kind)
         aids = Aids.of(shape, 0 if size is None else self.target.vocabulary - size)
         best, length, number, siblings = max(
-            (self.profile.speedup(Counts.from_list(counts), mask, self.stops[number], aids), length, number, siblings)
+            (
+                self.profile.speedup(Counts.from_list(counts), mask, self.stops[number], aids, Branching(siblings)),
+                length,
+                number,
+                siblings,
+            )
             for length, number, siblings, counts in row["counts"]
         )
         fields: dict[str, Any] = {"kind": "layer_skip", "mask": mask.format(), "draft_length": length}

@@ -121,7 +121,7 @@ class ScanOracle:
         known = self._read(mask) if mask.format() in self._counts else {}
         choice = config.draft_length, config.stop, Branching(config.siblings, config.least_probability)
         counts = known[choice] if choice in known else self._count(mask, *choice)
-        return self._profile.speedup(counts, mask, config.stop, self.aids(mask))
+        return self._profile.speedup(counts, mask, config.stop, self.aids(mask), choice[2])
 
     def aids(self, mask: SkipMask) -> Aids:
         """Those of the makeup."""
@@ -182,8 +182,9 @@ class ScanOracle:
         seconds, baseline = [], []
         for mask in masks:
             best = self._best(mask).config
-            counts = self._parts(mask)[best.draft_length, best.stop, Branching(best.siblings)]
-            seconds.append([self._profile.seconds(part, mask, best.stop, self.aids(mask)) for part in counts])
+            branching = Branching(best.siblings)
+            counts = self._parts(mask)[best.draft_length, best.stop, branching]
+            seconds.append([self._profile.seconds(part, mask, best.stop, self.aids(mask), branching) for part in counts])
             baseline = [part.tokens * self._profile.verify_seconds[0] for part in counts]
         return stability(masks, np.array(seconds), np.array(baseline), sublayers)
 
@@ -234,7 +235,10 @@ class ScanOracle:
 
     def _best(self, mask: SkipMask) -> Prediction:
         aids = self.aids(mask)
-        found = {key: self._profile.speedup(counts, mask, key[1], aids) for key, counts in self._read(mask).items()}
+        found = {
+            choice: self._profile.speedup(counts, mask, choice[1], aids, choice[2])
+            for choice, counts in self._read(mask).items()
+        }
         (length, stop, branching), speedup = max(found.items(), key=lambda pair: pair[1])
         bridge, head = self._aided(mask.format())
         config = SpeculativeConfig(

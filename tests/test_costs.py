@@ -10,7 +10,7 @@ from layerskip import SkipMask, StopRule, Target
 from layerskip.bridge import BridgeShape
 from layerskip.costs import Aids, CostProfile
 from layerskip.profiling import profile_costs
-from layerskip.replay import Counts
+from layerskip.replay import Branching, Counts
 from tests.families import build
 
 PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, 0.5, (20.0, 21.0, 24.0))
@@ -46,11 +46,23 @@ def test_counts_become_seconds() -> None:
 
 
 def test_siblings_cost_no_draft_pass() -> None:
-    """Two rounds of one drafted token each, one of them with a sibling beside it."""
-    profile = replace(PROFILE, tree_seconds=0.25)
+    """Two rounds of one drafted token each, one of them with a sibling beside it; the other was looked for in vain."""
+    profile = replace(PROFILE, siblings_seconds=0.125, tree_seconds=0.25)
     counts = Counts(rounds=2, drafted=3, accepted=1, tokens=3, verified=(0, 1, 1), beside=1, trees=1)
     mask = SkipMask.parse("layers:0", 2)
-    assert profile.seconds(counts, mask, StopRule()) == pytest.approx(2 * 9.5 + 2 * 0.5 + 21 + 24 + 0.25)
+    seconds = profile.seconds(counts, mask, StopRule(), branching=Branching(1))
+    assert seconds == pytest.approx(2 * (9.5 + 0.125) + 2 * 0.5 + 21 + 24 + 0.25)
+    assert profile.speedup(counts, mask, StopRule(), branching=Branching(1)) == pytest.approx(3 * 20 / seconds)
+
+
+def test_siblings_are_looked_for_behind_every_drafted_token() -> None:
+    """A round of two tokens, none of which had a sibling: a chain in the end, but not for the price of one."""
+    profile = replace(PROFILE, siblings_seconds=0.125, tree_seconds=0.25)
+    counts = Counts(rounds=1, drafted=2, accepted=1, tokens=2, verified=(0, 0, 1))
+    mask = SkipMask.parse("layers:0", 2)
+    chain = 2 * 9.5 + 0.5 + 24
+    assert profile.seconds(counts, mask, StopRule(), branching=Branching(1)) == pytest.approx(chain + 2 * 0.125)
+    assert profile.seconds(counts, mask, StopRule()) == pytest.approx(chain)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
@@ -67,7 +79,7 @@ def test_a_profile_has_a_cost_for_everything(family: str, monkeypatch: pytest.Mo
     assert len(set(profile.mlp_seconds)) <= (2 if family == "deepseek_v3" else 1)
     assert profile.draft_seconds(SkipMask.none(target.layers)) > 0
     assert len(heard) == 3
-    assert profile.tree_seconds >= 0
+    assert profile.tree_seconds >= 0 and profile.siblings_seconds >= 0
     monkeypatch.setattr("layerskip.drafters.fan.Fan.spread", lambda _, chain: chain)  # drafts too sure to have siblings
     assert profile_costs(target, context=12, longest=3, repeats=1, branching=True).tree_seconds >= 0
     assert 0 <= profile.token_seconds * target.vocabulary <= profile.head_seconds

@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from layerskip import Target, profiling
+from layerskip import Sampling, SkipMask, StopRule, Target, profiling
 from layerskip.anatomy import anatomy
 from layerskip.bridge import Bridge
 from layerskip.costs import CostProfile
+from layerskip.decode import decode
+from layerskip.drafters import layer_skip
+from layerskip.drafters.fan import Fan
+from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.profiling import profile_costs
+from layerskip.replay import Branching, count
+from layerskip.tree import TreeModel
+from layerskip.view import skip_view
 from tests.families import build
 
 LONGEST = 4
@@ -22,6 +29,7 @@ VOCABULARY = 100  # no layer but the output layer is as wide, nor as a quarter o
 PASS, TOKEN, ROW = 7.0, 0.02, 0.5  # the output layer's, for each token of the vocabulary, for each row
 BLOCK, ROUND, CONFIDENCE = 1.0, 4.0, 0.25
 BRIDGE, NUMBER = 2.0, 1e-3
+LOOK, TREE = 0.75, 1.5
 
 
 class Clock:
@@ -61,7 +69,8 @@ def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[
         clock.charge(each, "forward", lambda module, *_: getattr(module, "price", 0.0))
     clock.charge(nn.Linear, "forward", _output_price)
     clock.charge(Bridge, "forward", lambda bridge, _: BRIDGE + NUMBER * bridge.shape.numbers / bridge.shape.spans)
-    clock.charge(profiling, "draft_chain", lambda *_: ROUND)
+    for module in (profiling, layer_skip):
+        clock.charge(module, "draft_chain", lambda *_: ROUND)
     clock.charge(profiling, "confidence", lambda _: CONFIDENCE)
     return Target(model)
 
@@ -110,3 +119,31 @@ def test_every_part_takes_what_the_clock_says(
     # As many bridges as are timed of a wide model.
     monkeypatch.setattr(profiling, "_TIMED_NUMBERS", 2 * target.hidden**2)
     _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), aided)
+
+
+@pytest.mark.parametrize("siblings", [0, 1])
+def test_a_decoding_takes_what_is_foretold_of_its_counts(siblings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Siblings are looked for behind every token of drafts that are longer than the timed ones, and not always found."""
+    clock = Clock(monkeypatch)
+    target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
+    clock.charge(Fan, "see", lambda *_: LOOK)
+    clock.charge(TreeModel, "run", lambda *_: TREE)
+    profile = profile_costs(target, 12, 2 * 6, repeats=1, branching=True)
+    assert (profile.siblings_seconds, profile.tree_seconds) == (pytest.approx(LOOK), pytest.approx(TREE))
+    mask, branching = SkipMask.parse("mlp:1", target.layers), Branching(siblings, 0.3)
+    drafter = LayerSkip(skip_view(target.model, mask), 6, StopRule(), branching.siblings, branching.least_probability)
+    began: list[float] = []
+    found = decode(
+        target,
+        drafter,
+        [5, 6, 7],
+        Sampling(),
+        40,
+        on_prefill=lambda _: began.append(clock.seconds),
+        eos_ids=frozenset(),
+    )
+    drafts = [each for each in found.stats.rounds if each.drafted]
+    assert {each.depth is None for each in drafts} == ({True, False} if siblings else {True})
+    assert profile.seconds(count(found.stats.rounds), mask, StopRule(), branching=branching) == pytest.approx(
+        clock.seconds - began[0]
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,12 @@ def _profile(layers: int) -> CostProfile:
     return CostProfile(20, 1.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, tuple(8.0 + g for g in range(6)))
 
 
+def _scanner(target: Target, runners: int = 0) -> Scanner:
+    return Scanner(target, continue_prompts(target, PROMPTS, Sampling(), 8), Sampling(), depth=4, runners=runners)
+
+
 def _oracle(target: Target, folder: Path) -> tuple[ScanOracle, Scanner]:
-    passages = continue_prompts(target, PROMPTS, Sampling(), 8)
-    scanner = Scanner(target, passages, Sampling(), depth=4)
+    scanner = _scanner(target)
     return ScanOracle(scanner, scanner.sample(6), _profile(target.layers), CHOICES, folder), scanner
 
 
@@ -61,6 +64,26 @@ def test_a_prediction_is_the_real_decoders_counts_at_the_profiles_costs(tiny_tar
         assert all(oracle.foretells(config) for config in expected)
         assert not oracle.foretells(SpeculativeConfig("layer_skip", 5, mask=text))  # deeper than scans
         assert not oracle.foretells(SpeculativeConfig("layer_skip", 2, mask=text, siblings=1))  # scans follow chains
+
+
+def test_siblings_that_are_looked_for_in_vain_have_their_price(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanner = _scanner(tiny_target, runners=1)
+    profile = replace(_profile(tiny_target.layers), siblings_seconds=0.25)
+    oracle = ScanOracle(scanner, scanner, profile, Choices((2, 2), siblings=(1,)), tmp_path)
+    config = SpeculativeConfig("layer_skip", 3, mask="mlp:1", siblings=1, least_probability=1.0)
+    stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
+    assert all(found.depth is None for found in stats.rounds)
+    each = profile.draft_seconds(SkipMask.parse("mlp:1", tiny_target.layers)) + 0.25
+    seconds = sum(r.drafted * each + (r.drafted > 0) * 0.3 + profile.verify_seconds[r.drafted] for r in stats.rounds)
+    tokens = sum(found.committed for found in stats.rounds)
+    assert oracle.speedup(config) == pytest.approx(tokens * profile.verify_seconds[0] / seconds)
+    (best,) = oracle.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
+    assert (best.config.draft_length, best.config.siblings) == (2, 1)
+    assert best.speedup == pytest.approx(oracle.speedup(best.config))
+    monkeypatch.setattr("searches.scan_oracle.stability", lambda masks, seconds, baseline, _: baseline.sum() / seconds.sum())
+    assert oracle.stability(1) == pytest.approx(best.speedup)
 
 
 def test_lookups_are_foretold_by_the_text(tiny_target: Target, tmp_path: Path) -> None:
