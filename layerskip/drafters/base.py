@@ -89,6 +89,14 @@ class Learner(Protocol):
 
 
 @runtime_checkable
+class Follower(Protocol):
+    """What learns from the text itself, also where it is not asked for a draft."""
+
+    def follow(self, context: Context) -> None:
+        """Hear the context of a round, whoever drafts in it; its tokens go on growing until the next prompt begins."""
+
+
+@runtime_checkable
 class Reader(Protocol):
     """What drafts from the target's hidden states.
 

@@ -1,7 +1,8 @@
 """Drafting by the first of several drafters that has a proposal.
 
 What repeats is copied for nothing, what does not is drafted at a price: a lookup drafts where it finds something, and a
-dearer drafter everywhere else. Whoever did not draft a round hears what the target said in it all the same.
+dearer drafter everywhere else. Whoever did not draft a round follows the text, and hears what the target said in the round,
+all the same. This follows no paper.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ..config import ConfigError
 from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
-from .base import Context, Drafter, Learner, Reader, Said
+from .base import Context, Drafter, Follower, Learner, Reader, Said
 
 
 class Cascade:
@@ -32,6 +33,7 @@ class Cascade:
         if len({reader.modules for reader in self._readers}) > 1:
             raise ConfigError("members: they read different hidden states")
         self.modules = self._readers[0].modules if self._readers else ()
+        self._followers = [member for member in members if isinstance(member, Follower)]
         self._drafted: Drafter | None = None
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -41,7 +43,9 @@ class Cascade:
             member.start(prompt, cache, chooser)
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """The first draft that is not empty."""
+        """The first draft that is not empty; who is not asked for one learns the text all the same."""
+        for follower in self._followers:
+            follower.follow(context)
         for member in self.members:
             draft = member.draft(context, limit)
             if draft.tokens.shape[0]:

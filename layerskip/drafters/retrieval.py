@@ -21,7 +21,7 @@ _MOST = 32  # continuations of an n-gram from each source
 
 
 class Retrieval:
-    """Drafts what followed before; keeps the texts it drafted for until it is told to forget.
+    """Drafts what followed before; keeps the texts it drafted for, or followed, until it is told to forget.
 
     Args:
         datastore: what was written elsewhere; None where there is none.
@@ -62,6 +62,10 @@ class Retrieval:
             self._drop_oldest()
         self._texts.append([])
         self._indexed = 0
+
+    def follow(self, context: Context) -> None:
+        """Keep the text where another drafts; it is indexed when next a draft is asked for, or a prompt begins."""
+        self._texts[-1] = context.tokens
 
     def draft(self, context: Context, limit: int) -> Draft:
         """A tree of what followed the longest n-gram that the context ends with; nothing where none did."""

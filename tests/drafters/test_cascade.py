@@ -5,19 +5,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from layerskip.cache import KVCache
 from layerskip.config import SpeculativeConfig, StopRule
+from layerskip.decode import decode
 from layerskip.draft import Draft
 from layerskip.drafters.base import Context, Drafter, Said
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.cascade import Cascade
+from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.drafters.draft_model import DraftModel
+from layerskip.drafters.eagle import Eagle
+from layerskip.drafters.medusa import Medusa
+from layerskip.readout import Readout
 from layerskip.sampling import Chooser
 from layerskip.target import Target
+from layerskip.translation import Translation
 from layerskip.verify import Verdict
-from tests.drafters.contract import SAMPLINGS, DrafterContract
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, generated, target_of
+from tests.drafters.heads import eagle_head, medusa_heads
+from tests.drafters.test_cross_tokenizer import LETTERS, _spelling
 from tests.drafters.test_token_recycling import experienced
 from tests.families import build
 
@@ -108,3 +117,67 @@ def test_the_first_with_a_proposal_drafts_and_all_hear() -> None:
         cascade.hear(said)
     assert first.told == ["start", *("draft", "observe", "hear"), *("draft", "hear"), *("draft", "hear")]
     assert second.told == ["start", "hear", *("draft", "observe", "hear"), *("draft", "hear")]
+
+
+def test_who_was_never_asked_has_kept_the_request_for_the_next_one() -> None:
+    target, first = target_of("llama"), Member()
+    cascade = Cascade([first, _second("retrieval", target)])
+    told = decode(target, cascade, PROMPTS[2], GREEDY, LENGTH)
+    first.proposes = False
+    again = decode(target, cascade, PROMPTS[2], GREEDY, LENGTH)
+    fresh = decode(target, _second("retrieval", target), PROMPTS[2], GREEDY, LENGTH)
+    assert told.tokens == again.tokens == fresh.tokens == generated("llama", PROMPTS[2], LENGTH)
+    assert len(again.stats.rounds) < len(fresh.stats.rounds)
+    assert again.stats.rounds[0].accepted > 0  # of what only the request before can have taught it
+
+
+class Often(Member):
+    """Drafts in two of three rounds."""
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        self.proposes = self.told.count("draft") % 3 < 2
+        return super().draft(context, limit)
+
+
+SECONDS = ("prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip")
+TRAINED = ("eagle", "medusa", "draft_model", "cross_tokenizer")
+
+
+def _second(kind: str, target: Target) -> Drafter:
+    tree = {"least_probability": 0.0}
+    fields: dict[str, dict[str, object]] = {
+        "prompt_lookup": LOOKUP,
+        "retrieval": {"ngram_min": 2, "ngram_max": 3, "draft_length": 4} | tree,
+        "token_recycling": {"draft_length": 3} | tree,
+        "lookahead": {"draft_length": 2, "window": 3, "candidates": 2},
+        "layer_skip": SKIP,
+    }
+    if kind in fields:
+        return build_drafter(SpeculativeConfig.from_dict({"kind": kind} | fields[kind]), target)
+    if kind == "eagle":
+        head = eagle_head("llama")
+        return Eagle(head, target.model.get_input_embeddings(), Readout(target, head.tokens), 3, StopRule())
+    if kind == "medusa":
+        return Medusa(medusa_heads("llama"), Readout(target, None), 3, 4, 20, 0.01)
+    if kind == "draft_model":
+        return DraftModel(target.model, target.layers, 3, StopRule())
+    letters = _spelling(LETTERS[: target.vocabulary])
+    return CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule())
+
+
+@pytest.mark.parametrize("kind", [*SECONDS, *TRAINED])
+def test_whose_turn_was_skipped_for_rounds_catches_up(kind: str) -> None:
+    target, right = target_of("llama"), 0
+    second = Recorder(_second(kind, target))
+    cascade = Cascade([Often(), second])
+    for prompt in PROMPTS:
+        second.drafts.clear()
+        result = decode(target, cascade, prompt, GREEDY, LENGTH)
+        assert result.tokens == generated("llama", prompt, LENGTH)
+        text = (*prompt, *result.tokens)
+        for context, branches in second.drafts:
+            assert context == text[: len(context)]
+            hits = sum(text[len(context) : len(context) + len(branch)] == branch for branch in branches)
+            assert hits or kind not in ("draft_model", "cross_tokenizer")  # which draft with the target itself
+            right += hits
+    assert right > 0
