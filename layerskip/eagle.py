@@ -86,7 +86,9 @@ class EagleShape:
 def read_modules(target: Target, three_layers: bool = False) -> tuple[str, ...]:
     """The sub-modules that a head reads: the model without its output layer, or a low, a middle and a high layer."""
     if not three_layers:
-        return (target.model.base_model_prefix,)
+        body = target.model.base_model_prefix
+        # Llama 4's text model names a body that only its larger sibling, which sees images, has.
+        return (body if hasattr(target.model, body) else anatomy(target.model).path.rpartition(".")[0],)
     found, layers = anatomy(target.model), target.layers
     chosen = (2, layers // 2, layers - 3) if layers >= 7 else (0, layers // 2, layers - 1)
     if not chosen[0] < chosen[1] < chosen[2]:

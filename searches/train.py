@@ -102,7 +102,7 @@ def _train_head(
 ) -> Path:
     kind, outputs = str(config.drafter.kind), Path(config.outputs)
     three_layers = kind == "eagle" and bool(config.three_layers)
-    modules = stored_modules(read_modules(target, three_layers), target.model.base_model_prefix)
+    modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
     store = FeatureStore(outputs / "features" / digest([written, modules, config.feature_bytes])[:16], modules)
     with tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
         store.fill(target, texts, int(config.feature_bytes), bar.update)
