@@ -38,6 +38,7 @@ from .starts import starting_points
 from .study import (
     SETTINGS,
     add_foresight,
+    as_before,
     finished,
     locked,
     open_database,
@@ -67,6 +68,7 @@ def search(config: DictConfig) -> Finals:
         study = open_study(name, storage, instantiate(config.pruner), flat)
         # A resumed sampler must not draw once more what it drew before.
         study.sampler = instantiate(config.sampler, seed=config.seed + len(study.trials))
+        plan = dataclasses.replace(plan, space=as_before(plan.space, study))
         described = environment(plan.target.device) | {"prompts_digest": plan.prompts.digest}
         tracker.open_study(name, study_id(study), flat, described)
         tracker.log_text(_composed(config), "config.yaml")

@@ -28,7 +28,7 @@ _RANGES = (
     *("candidates", "lookahead_length", "window", "model_length"),
 )
 _MODEL_PREFIXES = {"draft_model": "", "cross_tokenizer": "cross_"}
-_SECONDS = ("token_recycling", "layer_skip", "draft_model")
+_NEVER_SECOND = ("none", "prompt_lookup", "cascade")
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,14 @@ class SearchSpace:
         for kind, found in (self.models | self.heads).items():
             if not found:
                 chosen.discard(kind)
-        if "prompt_lookup" not in chosen or not chosen & set(_SECONDS):
+        if "prompt_lookup" not in chosen or not chosen.difference(_NEVER_SECOND):
             chosen.discard("cascade")
         return tuple(kind for kind in KINDS if kind in chosen)
 
     @property
     def seconds(self) -> tuple[str, ...]:
         """The kinds that a cascade may ask where its lookup finds nothing."""
-        return tuple(kind for kind in _SECONDS if kind in self.arms)
+        return tuple(kind for kind in self.arms if kind not in _NEVER_SECOND)
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         """The configuration that a trial proposes."""
@@ -184,8 +184,9 @@ class SearchSpace:
 
     def _suggest(self, trial: optuna.trial.BaseTrial, kind: str) -> SpeculativeConfig:
         if kind == "cascade":
-            then = str(trial.suggest_categorical("then", self.seconds))
-            return SpeculativeConfig(kind, members=(self._suggest(trial, "prompt_lookup"), self._suggest(trial, then)))
+            # Not "then", whose choices were fewer once: a study that goes on knows one list for each name.
+            second = str(trial.suggest_categorical("second", self.seconds))
+            return SpeculativeConfig(kind, members=(self._suggest(trial, "prompt_lookup"), self._suggest(trial, second)))
         if kind == "layer_skip":
             return suggest_skip(self, trial)
         if kind == "prompt_lookup":
@@ -254,7 +255,7 @@ class SearchSpace:
         if config.kind == "cascade":
             for member in config.members:
                 found |= self.params(member)
-            found["then"] = config.members[1].kind
+            found["second"] = config.members[1].kind
         elif config.kind == "layer_skip":
             found |= skip_params(self, config)
         elif config.kind == "prompt_lookup":

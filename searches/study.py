@@ -12,13 +12,14 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import filelock
 import optuna
 import sqlalchemy
+from optuna.distributions import CategoricalDistribution
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
@@ -140,6 +141,18 @@ def open_study(
                 f"{key}: study {name} was made with {before.get(key)!r}, not {now.get(key)!r}; choose another study.name"
             )
     return study
+
+
+def as_before(space: SearchSpace, study: optuna.Study) -> SearchSpace:
+    """The space, with the kinds that the study's trials chose from: a name keeps its one list of choices.
+
+    A version of this program that has learnt to make more of the same kinds, such as a cascade of others, goes on without.
+    """
+    for trial in study.get_trials(deepcopy=False):
+        before = trial.distributions.get("kind")
+        if isinstance(before, CategoricalDistribution) and tuple(before.choices) != space.arms:
+            return replace(space, kinds=[str(kind) for kind in before.choices])
+    return space
 
 
 def prepare(study: optuna.Study) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import create_trial
 
 from layerskip import SpeculativeConfig, StopRule, Target
 from searches.application import InputError
 from searches.plan import supported
-from searches.space import SearchSpace
+from searches.space import KINDS, SearchSpace
 from searches.starts import starting_points
+from searches.study import as_before
 from tests.families import build
 
 SPACE = SearchSpace(
@@ -36,6 +39,16 @@ SPACE = SearchSpace(
                 SpeculativeConfig("prompt_lookup", 3, ngram_min=2, ngram_max=3),
                 SpeculativeConfig("layer_skip", 5, mask="mlp:4", stop=StopRule("adaptive", 0.4)),
             ),
+        ),
+        *(
+            SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup", 4, ngram_min=2, ngram_max=4), second))
+            for second in (
+                SpeculativeConfig("retrieval", 6, datastore="notes", ngram_min=1, ngram_max=3, tree_tokens=9),
+                SpeculativeConfig("lookahead", 3, window=6, candidates=5),
+                SpeculativeConfig("eagle", 5, head="e", candidates=3, tree_tokens=9),
+                SpeculativeConfig("medusa", 3, head="m", candidates=5, tree_tokens=20),
+                SpeculativeConfig("cross_tokenizer", 3, draft="other/draft", stop=StopRule("threshold", 0.3)),
+            )
         ),
         SpeculativeConfig("retrieval", 6, datastore="notes", ngram_min=2, ngram_max=4, tree_tokens=9, least_probability=0.1),
         SpeculativeConfig("token_recycling", 5, tree_tokens=12, candidates=3, least_probability=0.25),
@@ -100,6 +113,40 @@ def test_what_cannot_be_verified_is_left_out_and_said(capsys: pytest.CaptureFixt
         "retrieval, token_recycling, lookahead, siblings left out: GPTNeoForCausalLM: cannot verify trees"
         in capsys.readouterr().out
     )
+
+
+def test_a_cascades_second_is_any_kind_that_is_an_arm() -> None:
+    assert SPACE.seconds == tuple(kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade"))
+    few = SearchSpace(layers=12, kinds=("prompt_lookup", "lookahead", "eagle", "cascade"))
+    assert few.seconds == ("lookahead",)
+    assert few.arms == ("none", "prompt_lookup", "lookahead", "cascade")
+
+
+def _past(study: optuna.Study, **choices: tuple[str, ...]) -> None:
+    """Add a trial that chose the first of each."""
+    distributions = {name: CategoricalDistribution(among) for name, among in choices.items()}
+    params = {name: among[0] for name, among in choices.items()}
+    study.add_trial(create_trial(params=params, distributions=distributions, value=1.0))
+
+
+def test_a_study_from_before_cascades_had_any_second_goes_on() -> None:
+    space = SearchSpace(layers=12, kinds=("prompt_lookup", "layer_skip", "retrieval", "cascade"))
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    _past(study, kind=space.arms, then=("layer_skip",))
+    assert as_before(space, study) == space
+    configs = [space.suggest(study.ask()) for _ in range(60)]
+    assert {config.members[1].kind for config in configs if config.kind == "cascade"} == {"layer_skip", "retrieval"}
+
+
+def test_a_study_goes_on_with_the_kinds_that_it_chose_from() -> None:
+    """There was no cascade without a second that it could have."""
+    space = SearchSpace(layers=12, kinds=("prompt_lookup", "retrieval", "cascade"))
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    assert as_before(space, study).arms == ("none", "prompt_lookup", "retrieval", "cascade")
+    _past(study, kind=("none", "prompt_lookup", "retrieval"))
+    same = as_before(space, study)
+    assert same.arms == ("none", "prompt_lookup", "retrieval")
+    assert {same.suggest(study.ask()).kind for _ in range(20)} == set(same.arms)
 
 
 def test_no_drafting_is_always_an_arm_and_the_first_point() -> None:
