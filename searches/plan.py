@@ -86,16 +86,17 @@ def open_datastore(name: str, target: Target, prompts: PromptSet) -> str:
 
 
 def supported(space: SearchSpace, target: Target) -> SearchSpace:
-    """The space without the kinds that a target which otherwise decodes cannot verify, said in a line."""
+    """The space without the drafts that a target which otherwise decodes cannot verify, said in a line."""
     trees = [kind for kind in space.arms if kind in TREES]
-    siblings = ["siblings"] if "layer_skip" in space.arms and space.siblings else []
-    if not trees and not siblings:
+    trees += ["trees of eagle"] if "eagle" in space.arms else []
+    trees += ["siblings"] if "layer_skip" in space.arms and space.siblings else []
+    if not trees:
         return space
     try:
         tree_model(target.model)
     except UnsupportedModel as error:
-        print(f"space.kinds: {', '.join(trees + siblings)} left out: {error}")
-        return replace(space, kinds=[kind for kind in space.arms if kind not in trees], siblings=0)
+        print(f"space.kinds: {', '.join(trees)} left out: {error}")
+        return replace(space, trees=False, siblings=0)
     return space
 
 

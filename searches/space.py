@@ -13,6 +13,7 @@ import optuna
 from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig
 
 from .application import InputError, check_whole
+from .head_drafts import head_params, suggest_head
 from .shelf import BRIDGES, Shelf
 from .skipping import LEAST_PROBABILITY, skip_params, stop_params, suggest_skip, suggest_stop
 
@@ -20,7 +21,7 @@ KINDS = (
     *("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead"),
     *("eagle", "medusa", "draft_model", "cross_tokenizer", "cascade"),
 )
-TREES = ("retrieval", "token_recycling", "lookahead", "eagle", "medusa")  # kinds that draft trees
+TREES = ("retrieval", "token_recycling", "lookahead", "medusa")  # kinds that draft nothing else
 STOPS = ("length", "threshold", "adaptive")
 Range = tuple[int, int]
 _RANGES = (
@@ -61,6 +62,7 @@ class SearchSpace:
         model_length: shortest and longest draft of both.
         masks: further masks to try first, in text form.
         allow_lossy: whether rules of acceptance that change the output are searched, too, and may win.
+        trees: whether the target can verify them; else what drafts nothing else is left out, and ``eagle`` drafts chains.
         shelf: where bridges and draft heads come from; without it there are none.
 
     Raises:
@@ -92,6 +94,7 @@ class SearchSpace:
     model_length: Range = (1, 8)
     masks: Sequence[str] = ()
     allow_lossy: bool = False
+    trees: bool = True
     shelf: Shelf | None = field(default=None, repr=False, compare=False)
     _bits: tuple[int, ...] = field(init=False, repr=False)
 
@@ -159,7 +162,7 @@ class SearchSpace:
     @property
     def arms(self) -> tuple[str, ...]:
         """The kinds that a trial chooses from."""
-        chosen = {"none", *self.kinds}
+        chosen = {"none", *self.kinds}.difference(() if self.trees else TREES)
         for kind, found in (self.models | self.heads).items():
             if not found:
                 chosen.discard(kind)
@@ -222,26 +225,13 @@ class SearchSpace:
             kept = trial.suggest_int("lookahead_candidates", *self.candidates)
             return SpeculativeConfig(kind, length, window=window, candidates=kept)
         if kind in self.heads:
-            return self._suggest_head(trial, kind)
+            return suggest_head(self, trial, kind)
         if kind in self.models:
             prefix = _MODEL_PREFIXES[kind]
             draft = str(trial.suggest_categorical(f"{prefix}draft", tuple(self.models[kind])))
             length = trial.suggest_int(f"{prefix}model_length", *self.model_length)
             return SpeculativeConfig(kind, length, draft=draft, stop=suggest_stop(trial, f"{prefix}model", self.stops))
         return SpeculativeConfig()
-
-    def _suggest_head(self, trial: optuna.trial.BaseTrial, kind: str) -> SpeculativeConfig:
-        head = str(trial.suggest_categorical(f"{kind}_head", tuple(self.heads[kind])))
-        config = SpeculativeConfig(kind, trial.suggest_int(f"{kind}_length", *self.model_length), head=head, candidates=2)
-        width = trial.suggest_int(f"{kind}_candidates", max(2, self.candidates[0]), max(2, self.candidates[1]))
-        if kind == "eagle" and not trial.suggest_int("eagle_tree", 0, 1):
-            return replace(config, candidates=1, stop=suggest_stop(trial, kind, self.stops))
-        return replace(
-            config,
-            candidates=width,
-            tree_tokens=trial.suggest_int(f"{kind}_tokens", *self.tree_tokens),
-            least_probability=trial.suggest_float(f"{kind}_probability", *LEAST_PROBABILITY, log=True),
-        )
 
     def _suggest_ngram(self, trial: optuna.trial.BaseTrial, prefix: str) -> tuple[int, int]:
         longest = trial.suggest_int(f"{prefix}ngram_max", *self.ngram)
@@ -272,13 +262,7 @@ class SearchSpace:
             found |= {"lookahead_length": config.draft_length, "window": config.window}
             found |= {"lookahead_candidates": config.candidates}
         elif config.kind in self.heads:
-            kind, tree = config.kind, config.candidates > 1
-            found |= {f"{kind}_head": config.head, f"{kind}_length": config.draft_length}
-            found[f"{kind}_candidates"] = max(config.candidates, self.candidates[0], 2)
-            if kind == "eagle":
-                found |= {"eagle_tree": int(tree)} | ({} if tree else stop_params(config.stop, kind))
-            if tree:
-                found |= {f"{kind}_tokens": config.tree_tokens, f"{kind}_probability": config.least_probability}
+            found |= head_params(self, config)
         elif config.kind in self.models:
             prefix = _MODEL_PREFIXES[config.kind]
             found |= {f"{prefix}draft": config.draft, f"{prefix}model_length": config.draft_length}

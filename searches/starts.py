@@ -38,7 +38,7 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
     for kind, heads in space.heads.items():
         length, width, size = _clip((5, space.model_length), (4, space.candidates), (12, space.tree_tokens))
         tree = SpeculativeConfig(kind, length, candidates=max(2, width), tree_tokens=size, head="one")
-        points += [replace(tree, head=head) for head in heads if kind in arms]
+        points += [replace(tree, head=head) for head in heads if kind in arms and space.trees]
         if kind == "eagle" and kind in arms:
             points += [SpeculativeConfig(kind, length, candidates=1, head=head) for head in heads]
     for kind, drafts in space.models.items():

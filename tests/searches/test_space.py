@@ -115,6 +115,19 @@ def test_what_cannot_be_verified_is_left_out_and_said(capsys: pytest.CaptureFixt
     )
 
 
+def test_where_no_tree_can_be_verified_eagle_drafts_chains(capsys: pytest.CaptureFixture[str]) -> None:
+    space = supported(SPACE, Target(build("gpt_neo")))
+    kinds = ("none", "layer_skip", "prompt_lookup", "eagle", "draft_model", "cross_tokenizer", "cascade")
+    assert space.arms == kinds
+    assert "lookahead, medusa, trees of eagle, siblings left out" in capsys.readouterr().out
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    configs = [*starting_points(space), *(space.suggest(study.ask()) for _ in range(100))]
+    assert {config.kind for config in configs} == set(kinds)
+    for config in configs:
+        assert all(member.candidates == 1 for member in (config, *config.members) if member.kind == "eagle")
+        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
+
+
 def test_a_cascades_second_is_any_kind_that_is_an_arm() -> None:
     assert SPACE.seconds == tuple(kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade"))
     few = SearchSpace(layers=12, kinds=("prompt_lookup", "lookahead", "eagle", "cascade"))
