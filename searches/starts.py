@@ -5,6 +5,7 @@ Random masks skip half of all layers and never recover; structure is where a sea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,10 @@ from .space import Range, SearchSpace
 
 
 def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
-    """No drafting, one of each cheap drafter, what is proposed, else single skips, contiguous runs and sparse masks."""
+    """No drafting, one of each cheap drafter, what is proposed, else single skips, contiguous runs and sparse masks.
+
+    A cascade puts its lookup before recycled trees and before the mask foretold to be best, else before what is tried first.
+    """
     arms = space.arms
     points = [SpeculativeConfig()]
     if "prompt_lookup" in arms:
@@ -26,12 +30,7 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
     if "token_recycling" in arms:
         length, size, kept = _clip((6, space.tree_length), (8, space.tree_tokens), (4, space.candidates))
         recycling = SpeculativeConfig("token_recycling", length, tree_tokens=size, candidates=kept)
-        points.append(recycling)
-        if "cascade" in arms:
-            (shortest,) = _clip((2, space.ngram))
-            points.append(
-                SpeculativeConfig("cascade", members=(replace(_lookup(space, 8, 4), ngram_min=shortest), recycling))
-            )
+        points += [recycling, *_behind_lookup(space, [recycling])]
     if "lookahead" in arms:
         length, window, kept = _clip((2, space.lookahead_length), (4, space.window), (4, space.candidates))
         points.append(SpeculativeConfig("lookahead", length, window=window, candidates=kept))
@@ -44,20 +43,31 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
     for kind, drafts in space.models.items():
         (length,) = _clip((4, space.model_length))
         points += [SpeculativeConfig(kind, length, draft=draft) for draft in drafts if kind in arms]
-    points += proposed
+    foretold = [config for config in proposed if config.kind == "layer_skip"]  # the best comes first
+    points += [*proposed, *_behind_lookup(space, foretold)]
     if "layer_skip" in arms:
         stop = StopRule("adaptive", 0.6) if "adaptive" in space.stops else StopRule(space.stops[0])
         (length,) = _clip((4, space.skip_length))
         # Where masks were foretold, those that merely have structure were asked about, too.
-        foretold = any(config.kind == "layer_skip" for config in proposed)
         masks = (*space.masks, *(() if foretold else _structured_masks(space)))
         points += [SpeculativeConfig("layer_skip", length, mask=mask, stop=stop) for mask in masks]
+    if not any(config.kind == "cascade" for config in points):
+        points += _behind_lookup(space, [config for config in points if config.kind in space.seconds])
     return list(dict.fromkeys(points))
 
 
 def _lookup(space: SearchSpace, length: int, longest: int) -> SpeculativeConfig:
     length, longest = _clip((length, space.lookup_length), (longest, space.ngram))
     return SpeculativeConfig("prompt_lookup", length, ngram_min=space.ngram[0], ngram_max=longest)
+
+
+def _behind_lookup(space: SearchSpace, seconds: Iterable[SpeculativeConfig]) -> list[SpeculativeConfig]:
+    """The first of some drafters asked where a lookup finds nothing; nothing where the space has no cascades."""
+    if "cascade" not in space.arms:
+        return []
+    (shortest,) = _clip((2, space.ngram))
+    lookup = replace(_lookup(space, 8, 4), ngram_min=shortest)
+    return [SpeculativeConfig("cascade", members=(lookup, second)) for second in itertools.islice(seconds, 1)]
 
 
 def _structured_masks(space: SearchSpace) -> Iterable[str]:

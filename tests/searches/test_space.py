@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
@@ -178,6 +181,27 @@ def test_starting_points_hold_single_skips_runs_and_sparse_masks() -> None:
     assert any(mask.startswith("mlp:") for mask in masks)
     assert sum("-" in mask and mask.startswith("layers:") for mask in masks) >= 2
     assert any(mask.count(",") >= 1 for mask in masks)
+
+
+def _cascades(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
+    """What follows the lookups of the cascades that are tried first."""
+    pairs = [config.members for config in starting_points(space, proposed) if config.kind == "cascade"]
+    assert all(lookup.kind == "prompt_lookup" for lookup, _ in pairs)
+    return [second for _, second in pairs]
+
+
+def test_the_best_mask_foretold_is_tried_behind_a_lookup() -> None:
+    best, other = (SpeculativeConfig("layer_skip", 3, mask=f"mlp:{layer}") for layer in (4, 5))
+    proposed = [SpeculativeConfig("prompt_lookup", 5), best, other]
+    space = SearchSpace(layers=12, kinds=("none", "prompt_lookup", "layer_skip", "cascade"))
+    assert _cascades(space, proposed) == [best]
+    assert [second.kind for second in _cascades(SearchSpace(layers=12), proposed)] == ["token_recycling", "layer_skip"]
+    assert not _cascades(replace(space, kinds=("none", "prompt_lookup", "layer_skip")), proposed)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade")])
+def test_every_space_with_cascades_starts_with_one(kind: str) -> None:
+    assert [second.kind for second in _cascades(replace(SPACE, kinds=("prompt_lookup", kind, "cascade")))] == [kind]
 
 
 @pytest.mark.parametrize(
