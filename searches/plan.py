@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, Unsupporte
 from layerskip.datastore import Datastore
 from layerskip.drafters.build import build_drafter
 from layerskip.files import digest
+from layerskip.memory import out_of_memory
 from layerskip.tree import tree_model
 
 from .application import InputError
@@ -25,6 +25,8 @@ from .space import TREES, SearchSpace
 from .study import StudySettings
 
 _BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads")
+_LISTS = {"eagle": "eagle_heads", "medusa": "medusa_heads", "draft_model": "drafts", "cross_tokenizer": "cross_drafts"}
+"""What a kind chooses from, and is nothing without."""
 _WITHOUT_EFFECT = ("outputs", "study", "tracking")
 """Parts of the configuration that do not change what a trial measures."""
 
@@ -54,9 +56,9 @@ class Plan:
         target: Target = instantiate(config.target)
         for item in prompts:
             target.encode(item.messages())  # a chat template that refuses one shall do so now
-        space = supported(instantiate(config.space, layers=target.layers), target)
-        eagle, medusa = (_open_heads(kind, space.heads[kind], target) for kind in ("eagle", "medusa"))
-        space = replace(space, eagle_heads=eagle, medusa_heads=medusa)
+        space = instantiate(config.space, layers=target.layers)
+        _say_missing(space)
+        space = _opened(supported(space, target), target)
         bridging: BridgingSettings = instantiate(config.bridging)  # refuses bad fields even of a space without bridges
         if space.bridged:
             space = replace(space, shelf=Shelf(target, sampling, bridging, Path(config.outputs), config.seed))
@@ -65,11 +67,38 @@ class Plan:
         return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, outputs)
 
 
-def _open_heads(kind: str, folders: Sequence[str], target: Target) -> list[str]:
-    """The absolute paths of trained heads; a head that cannot be used is refused now, as :func:`build_drafter` would."""
-    for folder in folders:
-        build_drafter(SpeculativeConfig(kind, head=folder), target)
-    return [str(Path(folder).resolve()) for folder in folders]
+def _say_missing(space: SearchSpace) -> None:
+    """Name the kinds that are asked for and have nothing to draft with, and what would put them in."""
+    listed = space.heads | space.models
+    missing = [f"{kind} (space.{_LISTS[kind]} is empty)" for kind in space.kinds if kind in listed and not listed[kind]]
+    if missing:
+        print(f"space.kinds: left out: {', '.join(missing)}", flush=True)
+
+
+def _opened(space: SearchSpace, target: Target) -> SearchSpace:
+    """The space with absolute paths of heads; a head or a draft model that cannot be used is refused now, not mid-study.
+
+    Draft models stay loaded, as a study would load them all anyway: each is among what it tries first.
+
+    Raises:
+        InputError: memory does not hold one of them.
+        ConfigError: one does not fit the target.
+        TargetError: one cannot be loaded.
+        UnsupportedModel: one cannot be decoded with.
+    """
+    for kind, names in (space.heads | space.models).items():
+        for name in names if kind in space.arms else ():
+            # Chains, as trees that a target cannot verify are left out by now, and may leave a head that works.
+            head = kind in space.heads
+            config = SpeculativeConfig(kind, head=name, candidates=1) if head else SpeculativeConfig(kind, draft=name)
+            try:
+                build_drafter(config, target)
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                raise InputError(f"space.{_LISTS[kind]}: {name} does not fit into memory beside the rest") from error
+    eagle, medusa = ([str(Path(folder).resolve()) for folder in space.heads[kind]] for kind in ("eagle", "medusa"))
+    return replace(space, eagle_heads=eagle, medusa_heads=medusa)
 
 
 def open_datastore(name: str, target: Target, prompts: PromptSet) -> str:

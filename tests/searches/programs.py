@@ -45,6 +45,15 @@ def execute(program: str, *overrides: str, cwd: Path, timeout: float = 300) -> s
     )
 
 
+def wait_for_trials(process: subprocess.Popen[str]) -> str:
+    """Wait until a study's trials begin; the line that says so."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("study "):
+            return line
+    raise AssertionError(f"the study ended with {process.wait()} before its trials began")
+
+
 def quick(model: Path, outputs: Path, *more: str) -> Sequence[str]:
     """Overrides of a study that takes seconds."""
     return (*QUICK, f"target.path={model}", f"outputs={outputs}", *more)

@@ -13,7 +13,7 @@ import pytest
 
 from searches import benchmark, layerskip
 from searches.application import run
-from tests.searches.programs import environment, quick
+from tests.searches.programs import environment, quick, wait_for_trials
 
 
 def _end(program: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -60,6 +60,9 @@ run("datastore", task)
         (["target.colour=red"], "target.colour"),
         (["space.masks=[layers:99]"], "space.masks"),
         (["space.skip_length=[5,2]"], "space.skip_length"),
+        (["space.drafts=[/there/is/none]"], "draft: "),
+        (["space.cross_drafts=[/there/is/none]"], "draft: "),
+        (["space.eagle_heads=[/there/is/none]"], "head: "),
         (["sampling.temperature=-1"], "temperature"),
         (["sampling.top_p=2"], "top_p"),
         (["study.n_trials=0"], "study.n_trials"),
@@ -167,8 +170,7 @@ def test_a_disk_that_fills_up_ends_in_one_line_and_the_study_goes_on_later(small
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    assert "0 of 40 trials" in process.stdout.readline()
+    assert "0 of 40 trials" in wait_for_trials(process)
     _fill(small_disk, leave=0)
     _, said = process.communicate(timeout=200)
     assert process.returncode == 2, said

@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 
 import layerskip
 from tests.searches.conftest import Launch
-from tests.searches.programs import command, environment, execute, journal_study, quick, runs, sqlite
+from tests.searches.programs import command, environment, execute, journal_study, quick, runs, sqlite, wait_for_trials
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -113,8 +113,7 @@ def test_killed_at_any_moment_the_same_command_finishes(tiny_folder: Path, tmp_p
         with subprocess.Popen(
             command("layerskip", *overrides), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
         ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()  # the trials begin
+            wait_for_trials(process)
             time.sleep(moment.uniform(0.2, 2.0))
             process.send_signal(signal.SIGKILL)
     result = execute("layerskip", *overrides, cwd=tmp_path)
@@ -145,8 +144,7 @@ def test_ctrl_c_prints_what_is_done_and_the_same_command_goes_on(tiny_folder: Pa
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    process.stdout.readline()
+    wait_for_trials(process)
     while not (outputs / "mlflow.db").exists() or len(runs(sqlite(outputs), "trial")) < 2:
         time.sleep(0.3)
     process.send_signal(signal.SIGINT)
