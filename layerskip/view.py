@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from .anatomy import anatomy, replace_forward
 from .attention import use_grouped_attention
 from .bridge import Bridge, Bridges
+from .config import ConfigError
 from .mask import MaskError, SkipMask
 
 T = TypeVar("T")
@@ -36,10 +37,13 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped.
         MaskError: the mask is for another number of layers.
+        ConfigError: the bridges are of another mask.
     """
     found = anatomy(model)
     if mask.layers != len(found.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(found.blocks)}")
+    if bridges is not None and bridges.mask != mask:
+        raise ConfigError(f"bridges: stand in for {bridges.shape.mask or 'nothing'}, not for {mask.format() or 'nothing'}")
     spans = {} if bridges is None else {(gap.kind, gap.first): bridges.of(gap) for gap in mask.gaps}
     view = twin(model)
     layers = view.get_submodule(found.path)

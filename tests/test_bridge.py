@@ -174,6 +174,13 @@ def test_an_mlp_learns_what_a_map_cannot_and_never_noise(noise: bool) -> None:
     assert noise or errors[1] < 0.9 * errors[0]
 
 
+@pytest.mark.parametrize("own", ["layers:1-2", "layers:1;mlp:3"])
+def test_a_view_refuses_bridges_of_another_mask(own: str) -> None:
+    target = Target(build("llama"))
+    with pytest.raises(ConfigError, match=f"^bridges: stand in for {own}, not for layers:1$"):
+        skip_view(target.model, SkipMask.parse("layers:1", 4), Bridges(_shape(target, own)))
+
+
 def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
     shape = _shape(target, "layers:1-2")
