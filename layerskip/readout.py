@@ -64,7 +64,7 @@ def choose_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
 
     Args:
         counts: ``[V]``: how often each token occurs.
-        size: how many to choose.
+        size: how many to choose; no fewer than must be there.
         always: tokens that are chosen whatever their count.
     """
     raised = counts.double().clone()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import hydra
@@ -51,6 +52,31 @@ def check_whole(name: str, value: object, least: int = 1) -> None:
         check_integer(name, value, least)
     except ConfigError as error:
         raise InputError(str(error)) from None
+
+
+def check_number(name: str, value: object, most: float = math.inf, or_zero: bool = False) -> None:
+    """Refuse what is no number above 0, or 0 where that says something, and up to so much.
+
+    Raises:
+        InputError: it is not.
+    """
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not (0 < number <= most or (or_zero and number == 0)):
+        wanted = "a number above 0" if most == math.inf else f"a number above 0 and up to {most:g}"
+        raise InputError(f"{name}: {value!r} is {'neither 0 nor' if or_zero else 'not'} {wanted}")
+
+
+def check_list(name: str, value: object, known: Sequence[str] | None = None) -> None:
+    """Refuse what is no list, or has something in it that is not among what is known.
+
+    Raises:
+        InputError: it is not, or has.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise InputError(f"{name}: {value!r} is not a list, such as [a,b]")
+    for item in value:
+        if known is not None and item not in known:
+            raise InputError(f"{name}: {item!r} is not one of {', '.join(known)}")
 
 
 _INPUT_ERRORS = (

@@ -25,7 +25,7 @@ from layerskip.replay import Branching, Counts
 from layerskip.scan import Scanner
 from layerskip.tree import tree_model
 
-from .bridging import BridgeLearner, calibrate, rates
+from .bridging import BridgeLearner, calibrate, made_of, rates
 from .foresight import ScanSettings, cost_profile
 from .kept import Kept
 from .oracle import Choices
@@ -33,6 +33,7 @@ from .tracking import Tracker
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 EMPTY, TRAINED = "empty", "trained"
+FITTED = ("mean", "linear")  # in closed form alone
 _TRAINING = ("steps", "max_seconds", "texts_per_step", "training_bytes", "learning_rate", "unroll")
 _LONG = 4  # drafted tokens with siblings
 
@@ -59,6 +60,7 @@ class BridgePoints:
         max_new_tokens: int,
     ) -> None:
         self.config, self.target = config, target
+        self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # refuses now what cannot be trained
         outputs = Path(config.outputs)
         texts = write_texts(config, target, sampling)
         self.passages = passages_of(texts)
@@ -100,7 +102,6 @@ class BridgePoints:
         }
         self.folder = outputs / f"bridges-{digest(asked)[:12]}"
         self._kept = Kept(self.folder / "scans.jsonl")
-        self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # refuses now what cannot be trained
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
         self._asked = digest(asked)
 
@@ -126,8 +127,9 @@ class BridgePoints:
         return found
 
     def _shape(self, mask: SkipMask, kind: str) -> BridgeShape:
-        made: Any = self.config.trained if kind == TRAINED else {"kind": kind, "rank": 0, "width": 0}
-        return BridgeShape.of(self.target, mask, made["kind"], made["rank"], made["width"])
+        if kind == TRAINED:
+            return made_of("trained", self.config.trained, self.target, mask)
+        return BridgeShape.of(self.target, mask, kind)
 
     def _place(self, mask: SkipMask, kind: str) -> Path:
         return self.folder / f"{mask.format().replace(':', '-').replace(';', '_').replace(',', '.')}-{kind}"

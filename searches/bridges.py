@@ -23,12 +23,14 @@ from layerskip.drafters.build import build_drafter
 from layerskip.environment import environment
 from layerskip.files import write_json
 
-from .application import InputError, check_whole, run
+from .application import InputError, check_list, check_number, check_whole, run
 from .bench import BASELINE, ModelBench
-from .bridge_points import EMPTY, TRAINED, BridgePoints
+from .bridge_points import EMPTY, FITTED, TRAINED, BridgePoints
 from .foresight import ScanSettings
 from .heading import heading
+from .learner import check_learning
 from .objective import MeasureSettings, check_seed
+from .written import check_drafted
 
 _NUMBERS = (
     "depth",
@@ -36,24 +38,21 @@ _NUMBERS = (
     "tokens",
     "max_new_tokens",
     "batch",
-    "steps",
-    "texts_per_step",
-    "unroll",
+    "calibration_bytes",
     "training_bytes",
 )
 
 
 def bridges(config: DictConfig) -> dict[str, Any]:
     """Fit, train, scan and measure; see ``conf/bridges.yaml``."""
-    check_seed(config.seed)
-    check_whole("siblings", config.siblings, 0)
-    for name in _NUMBERS:
-        check_whole(name, config[name])
+    _check(config)
     measuring: MeasureSettings = instantiate(config.measure)
     scanning: ScanSettings = instantiate(config.scan)
     sampling: Sampling = instantiate(config.sampling)
     tune, held_out = instantiate(config.prompts).split()
     target: Target = instantiate(config.target)
+    for size in config.vocabularies:
+        check_drafted("vocabularies", size, target)
     masks = [_mask(text, target) for text in config.masks or _runs(target.layers)]
     if config.eagle_head is not None:
         build_drafter(SpeculativeConfig("eagle", head=str(config.eagle_head)), target)  # refuses now what cannot draft
@@ -104,6 +103,21 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     print(table(record))
     print(f"wrote {path} and {path.with_suffix('.png')}")
     return record
+
+
+def _check(config: DictConfig) -> None:
+    check_seed(config.seed)
+    check_whole("siblings", config.siblings, 0)
+    for name in _NUMBERS:
+        check_whole(name, config[name])
+    check_learning(config)
+    check_number("max_seconds", config.max_seconds, or_zero=True)
+    check_list("kinds", config.kinds, FITTED)
+    check_list("vocabularies", config.vocabularies)
+    for size in config.vocabularies:
+        check_whole("vocabularies", size)
+    if config.masks is not None:
+        check_list("masks", config.masks)
 
 
 def _named(config: SpeculativeConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ What ``python -m searches.train drafter=layer_skip mask=...`` does once the targ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from layerskip import MaskError, Sampling, SkipMask, Target
+from layerskip import ConfigError, MaskError, Sampling, SkipMask, Target
 from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration, Fit
 from layerskip.bridge_training import BridgeTraining
@@ -46,7 +46,21 @@ def shape_of(config: DictConfig, target: Target) -> BridgeShape:
         raise InputError(str(error)) from None
     if not mask.gaps:
         raise InputError("mask: skips nothing, so there is nothing to stand in for")
-    return BridgeShape.of(target, mask, **{name: config.bridge[name] for name in ("kind", "rank", "width")})
+    return made_of("bridge", config.bridge, target, mask)
+
+
+def made_of(field: str, made: Any, target: Target, mask: SkipMask) -> BridgeShape:
+    """The bridges of a mask, made from what a field of a configuration says.
+
+    Raises:
+        InputError: they cannot be; the message begins with the field's name.
+    """
+    if not isinstance(made, Mapping):
+        raise InputError(f"{field}: {made!r} is not a kind with its rank and its width")
+    try:
+        return BridgeShape.of(target, mask, made["kind"], made["rank"], made["width"])
+    except ConfigError as error:
+        raise InputError(f"{field}{str(error).removeprefix('bridge')}") from None
 
 
 def train_bridges(

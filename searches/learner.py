@@ -15,7 +15,7 @@ from tqdm import tqdm
 from layerskip.clock import now
 from layerskip.schedule import share_of_rate
 
-from .application import InputError
+from .application import InputError, check_number, check_whole
 
 if TYPE_CHECKING:
     from .tracking import Tracker
@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 _WARMING = 0.03  # of the training, during which the learning rate rises
 _CLIP = 1.0
 _LOSSES = 50  # steps over which the loss is averaged
+
+
+def check_learning(config: DictConfig) -> None:
+    """Refuse what no training can go by; how many seconds it may take is for each program to say.
+
+    Raises:
+        InputError: a field is out of range.
+    """
+    for name in ("steps", "texts_per_step", "unroll"):
+        check_whole(name, config[name])
+    check_number("learning_rate", config.learning_rate, 1.0)
+    check_number("save_seconds", config.save_seconds)
 
 
 class Learner(ABC):

@@ -23,6 +23,7 @@ from .objective import MeasureSettings, check_seed
 from .shelf import BridgingSettings, Shelf
 from .space import TREES, SearchSpace
 from .study import StudySettings
+from .written import check_drafted
 
 _BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads")
 _LISTS = {"eagle": "eagle_heads", "medusa": "medusa_heads", "draft_model": "drafts", "cross_tokenizer": "cross_drafts"}
@@ -61,6 +62,7 @@ class Plan:
         space = _opened(supported(space, target), target)
         bridging: BridgingSettings = instantiate(config.bridging)  # refuses bad fields even of a space without bridges
         if space.bridged:
+            _check_bridged(space, target)
             space = replace(space, shelf=Shelf(target, sampling, bridging, Path(config.outputs), config.seed))
         space = replace(space, datastores=[open_datastore(name, target, prompts) for name in space.datastores])
         outputs = Path(config.outputs)
@@ -127,6 +129,15 @@ def supported(space: SearchSpace, target: Target) -> SearchSpace:
         print(f"space.kinds: {', '.join(trees)} left out: {error}")
         return replace(space, trees=False, siblings=0)
     return space
+
+
+def _check_bridged(space: SearchSpace, target: Target) -> None:
+    """Refuse bridges and draft heads of sizes that the target has no room for, which the space alone does not know."""
+    for rank in space.ranks:
+        if rank > target.hidden:
+            raise InputError(f"space.ranks: {rank} is not within 0 (a full map) and {target.hidden}")
+    for size in filter(None, space.draft_heads):
+        check_drafted("space.draft_heads", size, target)
 
 
 def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bool = False) -> dict[str, Any]:

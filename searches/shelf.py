@@ -25,7 +25,7 @@ from layerskip.files import digest
 from layerskip.memory import out_of_memory, release
 from layerskip.own_texts import OwnText
 
-from .application import InputError, check_whole
+from .application import InputError, check_number, check_whole
 from .bridging import BridgeLearner, calibrate
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
@@ -84,10 +84,8 @@ class BridgingSettings:
     training_bytes: int = 2_000_000_000
 
     def __post_init__(self) -> None:
-        for name, least in (("train_seconds", 0.0), ("learning_rate", 1e-9)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-                raise InputError(f"bridging.{name}: {value!r} is not a number of at least {least:g}")
+        check_number("bridging.train_seconds", self.train_seconds, or_zero=True)
+        check_number("bridging.learning_rate", self.learning_rate, 1.0)
         names = ("tokens", "max_new_tokens", "batch", "calibration_bytes", "unroll", "texts_per_step", "training_bytes")
         for name in names:
             check_whole(f"bridging.{name}", getattr(self, name))

@@ -12,7 +12,7 @@ import optuna
 
 from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig
 
-from .application import InputError, check_whole
+from .application import InputError, check_list, check_whole
 from .head_drafts import head_params, suggest_head
 from .shelf import BRIDGES, Shelf
 from .skipping import LEAST_PROBABILITY, skip_params, stop_params, suggest_skip, suggest_stop
@@ -30,6 +30,11 @@ _RANGES = (
 )
 _MODEL_PREFIXES = {"draft_model": "", "cross_tokenizer": "cross_"}
 _NEVER_SECOND = ("none", "prompt_lookup", "cascade")
+_KNOWN = {"kinds": KINDS, "stops": STOPS, "bridges": BRIDGES}
+_LISTS = (
+    *(*_KNOWN, "ranks", "draft_heads", "datastores"),
+    *("eagle_heads", "medusa_heads", "drafts", "cross_drafts", "masks"),
+)
 
 
 @dataclass(frozen=True)
@@ -99,12 +104,10 @@ class SearchSpace:
     _bits: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, known in (("kinds", KINDS), ("stops", STOPS), ("bridges", BRIDGES)):
-            unknown = [value for value in getattr(self, name) if value not in known]
-            if unknown:
-                raise InputError(f"space.{name}: {unknown[0]!r} is not one of {', '.join(known)}")
-            if name == "kinds" and set(self.kinds) <= {"none", "cascade"} and "cascade" in self.kinds:
-                raise InputError("space.kinds: a cascade is prompt_lookup and another kind, and those are missing")
+        for name in _LISTS:
+            check_list(f"space.{name}", getattr(self, name), _KNOWN.get(name))
+        if set(self.kinds) <= {"none", "cascade"} and "cascade" in self.kinds:
+            raise InputError("space.kinds: a cascade is prompt_lookup and another kind, and those are missing")
         for name in ("stops", "bridges", "ranks", "draft_heads"):
             if not getattr(self, name):
                 raise InputError(f"space.{name}: is empty")
@@ -120,12 +123,8 @@ class SearchSpace:
             object.__setattr__(self, name, tuple(dict.fromkeys([plain, *getattr(self, name)])))
         if type(self.allow_lossy) is not bool:
             raise InputError(f"allow_lossy: {self.allow_lossy!r} is neither true nor false")
-        check_whole("space.siblings", self.siblings, 0)
-        for name in ("protect_first", "protect_last"):
-            if type(getattr(self, name)) is not int:
-                raise InputError(f"space.{name}: {getattr(self, name)!r} is not a whole number")
-        if self.protect_first < 0 or self.protect_last < 0:
-            raise InputError("space.protect_first, space.protect_last: cannot be negative")
+        for name in ("siblings", "protect_first", "protect_last"):
+            check_whole(f"space.{name}", getattr(self, name), 0)
         bits = tuple(range(self.protect_first, self.layers - self.protect_last))
         if "layer_skip" in self.kinds and not bits:
             raise InputError(f"space.protect_first, space.protect_last: leave none of {self.layers} layers to skip")

@@ -29,12 +29,12 @@ from layerskip.passages import Passage, continue_prompts
 from layerskip.readout import Readout
 from layerskip.training import Batch, agreements, fit_linear, foretell, loss_of, stored_modules
 
-from .application import InputError, check_whole, run
+from .application import InputError, check_number, check_whole, run
 from .bridging import shape_of, train_bridges
-from .learner import Learner
+from .learner import Learner, check_learning
 from .objective import check_seed
 from .tracking import Tracker
-from .written import asked_texts, drafted_tokens, write_texts
+from .written import asked_texts, check_drafted, drafted_tokens, write_texts
 
 _KINDS = ("eagle", "medusa", "layer_skip")
 _NUMBERS = (
@@ -44,9 +44,6 @@ _NUMBERS = (
     "feature_bytes",
     "calibration_bytes",
     "training_bytes",
-    "steps",
-    "texts_per_step",
-    "unroll",
     "held_out_tokens",
 )
 _RECIPE = 3  # of what follows and of layerskip.training; a training goes on only as it began
@@ -69,6 +66,7 @@ def train(config: DictConfig) -> Path | None:
     kind, sampling = str(config.drafter.kind), instantiate(config.sampling)
     held_out: PromptSet = instantiate(config.prompts).split()[1]
     target: Target = instantiate(config.target)
+    check_drafted("vocabulary", config.vocabulary, target)
     outputs = Path(config.outputs)
     written = asked_texts(config, target, sampling)
     learnt = {"kind": kind, "recipe": _RECIPE, "texts": digest(written), **{name: config[name] for name in _LEARNING}}
@@ -133,15 +131,13 @@ def _check(config: DictConfig) -> None:
         raise InputError(f"drafter: {config.drafter.get('kind')!r} is not trained; {' and '.join(_KINDS)} are")
     for name in _NUMBERS:
         check_whole(name, config[name])
-    for name in ("vocabulary", "max_seconds", "save_seconds"):
-        value = config[name]
-        numbers = int if name == "vocabulary" else (int, float)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers) or value <= 0):
-            raise InputError(f"{name}: {value!r} is not a number above 0")
+    check_learning(config)
+    if config.vocabulary is not None:
+        check_whole("vocabulary", config.vocabulary)
+    if config.max_seconds is not None:
+        check_number("max_seconds", config.max_seconds)
     if not isinstance(config.three_layers, bool):
         raise InputError(f"three_layers: {config.three_layers!r} is neither true nor false")
-    if not isinstance(config.learning_rate, float) or not 0 < config.learning_rate < 1:
-        raise InputError(f"learning_rate: {config.learning_rate!r} is not a number between 0 and 1")
 
 
 def _thought(target: Target, passage: Passage, modules: tuple[str, ...]) -> Thought:

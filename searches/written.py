@@ -19,6 +19,7 @@ from layerskip.own_texts import OwnText
 from layerskip.passages import Passage
 from layerskip.readout import choose_tokens
 
+from .application import InputError
 from .kept import Kept
 
 _TEXTS = ("tokens", "max_new_tokens", "batch", "seed")
@@ -51,15 +52,30 @@ def write_texts(config: DictConfig, target: Target, sampling: Sampling) -> list[
     return texts
 
 
+def check_drafted(name: str, size: int | None, target: Target) -> None:
+    """Refuse so few drafted tokens that those which are always among them do not fit; None is for all.
+
+    Raises:
+        InputError: they do not; the message begins with the field's name.
+    """
+    always = len(_always(target))
+    if size is not None and size < always:
+        raise InputError(f"{name}: {size} tokens are fewer than the {always} special ones, which are always among them")
+
+
 def drafted_tokens(target: Target, texts: list[OwnText], size: int | None) -> Tensor | None:
     """``[v]`` int64: the tokens that are drafted from, those that the target says most; None for all."""
     if size is None or size >= target.vocabulary:
         return None
     said = torch.tensor([token for text in texts for token in text.tokens[text.begin :]])
     counts = torch.bincount(said, minlength=target.vocabulary)
+    return choose_tokens(counts, size, _always(target))
+
+
+def _always(target: Target) -> list[int]:
+    """The tokens that are drafted whatever their count."""
     special = [] if target.tokenizer is None else target.tokenizer.all_special_ids
-    always = {token for token in (*target.eos_ids, *special) if token < target.vocabulary}
-    return choose_tokens(counts, size, sorted(always))
+    return sorted({token for token in (*target.eos_ids, *special) if token < target.vocabulary})
 
 
 def passages_of(texts: list[OwnText]) -> list[Passage]:

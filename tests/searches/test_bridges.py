@@ -65,12 +65,47 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch:
     assert json.loads((tmp_path / "record.json").read_text())["points"] == points
 
 
-@pytest.mark.parametrize(("override", "named"), [("masks=[layers:90]", "masks"), ("calibration_bytes=9", "calibration_")])
-def test_bad_input_is_one_line(override: str, named: str, tmp_path: Path, launch: Launch) -> None:
-    folder = save_tiny(tmp_path / "model")
+def test_a_budget_that_holds_no_text_is_one_line(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
     (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
-    prompts = ("prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
-    done = launch("bridges", *SMALL, f"target.path={folder}", f"outputs={tmp_path}", *prompts, override, cwd=tmp_path)
+    which = (f"target.path={tiny_folder}", "prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl", "calibration_bytes=9")
+    done = launch("bridges", *SMALL, f"outputs={tmp_path}", *which, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}")
+    assert done.stderr.strip().splitlines()[-1].startswith("error: calibration_bytes: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("masks=[layers:90]", "masks"),
+        ("masks=layers:1", "masks"),
+        ("max_seconds=soon", "max_seconds"),
+        ("max_seconds=-5", "max_seconds"),
+        ("max_seconds=null", "max_seconds"),
+        ("save_seconds=null", "save_seconds"),
+        ("save_seconds=often", "save_seconds"),
+        ("learning_rate=-1", "learning_rate"),
+        ("learning_rate=nan", "learning_rate"),
+        ("calibration_bytes=many", "calibration_bytes"),
+        ("steps=0", "steps"),
+        ("kinds=[mlp]", "kinds"),
+        ("kinds=linear", "kinds"),
+        ("vocabularies=[x]", "vocabularies"),
+        ("vocabularies=[-5]", "vocabularies"),
+        ("vocabularies=48", "vocabularies"),
+        ("vocabularies=[48,2]", "vocabularies"),  # padding, start and end are always drafted
+        ("trained=mlp", "trained"),
+        ("trained.kind=other", "trained.kind"),
+        ("trained.rank=9999", "trained.rank"),
+        ("trained.width=0", "trained.width"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_written(
+    override: str, named: str, tiny_folder: Path, tmp_path: Path, launch: Launch
+) -> None:
+    outputs = tmp_path / "outputs"
+    done = launch("bridges", *SMALL, f"target.path={tiny_folder}", f"outputs={outputs}", override, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"error: {named}: ")
+    assert done.stderr.count("\n") == 1
+    assert not outputs.exists()

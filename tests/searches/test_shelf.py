@@ -169,7 +169,7 @@ def test_spaces_of_bridges_that_cannot_be_are_refused(fields: dict[str, object],
         SearchSpace(8, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("batch", 1.5), ("train_seconds", -1), ("learning_rate", "x")])
+@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("batch", 1.5), ("train_seconds", -1), ("learning_rate", 2)])
 def test_settings_out_of_range_are_refused(name: str, value: object) -> None:
     with pytest.raises(InputError, match=f"^bridging.{name}: "):
         BridgingSettings(**{name: value})  # type: ignore[arg-type]

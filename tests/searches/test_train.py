@@ -25,6 +25,7 @@ SMALL = (
     *("tokens=400", "max_new_tokens=24", "batch=8", "texts_per_step=4", "learning_rate=0.003", "vocabulary=64"),
     *("held_out_tokens=8", "target=local", "target.dtype=float32", "target.device=cpu"),
 )
+BUDGETS = ("bytes=10", "bytes=10_000_000_000_000_000")
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +134,18 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
         ("drafter=prompt_lookup", "drafter"),
         ("steps=0", "steps"),
         ("learning_rate=2.0", "learning_rate"),
+        ("learning_rate=-1", "learning_rate"),
         ("vocabulary=0", "vocabulary"),
+        ("vocabulary=-5", "vocabulary"),
+        ("vocabulary=x", "vocabulary"),
+        ("vocabulary=2", "vocabulary"),  # padding, start and end are always drafted
         ("max_seconds=soon", "max_seconds"),
+        ("max_seconds=-5", "max_seconds"),
+        ("max_seconds=0", "max_seconds"),
+        ("save_seconds=null", "save_seconds"),
+        ("calibration_bytes=many", "calibration_bytes"),
+        ("drafter=layer_skip mask=layers:1 bridge.rank=9999", "bridge.rank"),
+        ("drafter=layer_skip mask=layers:1 bridge=linear", "bridge"),
         ("three_layers=3", "three_layers"),
         ("feature_bytes=10", "feature_bytes"),
         ("feature_bytes=10_000_000_000_000_000", "feature_bytes"),
@@ -145,5 +156,6 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
 def test_bad_input_is_one_line(override: str, named: str, model: Path, tmp_path: Path, launch: Launch) -> None:
     done = launch("train", *SMALL, f"target.path={model}", f"outputs={tmp_path}", *override.split(), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}")
+    assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}: ")
     assert "Traceback" not in done.stderr
+    assert (tmp_path / "texts").exists() == override.endswith(BUDGETS)  # only texts tell what a budget holds
