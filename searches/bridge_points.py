@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from layerskip.replay import Branching, Counts
 from layerskip.scan import Scanner
 from layerskip.tree import tree_model
 
+from .application import InputError
 from .bridging import BridgeLearner, calibrate, made_of, rates
 from .foresight import ScanSettings, cost_profile
 from .kept import Kept
@@ -73,8 +73,10 @@ class BridgePoints:
             continued = continue_prompts(
                 target, prompts, sampling, max_new_tokens, config.seed, outputs / "continuations", bar.update
             )
-        self.scanned: tuple[Passage, ...] = tuple(passage for passage in continued if passage.starts > 0)
-        rows, siblings = scanning.max_rows or 256, int(config.siblings)
+        self.scanned: tuple[Passage, ...] = tuple(p for p in continued if p.starts > 0 and p.limit(0) > 0)
+        if not self.scanned:
+            raise InputError("prompts: every continuation ends at once, so there is nothing to scan")
+        rows, siblings = scanning.rows(target.device), int(config.siblings)
         try:
             if siblings:
                 tree_model(target.model)
@@ -82,6 +84,7 @@ class BridgePoints:
             print(f"siblings: left out: {error}")
             siblings = 0
         self.scanner = Scanner(target, self.scanned, sampling, int(config.depth), rows, siblings)
+        self.scanner.check()
         longest = max(int(config.depth), _LONG * (1 + siblings))
         self.profile: CostProfile = cost_profile(
             target, self.scanned, longest, sampling, scanning.profile_repeats, outputs, True, self.scanner.runners > 0
@@ -89,7 +92,7 @@ class BridgePoints:
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
-            "recipe": 2,
+            "recipe": 3,
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling),
             "calibration_bytes": config.calibration_bytes,
@@ -137,9 +140,7 @@ class BridgePoints:
     def _scan(self, mask: SkipMask, kind: str) -> dict[str, Any]:
         if kind != EMPTY:
             self.calibration  # noqa: B018  # what reading all texts takes is nobody's fit
-        start = time.monotonic()
-        own, positions = (None, 0) if kind == EMPTY else self._fitted(mask, kind)
-        fit = {"seconds": time.monotonic() - start, "positions": positions}
+        own, fit = (None, {"seconds": 0.0, "positions": 0}) if kind == EMPTY else self._fitted(mask, kind)
         rows = []
         for tokens in (None, *self.heads.values()):
             (scan,) = self.scanner.scan([mask], bridges=[own], tokens=tokens, floor=self._choices.floor)
@@ -151,18 +152,20 @@ class BridgePoints:
             rows.append({"tokens": None if tokens is None else len(tokens), "rates": right, "counts": counts})
         return {"fit": fit, "heads": rows}
 
-    def _fitted(self, mask: SkipMask, kind: str) -> tuple[Bridges, int]:
-        """Bridges, saved, in the target's dtype, as they will decode; and how many positions they were fitted to."""
+    def _fitted(self, mask: SkipMask, kind: str) -> tuple[Bridges, dict[str, Any]]:
+        """Bridges, saved, in the target's dtype, as they will decode; and how long they took, to how many positions."""
         shape = self._shape(mask, kind)
         if kind == TRAINED:
-            found, positions = self._trained(shape, mask), sum(passage.starts for passage in self.passages)
+            learner = self._trained(shape, mask)
+            found, about = learner.bridges, {"seconds": learner.seconds, "steps": learner.step}
+            about["positions"] = sum(passage.starts for passage in self.passages)
         else:
             fit = self.calibration.fit(shape)
-            found, positions = fit.bridges, fit.rows
+            found, about = fit.bridges, {"seconds": fit.seconds, "positions": fit.rows}
         save_bridges(self._place(mask, kind), found, self.target, {"asked": self._asked})
-        return found.to(self.target.model.dtype).requires_grad_(False), positions
+        return found.to(self.target.model.dtype).requires_grad_(False), about
 
-    def _trained(self, shape: BridgeShape, mask: SkipMask) -> Bridges:
+    def _trained(self, shape: BridgeShape, mask: SkipMask) -> BridgeLearner:
         largest = max(self.heads.values(), key=len, default=None)
         identity = digest([self._asked, shape.to_dict()])
         folder = self._place(mask, TRAINED)
@@ -180,7 +183,7 @@ class BridgePoints:
                 lambda: self.calibration,
             )
             learner.learn_all(self._tracker)
-        return learner.bridges
+        return learner
 
     def _point(self, mask: SkipMask, kind: str, fit: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
         """The best draft length and stop rule, by counts and costs."""

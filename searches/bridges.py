@@ -83,10 +83,11 @@ def bridges(config: DictConfig) -> dict[str, Any]:
             "losslessness": measurement.to_dict()["losslessness"]["verdict"],
         }
     if "bridged 1" in configs:
-        evidence = Measurement.of(rows, BASELINE, "bridged 1").to_dict() | {"prompts_digest": prompts.digest}
+        evidence = Measurement.of(rows, BASELINE, "bridged 1").to_dict()
+        evidence |= {"prompts_digest": prompts.digest, "max_new_tokens": measuring.max_new_tokens}
         where = environment(target.device)
         Export(Export.describe(target), configs["bridged 1"], sampling, evidence, where).save(work.folder / "best.json")
-        print(f"wrote {work.folder / 'best.json'}, the best that is bridged")
+        print(f"wrote {work.folder / 'best.json'}, what is foretold to be the fastest that is bridged")
     record = heading("layerskip.bridges/1", target) | {
         "prompts": {"scanned": len(tune.take(measuring.prompts)), "held_out": len(prompts), "digest": held_out.digest},
         "max_new_tokens": measuring.max_new_tokens,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
@@ -195,14 +196,14 @@ def _judged(scanner: Scanner, shape: BridgeShape, bridges: Bridges | None, token
 
 
 def rates(scan: Scan) -> list[float]:
-    """For each further token: how often a draft that was right so far is right there."""
-    found = []
-    for place in range(scan.traces[0].depth if scan.traces else 0):
-        reached = [
-            int(right) for trace in scan.traces for right in trace.agreed[: len(trace.agreed) - place] if right >= place
-        ]
-        found.append(sum(right > place for right in reached) / len(reached) if reached else 0.0)
-    return found
+    """For each further token: how often a draft that was right so far is right there; where tokens are sampled, the chance
+    that it is accepted."""
+    if not scan.traces:
+        return []
+    kept = np.concatenate([trace.kept for trace in scan.traces])  # NaN where nothing was drafted, or behind a wrong token
+    chances = np.nan_to_num(kept)
+    reached = np.cumprod(np.hstack((np.ones((len(kept), 1)), chances[:, :-1])), axis=1) * ~np.isnan(kept)
+    return [float(part) for part in (reached * chances).sum(0) / np.maximum(reached.sum(0), np.finfo(float).tiny)]
 
 
 def shown(rates: list[float]) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _WARMING = 0.03  # of the training, during which the learning rate rises
 _CLIP = 1.0
+_LEAST = 1e-3  # seconds of training, where what it began from took all the time
 _LOSSES = 50  # steps over which the loss is averaged
 
 
@@ -53,18 +54,18 @@ class Learner(ABC):
         self.device = next(module.parameters()).device
         self.texts_per_step = min(int(config.texts_per_step), texts)
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=0.01)
-        self.step, self.seconds = 0, 0.0
+        self.step, self.seconds, self._begun = 0, 0.0, 0.0
         if file.exists():
             state: dict[str, Any] = torch.load(file, weights_only=True, map_location=self.device)
             if state.get("identity") != identity:
                 raise InputError(f"head: {file.parent} holds another training; name another folder")
             module.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
-            self.step, self.seconds = state["step"], state["seconds"]
+            self.step, self.seconds, self._begun = state["step"], state["seconds"], state.get("begun", 0.0)
         else:
             start = time.monotonic()
             self.begin()
-            self.seconds = time.monotonic() - start
+            self.seconds = self._begun = time.monotonic() - start
 
     @abstractmethod
     def begin(self) -> None:
@@ -81,8 +82,11 @@ class Learner(ABC):
     @property
     def progress(self) -> float:
         """From 0 to 1: how much of the steps, or of the time, is done."""
-        most = self.config.max_seconds
-        return float(max(self.step / self.config.steps, self.seconds / most if most else 0.0))
+        by_steps, most = self.step / self.config.steps, self.config.max_seconds
+        if not most:
+            return float(by_steps)
+        # What it began from took its share of the time, and none of the rise and fall of the learning rate.
+        return float(max(by_steps, (self.seconds - self._begun) / max(most - self._begun, _LEAST)))
 
     def learn(self) -> float:
         """One step; returns its loss."""
@@ -124,7 +128,8 @@ class Learner(ABC):
         self.file.parent.mkdir(parents=True, exist_ok=True)
         partial = self.file.with_suffix(".partial")
         state = {"head": self.module.state_dict(), "optimiser": self.optimiser.state_dict()}
-        torch.save(state | {"step": self.step, "seconds": self.seconds, "identity": self.identity}, partial)
+        state |= {"step": self.step, "seconds": self.seconds, "begun": self._begun, "identity": self.identity}
+        torch.save(state, partial)
         partial.replace(self.file)
 
     def _places(self) -> list[int]:
