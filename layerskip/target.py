@@ -20,8 +20,9 @@ from typing import Any
 import jinja2
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from .tokenizer import load_tokenizer
 from .wheels import WHEELS, WheelError, find_weights
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -167,7 +168,7 @@ class Target:
 
         Args:
             name: as :func:`load_target` takes it.
-            same_tokenizer: whether its tokenizer must be the target's; else it must have one, and so must the target.
+            same_tokenizer: whether its tokenizer must be the target's, where the target's is known; else both must have one.
 
         Raises:
             TargetError: it cannot be loaded, or its tokenizer is not as it must be.
@@ -176,15 +177,16 @@ class Target:
             try:
                 draft = load_target(name, dtype=self.dtype, device=str(self.device))
             except TargetError as error:
-                raise TargetError(f"draft: {error}") from error.__cause__
+                reason = str(error).removeprefix("target: ").removeprefix("target.path: ")
+                raise TargetError(f"draft: {reason}") from error.__cause__
             self._drafts[name] = draft
         draft = self._drafts[name]
         digests = {self.name: self.tokenizer_digest, name: draft.tokenizer_digest}
         without = [owner for owner, digest in digests.items() if digest is None]
+        if without and not (same_tokenizer and self.tokenizer is None):
+            raise TargetError(f"draft: {without[0]} has no tokenizer, and what it reads cannot be known")
         if same_tokenizer and not without and len(set(digests.values())) > 1:
             raise TargetError(f"draft: the tokenizer of {name} is not that of {self.name}")
-        if not same_tokenizer and without:
-            raise TargetError(f"draft: {without[0]} has no tokenizer, and what it reads cannot be known")
         return draft
 
 
@@ -242,7 +244,7 @@ def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -
     model: Any
     found: dict[str, Any]
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = load_tokenizer(source, options)
         options |= weights | {"dtype": dtype, "output_loading_info": True}
         model, found = AutoModelForCausalLM.from_pretrained(source, **options)  # type: ignore[misc]
     except (MemoryError, torch.OutOfMemoryError):

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from layerskip import Target, TargetError, generate, load_target
 from layerskip import target as target_module
-from tests.tiny import VOCABULARY, save_gguf, save_tiny
+from tests.tiny import VOCABULARY, save_gguf, save_tiny, without_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
 
@@ -99,6 +100,25 @@ def test_a_target_without_tokenizer_takes_ids_only(tiny_target: Target) -> None:
         bare.encode("hello")
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen2"])
+def test_a_folder_without_a_tokenizer_is_a_target_without_one(tmp_path: Path, family: str) -> None:
+    """Whatever transformers makes of it for the family."""
+    folder = without_tokenizer(save_tiny(tmp_path / family, family))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')  # names words that nobody spells
+    target = load_target(str(folder), dtype="float32", device="cpu")
+    assert (target.tokenizer, target.tokenizer_digest) == (None, None)
+    assert generate(target, [7, 8, 9], max_new_tokens=4).tokens
+    with pytest.raises(TargetError, match=r"^prompt: this target has no tokenizer"):
+        generate(target, "hello", max_new_tokens=4)
+
+
+def test_a_tokenizer_of_special_tokens_alone_is_none(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "m")
+    spelling = Tokenizer(models.BPE({"<eos>": 0}, []))
+    PreTrainedTokenizerFast(tokenizer_object=spelling, eos_token="<eos>").save_pretrained(folder)
+    assert load_target(str(folder), dtype="float32", device="cpu").tokenizer is None
+
+
 def test_several_tokens_may_end_a_sequence(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "m", eos_token_id=[1, 70])), dtype="float32", device="cpu")
     assert target.eos_ids == {1, 70}
@@ -136,5 +156,7 @@ def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path, tmp_path: 
 
 
 def test_a_draft_that_is_not_there_is_refused_as_the_draft(tiny_target: Target) -> None:
-    with pytest.raises(TargetError, match=r"^draft: .*/no/such/draft"):
+    with pytest.raises(TargetError, match=r"^draft: there is no folder /no/such/draft$"):
         tiny_target.load_draft("/no/such/draft")
+    with pytest.raises(TargetError, match=r"^draft: cannot load no-such-draft: "):
+        tiny_target.load_draft("no-such-draft")

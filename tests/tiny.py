@@ -74,6 +74,13 @@ def save_tiny(
     return folder
 
 
+def without_tokenizer(folder: Path) -> Path:
+    """Take a model's tokenizer away."""
+    for file in folder.glob("*token*"):
+        file.unlink()
+    return folder
+
+
 _BLOCK_NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",

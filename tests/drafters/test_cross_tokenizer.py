@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import string
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from layerskip.target import Target, TargetError, load_target
 from layerskip.translation import Translation, UnalignedTokenizers
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, target_of, toy_target
 from tests.drafters.test_draft_model import _like
-from tests.tiny import save_tiny, tokenizer
+from tests.tiny import save_tiny, tokenizer, without_tokenizer
 
 LETTERS = string.ascii_lowercase
 
@@ -111,15 +110,24 @@ def test_a_configuration_names_the_draft(tmp_path: Path) -> None:
     assert result.stats.drafted > 0
 
 
-def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["cross_tokenizer", "draft_model"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path, family: str, kind: str) -> None:
+    """Of one family transformers cannot make a tokenizer out of nothing, of the other it makes an empty one."""
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
-    bare = copy.copy(target)
-    object.__setattr__(bare, "tokenizer", None)
-    object.__setattr__(bare, "name", "bare")
-    target._drafts["bare"] = bare
-    config = SpeculativeConfig("cross_tokenizer", draft="bare")
-    with pytest.raises(TargetError, match="^draft: bare has no tokenizer"):
-        build_drafter(config, target)
+    bare = without_tokenizer(save_tiny(tmp_path / "bare", family))
+    for _ in range(2):  # loaded once, it is refused again
+        with pytest.raises(TargetError, match=rf"^draft: {bare} has no tokenizer, and what it reads cannot be known$"):
+            build_drafter(SpeculativeConfig(kind, draft=str(bare)), target)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_target_without_a_tokenizer_has_no_draft_of_another(tmp_path: Path, family: str) -> None:
+    target = load_target(str(without_tokenizer(save_tiny(tmp_path / "target", family))), dtype="float32", device="cpu")
+    draft = save_tiny(tmp_path / "draft")
+    with pytest.raises(TargetError, match=f"^draft: {target.name} has no tokenizer"):
+        build_drafter(SpeculativeConfig("cross_tokenizer", draft=str(draft)), target)
+    assert build_drafter(SpeculativeConfig("draft_model", draft=str(draft)), target)  # nobody can know
 
 
 def test_tokenizers_that_share_nothing_are_refused(tmp_path: Path) -> None:
