@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .anatomy import UnsupportedModel, anatomy
 from .cache import KVCache
+from .files import full_disk_told
 from .forward import forward
 from .mask import MaskError, SkipMask
 from .target import Target
@@ -56,9 +57,10 @@ def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) ->
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as place:
         partial = Path(place) / folder.name
-        cut.save_pretrained(partial)
-        if target.tokenizer is not None:
-            target.tokenizer.save_pretrained(partial)
+        with full_disk_told(folder, Path(place) / "more"):
+            cut.save_pretrained(partial)
+            if target.tokenizer is not None:
+                target.tokenizer.save_pretrained(partial)
         _check(target, view, partial, len(kept))
         partial.replace(folder)
     return folder

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydivsufsort import divsufsort
 
 from .config import ConfigError
-from .files import write_json
+from .files import full_disk_told, write_json
 from .target import Target
 
 _SCHEMA = "layerskip.datastore/1"
@@ -84,8 +84,9 @@ class Datastore:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
-            np.save(partial / "tokens.npy", self.tokens)
-            np.save(partial / "suffixes.npy", self.suffixes)
+            with full_disk_told(folder, partial / "more"):
+                np.save(partial / "tokens.npy", self.tokens)
+                np.save(partial / "suffixes.npy", self.suffixes)
             write_json(partial / "datastore.json", {"schema": _SCHEMA} | self.about)
             partial.rename(folder)
         finally:

@@ -15,13 +15,14 @@ from torch import Tensor
 from .cache import KVCache
 from .config import ConfigError
 from .features import Features
+from .files import full_disk_told
 from .forward import forward
 from .own_texts import OwnText
 from .target import Target
 from .view import decoding_view
 
 _BYTES = 2  # of a number: bfloat16
-_SPARE = 64 * 2**20  # left free on the disk
+_SPARE = 64 * 2**20  # left free on the disk, beside what whoever learns from them needs
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,12 @@ class FeatureStore:
         return start + len(tokens) * width
 
     def fill(
-        self, target: Target, texts: Iterable[OwnText], most_bytes: int, on_text: Callable[[], None] = lambda: None
+        self,
+        target: Target,
+        texts: Iterable[OwnText],
+        most_bytes: int,
+        on_text: Callable[[], None] = lambda: None,
+        spare: int = 0,
     ) -> None:
         """Read texts that are not there yet, in their order, until the budget is spent.
 
@@ -102,6 +108,7 @@ class FeatureStore:
             texts: all of them; as many as the store has already are passed over.
             most_bytes: of hidden states.
             on_text: called for every text, old or new.
+            spare: bytes that the disk must have left after that, for what is made of them.
 
         Raises:
             ConfigError: the disk has no room for the budget.
@@ -109,7 +116,7 @@ class FeatureStore:
         known = len(self)
         for place, text in enumerate(texts):
             if place == known:
-                self._check_disk(most_bytes)
+                self._check_disk(most_bytes, spare)
             if place >= known:
                 features = read_features(target, text.tokens, self.modules)
                 if self.nbytes + _BYTES * features.numel() > most_bytes:
@@ -117,21 +124,22 @@ class FeatureStore:
                 self._add(text, features)
             on_text()
 
-    def _check_disk(self, most_bytes: int) -> None:
-        free = shutil.disk_usage(self._numbers.parent).free - _SPARE
+    def _check_disk(self, most_bytes: int, spare: int) -> None:
+        free = shutil.disk_usage(self._numbers.parent).free - _SPARE - spare
         if most_bytes - self.nbytes > free:
             raise ConfigError(
-                f"feature_bytes: {most_bytes:,} do not fit; {self._numbers.parent} has {max(0, free):,} bytes free"
+                f"feature_bytes: {most_bytes:,} do not fit; {self._numbers.parent} has {max(0, free):,} bytes for them"
             )
 
     def _add(self, text: OwnText, features: Tensor) -> None:
         start, width = self._end, features.shape[1]
-        with self._numbers.open("rb+" if self._numbers.exists() else "wb") as file:
-            file.seek(_BYTES * start)
-            file.write(features.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
         row = (list(text.tokens), text.begin, start, width)
-        with self._index.open("a", encoding="utf-8") as index:
-            index.write(json.dumps(row) + "\n")
+        with full_disk_told(self._numbers, self._numbers):
+            with self._numbers.open("rb+" if self._numbers.exists() else "wb") as file:
+                file.seek(_BYTES * start)
+                file.write(features.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
+            with self._index.open("a", encoding="utf-8") as index:
+                index.write(json.dumps(row) + "\n")
         self._rows.append(row)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .config import ConfigError
-from .files import write_json
+from .files import whole, write_json
 from .target import Target
 
 _SCHEMA = "layerskip.head/1"
@@ -43,12 +43,15 @@ def save_head(
         weights: its own tensors; nothing of the target's.
         target: whose hidden states it reads.
         training: what it was trained on and how, for people, with the digest of the data.
+
+    Raises:
+        OSError: the disk is full; a head that was there before is there still.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _ABOUT).unlink(missing_ok=True)
-    save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, folder / _WEIGHTS)
     about = {"schema": _SCHEMA, "kind": kind, "shape": dict(shape), "target": _identity(target), "training": dict(training)}
-    write_json(folder / _ABOUT, about)
+    with whole(folder / _ABOUT) as said, whole(folder / _WEIGHTS) as partial:
+        write_json(said, about)
+        save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, partial)
+        (folder / _ABOUT).unlink(missing_ok=True)
 
 
 def load_head(

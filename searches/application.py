@@ -5,7 +5,6 @@ Unexpected errors keep their traceback and exit code 1.
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -32,6 +31,7 @@ from layerskip import (
     TargetError,
     UnsupportedModel,
 )
+from layerskip.files import DISK_FULL
 from layerskip.rules import check_integer
 
 CONF = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "conf")
@@ -89,7 +89,6 @@ _INPUT_ERRORS = (
     TargetError,
     UnsupportedModel,
 )
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
@@ -98,6 +97,7 @@ def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     warnings.filterwarnings("ignore", message="WilcoxonPruner finds steps")  # who leads may have fewer: trials race
     logging.getLogger("mlflow").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it raises what it logs the traceback of
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
     if sys.unraisablehook is sys.__unraisablehook__:  # a test runner's own stays
@@ -147,7 +147,7 @@ def explain(error: BaseException) -> str | None:
     for link in _causes(error):
         if isinstance(error, InstantiationException) and isinstance(link, _INPUT_ERRORS):
             return _one_line(link)
-        if isinstance(link, OSError) and link.errno in _DISK_FULL:
+        if isinstance(link, OSError) and link.errno in DISK_FULL:
             return f"outputs: cannot write {link.filename or ''}: {os.strerror(link.errno or 0)}"
         if "database or disk is full" in str(link):
             return "outputs: cannot write the database: no space left on the disk"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from layerskip.clock import now
+from layerskip.files import whole
 from layerskip.schedule import share_of_rate
 
 from .application import InputError, check_number, check_whole
@@ -36,6 +37,13 @@ def check_learning(config: DictConfig) -> None:
         check_whole(name, config[name])
     check_number("learning_rate", config.learning_rate, 1.0)
     check_number("save_seconds", config.save_seconds)
+
+
+def room(module: nn.Module) -> int:
+    """Bytes on the disk that a module's training takes: its state, twice while it is being kept, and what comes of it."""
+    numbers = sum(parameter.numel() for parameter in module.parameters())
+    each = 1 + 2  # the optimiser keeps two of every number
+    return 4 * numbers * (2 * each + 1)
 
 
 class Learner(ABC):
@@ -125,12 +133,10 @@ class Learner(ABC):
 
     def save(self) -> None:
         """Keep everything, whole or not at all."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.file.with_suffix(".partial")
-        state = {"head": self.module.state_dict(), "optimiser": self.optimiser.state_dict()}
+        state: dict[str, Any] = {"head": self.module.state_dict(), "optimiser": self.optimiser.state_dict()}
         state |= {"step": self.step, "seconds": self.seconds, "begun": self._begun, "identity": self.identity}
-        torch.save(state, partial)
-        partial.replace(self.file)
+        with whole(self.file) as partial:
+            torch.save(state, partial)
 
     def _places(self) -> list[int]:
         """Texts of this step: of all in a random order that changes every time they were gone through, the next ones."""

@@ -31,7 +31,7 @@ from layerskip.training import Batch, agreements, fit_linear, foretell, loss_of,
 
 from .application import InputError, check_number, check_whole, run
 from .bridging import shape_of, train_bridges
-from .learner import Learner, check_learning
+from .learner import Learner, check_learning, room
 from .objective import check_seed
 from .tracking import Tracker
 from .written import asked_texts, check_drafted, drafted_tokens, write_texts
@@ -101,15 +101,15 @@ def _train_head(
     kind, outputs = str(config.drafter.kind), Path(config.outputs)
     three_layers = kind == "eagle" and bool(config.three_layers)
     modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
+    head = _head(config, kind, target, texts)
     store = FeatureStore(outputs / "features" / digest([written, modules, config.feature_bytes])[:16], modules)
     with tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
-        store.fill(target, texts, int(config.feature_bytes), bar.update)
+        store.fill(target, texts, int(config.feature_bytes), bar.update, room(head))
     if len(store) < len(texts):
         print(f"feature_bytes: {config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
     if not len(store):
         raise InputError(f"feature_bytes: {config.feature_bytes} hold not even one text")
     judges = [_thought(target, passage, modules) for passage in continued]
-    head = _head(config, kind, target, texts)
     identity = digest([learnt, head.shape.to_dict()])
     learner = _HeadLearner(config, head, target, store, judges, folder / "training.pt", identity)
     learner.learn_all(tracker)

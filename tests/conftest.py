@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports the hub's client or MLflow: both read their environment when imported.
@@ -26,6 +28,18 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a chat template, as ``load_target`` reads it."""
     return save_tiny(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with little room, where the machine lets us make one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(place)], capture_output=True)
+    if made.returncode:
+        pytest.skip("cannot mount a file system here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.fixture(scope="session")

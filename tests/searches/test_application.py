@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from searches import benchmark, layerskip
 from searches.application import run
+from tests.disk import fill
 from tests.searches.programs import environment, quick, wait_for_trials
 
 
@@ -135,29 +133,10 @@ def test_a_benchmark_refuses_a_foreign_export(
     assert not outputs.exists()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with little room, where the machine lets us make one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(place)], capture_output=True)
-    if made.returncode:
-        pytest.skip("cannot mount a file system here")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def _fill(place: Path, leave: int) -> None:
-    stats = os.statvfs(place)
-    # Whoever else writes there may be quicker to the last byte; full is full.
-    with contextlib.suppress(OSError), (place / "ballast").open("wb") as ballast:
-        ballast.write(b"0" * max(0, stats.f_bavail * stats.f_frsize - leave))
-
-
 def test_a_full_disk_is_refused_before_anything_is_written(
     small_disk: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _fill(small_disk, leave=100_000)
+    fill(small_disk, leave=100_000)
     outputs = small_disk / "outputs"
     said = _end("layerskip", list(quick(tiny_folder, outputs)), monkeypatch, capsys)
     assert said.startswith("error: outputs")
@@ -175,7 +154,7 @@ def test_a_disk_that_fills_up_ends_in_one_line_and_the_study_goes_on_later(small
         text=True,
     )
     assert "0 of 40 trials" in wait_for_trials(process)
-    _fill(small_disk, leave=0)
+    fill(small_disk, leave=0)
     _, said = process.communicate(timeout=200)
     assert process.returncode == 2, said
     assert said.strip().splitlines()[-1].startswith("error: outputs")

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ from mlflow.tracking import MlflowClient
 from omegaconf import OmegaConf
 
 from layerskip import ConfigError, SpeculativeConfig, Target, generate, load_target
+from layerskip.eagle import EagleHead, EagleShape
 from searches.application import InputError
 from searches.bridging import shape_of
+from searches.learner import Learner, room
+from tests.disk import fill
 from tests.searches.conftest import Launch
 from tests.searches.programs import command, environment, execute, runs, sqlite
 from tests.tiny import save_tiny
@@ -126,6 +130,54 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     other = launch("train", *killed, "learning_rate=0.5", cwd=tmp_path)
     assert other.returncode == 2
     assert "error: head: " in other.stderr
+
+
+def test_a_disk_that_fills_up_ends_in_one_line_and_the_training_goes_on_later(
+    model: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
+) -> None:
+    """torch says nothing of a disk where it cannot write."""
+    save, saved = Learner.save, []
+
+    def save_on_a_full_disk(self: Learner) -> None:
+        if len(saved) == 2:
+            fill(small_disk, leave=50_000)
+        saved.append(self.step)
+        save(self)
+
+    few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=60", "save_seconds=0.001", "feature_bytes=1000000")
+    overrides = (*SMALL, f"target.path={model}", f"outputs={small_disk}", f"head={small_disk}/h", *few)
+    monkeypatch.setattr(Learner, "save", save_on_a_full_disk)
+    done = launch("train", *overrides, cwd=small_disk)
+    file = small_disk / "h" / "training.pt"
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == f"error: outputs: cannot write {file}: No space left on device\n"
+    assert [path.name for path in file.parent.iterdir()] == ["training.pt"]
+    assert torch.load(file, weights_only=True)["step"] == saved[1]
+    (small_disk / "ballast").unlink()
+    monkeypatch.setattr(Learner, "save", save)
+    done = launch("train", *overrides, cwd=small_disk)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((small_disk / "h" / "head.json").read_text())["training"]["steps_done"] == 60
+
+
+def test_the_disk_must_hold_what_a_training_writes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
+) -> None:
+    """Its state twice, beside the hidden states."""
+    usage, needed = namedtuple("usage", "total used free"), 10**6 + 64 * 2**20
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 0, needed))
+    few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=1")
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", "feature_bytes=1000000", *few)
+    done = launch("train", *overrides, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("error: feature_bytes: 1,000,000 do not fit")
+    head = EagleHead(EagleShape.of(load_target(str(model), dtype="float32", device="cpu"), vocabulary=64))
+    needed += room(head)
+    done = launch("train", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("eagle-*")
+    written = 2 * (folder / "training.pt").stat().st_size + (folder / "head.safetensors").stat().st_size
+    assert 0.8 * written < room(head) <= written  # but for names and sizes, which weigh little beside real weights
 
 
 @pytest.mark.parametrize(
