@@ -137,6 +137,21 @@ def test_a_damaged_datastore_is_refused_in_one_line(
         Datastore.load(folder, target)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("tokens.npy", "its tokens are not those"), ("suffixes.npy", "its suffixes do not")]
+)
+@pytest.mark.parametrize("place", [-1, -2, -4])
+def test_a_flipped_bit_in_a_datastore_is_found(tmp_path: Path, name: str, said: str, place: int) -> None:
+    """A token that the target does not have would end decoding, a round later."""
+    target, folder = target_of("llama"), tmp_path / "store"
+    Datastore.build([[3, 4, 5], [6, 7]], target).save(folder)
+    content = bytearray((folder / name).read_bytes())
+    content[place] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^datastore: {folder} is damaged: {said}[^\n]*$"):
+        Datastore.load(folder, target)
+
+
 def test_an_empty_corpus_is_refused() -> None:
     with pytest.raises(ConfigError, match="corpus: has no tokens"):
         Datastore.build([[], []], target_of("llama"))
