@@ -8,15 +8,11 @@ own outputs. The layer is transformers' Llama layer, whatever the target's famil
 
 from __future__ import annotations
 
-import json
-import pickle
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
@@ -24,10 +20,11 @@ from .anatomy import anatomy
 from .cache import KVCache
 from .config import ConfigError
 from .heads import load_head
+from .published import is_published, read_published
+from .rules import check_integer, check_number, check_type
 from .target import Target
 
 KIND = "eagle"
-_PUBLISHED = ("model.safetensors", "pytorch_model.bin")  # beside a config.json
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,9 @@ class EagleShape:
         bias: whether the linear map has one.
         rope_theta: base of the rotary positions.
         rms_norm_eps: of the layer's norms.
+
+    Raises:
+        ConfigError: no layer can be made from it.
     """
 
     hidden: int
@@ -57,6 +57,20 @@ class EagleShape:
     bias: bool = True
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate", "heads", "key_value_heads", "head_dim"):
+            check_integer(name, getattr(self, name), 1)
+        if self.hidden % self.heads or self.heads % self.key_value_heads or self.head_dim % 2:
+            found = f"{self.heads} heads of {self.head_dim}, {self.key_value_heads} of keys and values"
+            raise ConfigError(f"heads: {found}, do not divide {self.hidden} numbers")
+        if not self.modules or not all(isinstance(name, str) for name in self.modules):
+            raise ConfigError("modules: are not names of what it reads")
+        if self.vocabulary is not None:
+            check_integer("vocabulary", self.vocabulary, 1)
+        check_type("bias", self.bias, bool)
+        check_number("rope_theta", self.rope_theta, 1.0, 1e12)
+        check_number("rms_norm_eps", self.rms_norm_eps, 0.0, 1.0)
 
     @classmethod
     def of(cls, target: Target, three_layers: bool = False, vocabulary: int | None = None) -> EagleShape:
@@ -178,58 +192,26 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
         ConfigError: there is none, it is damaged, or it was made for another target.
     """
     folder = Path(folder)
-    published = (folder / "config.json").is_file() and any((folder / name).is_file() for name in _PUBLISHED)
-    shape, weights = _read_published(folder, target) if published else _read_own(folder, target)
+    damaged = f"head: {folder} is damaged:"
+    if is_published(folder):
+        fields, weights = read_published(folder, target)
+        fields |= {"modules": read_modules(target)}
+    else:
+        fields, weights = load_head(folder, KIND, target)
+    try:
+        shape = EagleShape.from_dict(fields)
+    except (ConfigError, KeyError, TypeError) as error:
+        raise ConfigError(f"{damaged} its shape: {error}") from error
+    if shape.hidden != target.hidden:
+        raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} numbers a token")
+    if unread := set(shape.modules) - {name for name, _ in target.model.named_modules()}:
+        raise ConfigError(f"{damaged} {target.name} has no {min(unread)} that it could read")
     head = EagleHead(shape, weights.pop("tokens", None))
     try:
         missing, unknown = head.load_state_dict(weights, strict=False)
     except RuntimeError as error:
-        raise ConfigError(f"head: {folder} does not fit: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(f"{damaged} {' '.join(str(error).split())[:200]}") from error
     lost = [name for name in missing if name not in ("tokens", "body.embed_tokens.weight")]
     if lost or unknown:
-        raise ConfigError(f"head: {folder} is damaged: {', '.join([*lost, *unknown][:3])}")
-    if shape.hidden != target.hidden:
-        raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} numbers a token")
+        raise ConfigError(f"{damaged} {', '.join([*lost, *unknown][:3])}")
     return head.to(target.device, target.model.dtype).eval()
-
-
-def _read_own(folder: Path, target: Target) -> tuple[EagleShape, dict[str, Tensor]]:
-    fields, weights = load_head(folder, KIND, target)
-    try:
-        return EagleShape.from_dict(fields), weights
-    except (TypeError, KeyError) as error:
-        raise ConfigError(f"head: {folder} is damaged: its shape has {error}") from error
-
-
-def _read_published(folder: Path, target: Target) -> tuple[EagleShape, dict[str, Tensor]]:
-    """EAGLE-1's own files: a Llama configuration of one layer, and names as that code gave them."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        safe = folder / _PUBLISHED[0]
-        weights = load_file(safe) if safe.is_file() else _read_pickled(folder / _PUBLISHED[1])
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        shape = EagleShape(
-            hidden,
-            int(config["intermediate_size"]),
-            heads,
-            int(config.get("num_key_value_heads") or heads),
-            int(config.get("head_dim") or hidden // heads),
-            read_modules(target),
-            bias="fc.bias" in weights,
-            rope_theta=float(config.get("rope_theta") or 10_000.0),
-            rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
-        )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ConfigError(f"head: cannot read {folder}: {' '.join(str(error).split())}") from error
-    if weights.get("embed_tokens.weight", torch.empty(target.vocabulary, 0)).shape[0] != target.vocabulary:
-        raise ConfigError(f"head: {folder} was made for another target: its vocabulary is not that of {target.name}")
-    weights.pop("embed_tokens.weight", None)  # a copy of the target's
-    return shape, {name if name.startswith("fc.") else f"body.{name}": tensor for name, tensor in weights.items()}
-
-
-def _read_pickled(file: Path) -> dict[str, Tensor]:
-    """Tensors and nothing else: a pickle that would run code is refused."""
-    try:
-        return dict(torch.load(file, weights_only=True, map_location="cpu"))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError) as error:
-        raise ValueError(f"{file.name} does not hold tensors alone") from error

@@ -7,11 +7,13 @@ they are loaded in.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,7 +25,8 @@ from .target import Target
 _SCHEMA = "layerskip.head/1"
 _WEIGHTS = "head.safetensors"
 _ABOUT = "head.json"
-_ROUNDING = 2**-7  # bfloat16 keeps eight bits
+_ROUNDING = 2**-7  # bfloat16 keeps eight bits, and the last may depend on the way that a number took to it
+_SMALLEST = 2**-24  # in float16, which rounds to multiples of it
 
 
 def save_head(
@@ -78,14 +81,23 @@ def load_head(
         raise ConfigError(f"{field}: {folder} is not a head of this version")
     if about.get("kind") != kind:
         raise ConfigError(f"{field}: {folder} is for {about.get('kind')}, not for {kind}")
-    made_for = about.get("target", {})
+    made_for, shape = about.get("target"), about.get("shape")
+    if not isinstance(made_for, dict) or not isinstance(shape, dict):
+        raise ConfigError(
+            f"{field}: {folder} is damaged: {_ABOUT} has no {'shape' if isinstance(made_for, dict) else 'target'}"
+        )
     other = f"{field}: {folder} was made for another target, {made_for.get('name')}: its"
     for name in ("architecture", "layers"):
         if made_for.get(name) != _identity(target)[name]:
             raise ConfigError(f"{other} {name} is not that of {target.name}")
-    if not _same(made_for.get("weights", ()), target.weights_sample):
+    sample = made_for.get("weights")
+    if not isinstance(sample, list) or not all(isinstance(value, float) for value in sample):
+        raise ConfigError(f"{field}: {folder} is damaged: {_ABOUT} has no weights of its target")
+    if not _same(sample, target.weights_sample):
         raise ConfigError(f"{other} weights are not those of {target.name}")
-    return about["shape"], weights
+    if not _is_drafted(weights.get("tokens"), shape.get("vocabulary"), target.vocabulary):
+        raise ConfigError(f"{field}: {folder} is damaged: its tokens are not a list of the target's")
+    return shape, weights
 
 
 def _identity(target: Target) -> dict[str, Any]:
@@ -98,6 +110,15 @@ def _identity(target: Target) -> dict[str, Any]:
     }
 
 
-def _same(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two samples of weights are one, but for how their dtypes rounded them."""
-    return len(one) == len(other) and bool(np.allclose(one, other, rtol=_ROUNDING, atol=1e-6))
+def _is_drafted(tokens: Tensor | None, size: object, vocabulary: int) -> bool:
+    """Whether tokens are a list of a target's, of the size that the shape says; or are not there, and it says none."""
+    if tokens is None:
+        return size is None
+    if tokens.dtype != torch.int64 or tokens.ndim != 1 or not tokens.numel() or size not in (None, tokens.numel()):
+        return False
+    return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary
+
+
+def _same(one: ArrayLike, other: ArrayLike) -> bool:
+    """Whether two samples of weights are one, but for how half precision, of either kind, rounded them on their way."""
+    return np.shape(one) == np.shape(other) and bool(np.allclose(one, other, rtol=_ROUNDING, atol=_SMALLEST))

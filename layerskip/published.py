@@ -1,0 +1,72 @@
+"""How do EAGLE's authors lay out a head? A Llama configuration of one layer, and weights under their own code's names."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from .config import ConfigError
+from .target import Target
+
+_CONFIG = "config.json"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_EMBEDDINGS = "embed_tokens.weight"
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a head lies there as its authors lay it out."""
+    return (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in _WEIGHTS)
+
+
+def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a head is made from, but for what it reads, and its weights under our names.
+
+    Args:
+        folder: with a head of EAGLE-1.
+        target: that it must be for.
+
+    Raises:
+        ConfigError: it cannot be read, is damaged, or was made for another target.
+    """
+    try:
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        safe = folder / _WEIGHTS[0]
+        weights = load_file(safe) if safe.is_file() else _read_pickled(folder / _WEIGHTS[1])
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"head: cannot read {folder}: {' '.join(str(error).split())}") from error
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        fields = {
+            "hidden": hidden,
+            "intermediate": int(config["intermediate_size"]),
+            "heads": heads,
+            "key_value_heads": int(config.get("num_key_value_heads") or heads),
+            "head_dim": int(config.get("head_dim") or hidden // max(1, heads)),
+            "bias": "fc.bias" in weights,
+            "rope_theta": float(config.get("rope_theta") or 10_000.0),
+            "rms_norm_eps": float(config.get("rms_norm_eps") or 1e-5),
+        }
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"head: {folder} is damaged: {_CONFIG} does not say what it is made from: {error}") from error
+    embeddings = weights.pop(_EMBEDDINGS, None)  # a copy of the target's
+    if embeddings is not None and embeddings.shape[:1] != (target.vocabulary,):
+        raise ConfigError(f"head: {folder} was made for another target: its vocabulary is not that of {target.name}")
+    return fields, {name if name.startswith("fc.") else f"body.{name}": tensor for name, tensor in weights.items()}
+
+
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    """Tensors and nothing else: a pickle that would run code is refused."""
+    try:
+        found = dict(torch.load(file, weights_only=True, map_location="cpu"))
+        if all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in found.items()):
+            return found
+    except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError, ValueError) as error:
+        raise ValueError(f"{file.name} does not hold tensors alone") from error
+    raise ValueError(f"{file.name} does not hold tensors alone")

@@ -1,0 +1,122 @@
+"""EAGLE heads as their authors publish them: what is taken, which target they are for, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from layerskip.config import ConfigError
+from layerskip.eagle import EagleHead, EagleShape, load_eagle
+from layerskip.target import Target, load_target
+from tests.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return load_target(str(save_tiny(tmp_path_factory.mktemp("target"))), dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def embeddings(target: Target) -> Tensor:
+    return target.model.get_input_embeddings().weight.detach().clone()
+
+
+def _head(target: Target) -> EagleHead:
+    torch.manual_seed(1)
+    head = EagleHead(EagleShape.of(target)).eval()
+    for name, weight in head.named_parameters():
+        if "self_attn" in name:  # what its layer begins with would hide what is lost
+            torch.nn.init.normal_(weight, std=0.3)
+    return head
+
+
+def _publish(
+    folder: Path, head: EagleHead, embeddings: Tensor | None, file: str = "model.safetensors", **changes: Any
+) -> Path:
+    """As EAGLE-1's own code does: a Llama configuration of one layer, the target's embeddings beside the weights."""
+    shape, weights = head.shape, {name.removeprefix("body."): tensor for name, tensor in head.weights().items()}
+    folder.mkdir(exist_ok=True)
+    save = save_file if file.endswith("safetensors") else torch.save
+    save(weights | ({} if embeddings is None else {"embed_tokens.weight": embeddings}), folder / file)
+    fields = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_attention_heads": shape.heads}
+    fields |= {"num_key_value_heads": shape.key_value_heads, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
+    fields |= {"head_dim": shape.head_dim} | changes
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_a_head_in_its_authors_layout_is_taken(target: Target, embeddings: Tensor, tmp_path: Path, file: str) -> None:
+    head = _head(target)
+    names = {name.removeprefix("body.") for name in head.weights()}
+    assert {"fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"} < names
+    assert "layers.0.post_attention_layernorm.weight" in names
+    assert "layers.0.input_layernorm.weight" not in names
+    loaded = load_eagle(_publish(tmp_path, head, embeddings, file), target)
+    states = torch.randn(1, 4, head.shape.hidden)
+    assert torch.equal(loaded(states, states), head(states, states))
+
+
+def test_a_head_for_other_sizes_is_refused(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+    head = _head(target)
+    with pytest.raises(ConfigError, match="^head: .* another target: its vocabulary"):
+        load_eagle(_publish(tmp_path, head, embeddings[:-3].clone()), target)
+    with pytest.raises(ConfigError, match="^head: .* another target: it reads 64 numbers a token"):
+        load_eagle(_publish(tmp_path, head, embeddings, hidden_size=64), target)
+
+
+def test_a_head_without_embeddings_is_known_by_its_sizes(target: Target, tmp_path: Path) -> None:
+    head = _head(target)
+    assert load_eagle(_publish(tmp_path, head, None), target).shape == head.shape
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0, "head_dim": None},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 5},
+        {"num_attention_heads": -4},
+        {"num_attention_heads": None},
+        {"num_key_value_heads": 3},
+        {"head_dim": 7},
+        {"hidden_size": "wide"},
+        {"intermediate_size": float("inf")},
+        {"intermediate_size": 47},
+        {"rope_theta": {}, "rms_norm_eps": [1]},
+    ],
+    ids=str,
+)
+def test_a_damaged_configuration_is_refused(
+    target: Target, embeddings: Tensor, tmp_path: Path, change: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^head: {tmp_path} is damaged: [^\n]*$"):
+        load_eagle(_publish(tmp_path, _head(target), embeddings, **change), target)
+
+
+class _Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (Path("harmed"),)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("harm", ["code", "a number", "a list", "nothing", "half"])
+def test_a_pickled_head_is_refused_unless_it_is_tensors(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    file = tmp_path / "pytorch_model.bin"
+    held = {"code": {"fc.weight": _Harmful()}, "a number": {"fc.weight": 3}, "a list": [3]}
+    torch.save(held.get(harm, {"fc.weight": torch.zeros(3)}), file)
+    if harm in ("nothing", "half"):
+        file.write_bytes(file.read_bytes()[: 0 if harm == "nothing" else 200])
+    with pytest.raises(ConfigError, match="^head: cannot read .*tensors alone"):
+        load_eagle(tmp_path, target)
+    assert not (tmp_path / "harmed").exists()
