@@ -42,6 +42,7 @@ class EagleShape:
         bias: whether the linear map has one.
         rope_theta: base of the rotary positions.
         rms_norm_eps: of the layer's norms.
+        attention_bias: whether queries, keys and values have one, as in heads that were published for Qwen2.
 
     Raises:
         ConfigError: no layer can be made from it.
@@ -57,6 +58,7 @@ class EagleShape:
     bias: bool = True
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "heads", "key_value_heads", "head_dim"):
@@ -68,7 +70,8 @@ class EagleShape:
             raise ConfigError("modules: are not names of what it reads")
         if self.vocabulary is not None:
             check_integer("vocabulary", self.vocabulary, 1)
-        check_type("bias", self.bias, bool)
+        for name in ("bias", "attention_bias"):
+            check_type(name, getattr(self, name), bool)
         check_number("rope_theta", self.rope_theta, 1.0, 1e12)
         check_number("rms_norm_eps", self.rms_norm_eps, 0.0, 1.0)
 
@@ -88,8 +91,8 @@ class EagleShape:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values; without what heads did not have at first, so that a training that was begun then goes on."""
+        return {name: value for name, value in asdict(self).items() if name != "attention_bias" or value}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> EagleShape:
@@ -136,6 +139,7 @@ class EagleHead(nn.Module):
             max_position_embeddings=2**20,
             rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
             rms_norm_eps=shape.rms_norm_eps,
+            attention_bias=shape.attention_bias,
         )
         config._attn_implementation = "sdpa"
         self.fuse = nn.Linear(width * shape.hidden, shape.hidden, bias=False) if width > 1 else nn.Identity()
@@ -144,6 +148,7 @@ class EagleHead(nn.Module):
         # The published layer reads the linear map's output as it is, and gives what the output layer reads.
         layer: Any = self.body.layers[0]
         layer.input_layernorm = nn.Identity()
+        layer.self_attn.o_proj.bias = None  # Llama's has one with the others
         if width == 1:
             self.body.norm = nn.Identity()  # type: ignore[assignment]
         # It begins as its linear map alone, which can be fitted in closed form.

@@ -18,6 +18,7 @@ from .target import Target
 _CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _EMBEDDINGS = "embed_tokens.weight"
+_BIAS = "layers.0.self_attn.q_proj.bias"  # that of a head for Qwen2
 
 
 def is_published(folder: Path) -> bool:
@@ -50,6 +51,7 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
             "key_value_heads": int(config.get("num_key_value_heads") or heads),
             "head_dim": int(config.get("head_dim") or hidden // max(1, heads)),
             "bias": "fc.bias" in weights,
+            "attention_bias": _BIAS in weights,
             "rope_theta": float(config.get("rope_theta") or 10_000.0),
             "rms_norm_eps": float(config.get("rms_norm_eps") or 1e-5),
         }

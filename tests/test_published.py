@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from layerskip.config import ConfigError
-from layerskip.eagle import EagleHead, EagleShape, load_eagle
+from layerskip.eagle import KIND, EagleHead, EagleShape, load_eagle
+from layerskip.heads import save_head
 from layerskip.target import Target, load_target
 from tests.tiny import save_tiny
 
@@ -27,9 +28,10 @@ def embeddings(target: Target) -> Tensor:
     return target.model.get_input_embeddings().weight.detach().clone()
 
 
-def _head(target: Target) -> EagleHead:
+def _head(target: Target, attention_bias: bool = False) -> EagleHead:
     torch.manual_seed(1)
-    head = EagleHead(EagleShape.of(target)).eval()
+    plain = EagleShape.of(target)
+    head = EagleHead(EagleShape(**plain.to_dict() | {"attention_bias": attention_bias})).eval()
     for name, weight in head.named_parameters():
         if "self_attn" in name:  # what its layer begins with would hide what is lost
             torch.nn.init.normal_(weight, std=0.3)
@@ -61,6 +63,25 @@ def test_a_head_in_its_authors_layout_is_taken(target: Target, embeddings: Tenso
     loaded = load_eagle(_publish(tmp_path, head, embeddings, file), target)
     states = torch.randn(1, 4, head.shape.hidden)
     assert torch.equal(loaded(states, states), head(states, states))
+
+
+def test_a_head_whose_attention_has_biases_is_taken_and_saved(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+    """Those published for Qwen2: of queries, keys and values, not of what is made of them."""
+    head = _head(target, attention_bias=True)
+    biases = {name for name in head.weights() if "self_attn" in name and name.endswith("bias")}
+    assert biases == {f"body.layers.0.self_attn.{name}_proj.bias" for name in "qkv"}
+    loaded = load_eagle(_publish(tmp_path / "theirs", head, embeddings), target)
+    save_head(tmp_path / "ours", KIND, loaded.shape.to_dict(), loaded.weights(), target, {})
+    states = torch.randn(1, 4, head.shape.hidden)
+    for found in (loaded, load_eagle(tmp_path / "ours", target)):
+        assert torch.equal(found(states, states), head(states, states))
+    assert not torch.allclose(_head(target)(states, states), head(states, states))
+
+
+def test_heads_of_before_there_were_such_biases_are_what_they_were(target: Target) -> None:
+    fields = EagleShape.of(target).to_dict()
+    assert "attention_bias" not in fields
+    assert not EagleShape.from_dict(fields).attention_bias
 
 
 def test_a_head_for_other_sizes_is_refused(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
