@@ -93,7 +93,7 @@ def load_head(
     sample = made_for.get("weights")
     if not isinstance(sample, list) or not all(isinstance(value, float) for value in sample):
         raise ConfigError(f"{field}: {folder} is damaged: {_ABOUT} has no weights of its target")
-    if not _same(sample, target.weights_sample):
+    if not same_weights(sample, target.weights_sample):
         raise ConfigError(f"{other} weights are not those of {target.name}")
     if not _is_drafted(weights.get("tokens"), shape.get("vocabulary"), target.vocabulary):
         raise ConfigError(f"{field}: {folder} is damaged: its tokens are not a list of the target's")
@@ -119,6 +119,6 @@ def _is_drafted(tokens: Tensor | None, size: object, vocabulary: int) -> bool:
     return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary
 
 
-def _same(one: ArrayLike, other: ArrayLike) -> bool:
+def same_weights(one: ArrayLike, other: ArrayLike) -> bool:
     """Whether two samples of weights are one, but for how half precision, of either kind, rounded them on their way."""
     return np.shape(one) == np.shape(other) and bool(np.allclose(one, other, rtol=_ROUNDING, atol=_SMALLEST))

@@ -1,4 +1,7 @@
-"""How do EAGLE's authors lay out a head? A Llama configuration of one layer, and weights under their own code's names."""
+"""How do EAGLE's authors lay out a head? A Llama configuration of one layer, and weights under their own code's names.
+
+Their files do not say whose hidden states a head reads, but hold a copy of that model's embeddings, in half precision.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from .config import ConfigError
+from .heads import same_weights
 from .target import Target
 
 _CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _EMBEDDINGS = "embed_tokens.weight"
+_COMPARED = 1024  # rows of the embeddings
 _BIAS = "layers.0.self_attn.q_proj.bias"  # that of a head for Qwen2
 
 
@@ -31,7 +36,7 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
 
     Args:
         folder: with a head of EAGLE-1.
-        target: that it must be for.
+        target: that it must be for; its embeddings tell it even from models that were tuned from the same one.
 
     Raises:
         ConfigError: it cannot be read, is damaged, or was made for another target.
@@ -57,10 +62,20 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
         }
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"head: {folder} is damaged: {_CONFIG} does not say what it is made from: {error}") from error
-    embeddings = weights.pop(_EMBEDDINGS, None)  # a copy of the target's
-    if embeddings is not None and embeddings.shape[:1] != (target.vocabulary,):
-        raise ConfigError(f"head: {folder} was made for another target: its vocabulary is not that of {target.name}")
+    embeddings = weights.pop(_EMBEDDINGS, None)
+    if embeddings is not None and hidden == target.hidden:
+        _check_embeddings(embeddings, target, f"head: {folder} was made for another target: its")
     return fields, {name if name.startswith("fc.") else f"body.{name}": tensor for name, tensor in weights.items()}
+
+
+def _check_embeddings(embeddings: Tensor, target: Target, other: str) -> None:
+    """Fine-tuning moves large and small numbers alike, and so the small ones further than rounding would."""
+    if embeddings.shape[:1] != (target.vocabulary,):
+        raise ConfigError(f"{other} vocabulary is not that of {target.name}")
+    own: Tensor = target.model.get_input_embeddings().weight  # type: ignore[assignment]
+    rows = slice(0, min(len(own), len(embeddings)), max(1, target.vocabulary // _COMPARED))
+    if not same_weights(*(table[rows].detach().float().cpu().numpy() for table in (embeddings, own))):
+        raise ConfigError(f"{other} embeddings are not those of {target.name}")
 
 
 def _read_pickled(file: Path) -> dict[str, Tensor]:

@@ -84,10 +84,42 @@ def test_heads_of_before_there_were_such_biases_are_what_they_were(target: Targe
     assert not EagleShape.from_dict(fields).attention_bias
 
 
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_copy_in_half_precision_is_the_targets_own(
+    target: Target, embeddings: Tensor, tmp_path: Path, stored: torch.dtype, dtype: str
+) -> None:
+    embeddings[3] *= 1e-5  # where float16 has few bits
+    same = Target(load_target(target.name, dtype="float32", device="cpu").model, name="same")
+    same.model.get_input_embeddings().weight.data.copy_(embeddings)
+    same.model.to(getattr(torch, dtype))
+    head = _head(target)
+    for copy in (embeddings, embeddings.half(), embeddings.bfloat16()):
+        assert load_eagle(_publish(tmp_path, head, copy.to(stored)), same).shape == head.shape
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_for_a_model_tuned_from_the_same_one_is_refused(
+    target: Target, embeddings: Tensor, tmp_path: Path, stored: torch.dtype, dtype: str
+) -> None:
+    """As Vicuna's for Llama-2-chat: sizes alike, and embeddings that moved by one small step of an optimiser, a tenth of
+    them at all."""
+    other = load_target(target.name, dtype=dtype, device="cpu")
+    moved = embeddings + 2e-5 * torch.randn(embeddings.shape).sign() * (torch.arange(len(embeddings)) % 10 == 0)[:, None]
+    folder = _publish(tmp_path, _head(target), moved.to(stored))
+    with pytest.raises(
+        ConfigError, match=rf"^head: [^\n]* made for another target: its embeddings are not those of {other.name}$"
+    ):
+        load_eagle(folder, other)
+
+
 def test_a_head_for_other_sizes_is_refused(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
     head = _head(target)
     with pytest.raises(ConfigError, match="^head: .* another target: its vocabulary"):
         load_eagle(_publish(tmp_path, head, embeddings[:-3].clone()), target)
+    with pytest.raises(ConfigError, match="^head: .* another target: its embeddings"):
+        load_eagle(_publish(tmp_path, head, embeddings[:, :-3].clone()), target)
     with pytest.raises(ConfigError, match="^head: .* another target: it reads 64 numbers a token"):
         load_eagle(_publish(tmp_path, head, embeddings, hidden_size=64), target)
 
