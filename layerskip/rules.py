@@ -97,7 +97,8 @@ class StopRule(_Rule):
         step: how far ``adaptive`` moves the threshold per round, in [0, 1].
         acceptance_decay: weight of the past in the acceptance rate, in [0, 1].
         threshold_decay: weight of the past in the threshold, in [0, 1].
-        carry: whether ``adaptive`` carries its threshold from prompt to prompt, or starts each anew.
+        carry: whether ``adaptive`` carries its threshold from prompt to prompt, until the drafter is told to forget, or
+            starts each anew.
     """
 
     kind: str = "length"

@@ -21,6 +21,7 @@ from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
 
 from .application import InputError, run
+from .datastore import refuse_answers
 from .heading import heading
 from .objective import MeasureSettings, check_seed
 from .peers import Peer
@@ -42,7 +43,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     if config.draft_folder is None:
         made = f"{Path(target.name).name}-{target.dtype}-without-{config.draft_mask}"
         config.draft_folder = str(Path(config.outputs) / "drafts" / re.sub(r"[^\w.-]+", "_", made))
-    contenders, rivals, configs = _contenders(config, target)
+    contenders, rivals, configs = _contenders(config, target, prompts)
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
     task = Task(sampling, measuring.max_new_tokens, config.seed)
     rows: list[Mapping[str, Sample]] = []
@@ -57,7 +58,10 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         "repeats": repeats,
         "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
         "configs": {name: found.to_dict() for name, found in configs.items()},
-        "results": {name: _result(rows, name, rivals.get(name)) for name in contenders},
+        "results": {
+            name: _result(rows, name, rivals.get(name)) | {"lossless": name not in configs or configs[name].lossless}
+            for name in contenders
+        },
     }
     text = table(record)
     print(text)
@@ -69,7 +73,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
 
 
 def _contenders(
-    config: DictConfig, target: Target
+    config: DictConfig, target: Target, prompts: PromptSet
 ) -> tuple[dict[str, Contender], dict[str, str], dict[str, SpeculativeConfig]]:
     """Everyone who takes part, who is compared with whom, and what our own are."""
     contenders: dict[str, Contender] = {BASELINE: Decoder.of(target, SpeculativeConfig())}
@@ -88,13 +92,23 @@ def _contenders(
         if rival in peers:
             rivals[name] = rival
         configs[name] = SpeculativeConfig.from_dict(values)
+        _check_datastores(f"contenders.{name}", configs[name], target, prompts)
     if config.config is not None:
         configs["export"] = Export.load(config.config, target).config
+        _check_datastores("config", configs["export"], target, prompts)
     for name, found in configs.items():
         contenders[name] = Decoder.of(target, found)
     for name, fields in others.items():
         contenders[name] = Peer(target, **fields)
     return contenders, rivals, configs
+
+
+def _check_datastores(owner: str, config: SpeculativeConfig, target: Target, prompts: PromptSet) -> None:
+    """No drafter shall find the answers that it is measured on."""
+    named = {owner: config} | {f"{owner}.members.{place}": member for place, member in enumerate(config.members)}
+    for field, found in named.items():
+        if found.datastore:
+            refuse_answers(f"{field}.datastore", found.datastore, target, prompts)
 
 
 def _present(group: DictConfig) -> dict[str, Any]:
@@ -138,8 +152,7 @@ def table(record: Mapping[str, Any]) -> str:
         against = f"{rival['speedup']:.2f} ({rival['low']:.2f} to {rival['high']:.2f})" if rival else ""
         acceptance = f"{found['acceptance_rate']:.2f}" if found["acceptance_rate"] else ""
         drafting = f"{found['draft_share']:.0%}" if found["acceptance_rate"] and found["draft_share"] else ""
-        kept = record["configs"].get(name, {}).get("lossless", True)
-        output = found["losslessness"]["verdict"].replace("_", "-") if kept else "lossy"
+        output = found["losslessness"]["verdict"].replace("_", "-") if found["lossless"] else "lossy"
         memory = (found["peak_memory_bytes"] - found["baseline_peak_memory_bytes"]) / 2**20
         lines.append(
             f"| {name} | {found['tokens_per_second']:.1f} | {found['speedup']:.2f} "
@@ -151,7 +164,7 @@ def table(record: Mapping[str, Any]) -> str:
     lines += ["", f"| x plain, by kind of work | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
     for name, found in results.items():
         shown = [f"{found['speedup_by_category'][kind]:.2f}" for kind in kinds]
-        lines.append(f"| {name} | {' | '.join(shown)} |")
+        lines.append(f"| {name}{'' if found['lossless'] else ' (lossy)'} | {' | '.join(shown)} |")
     where, versions = record["environment"], record["environment"]["versions"]
     prompts = record["prompts"]
     lines += [

@@ -1,7 +1,7 @@
 """What may be drafted from what was written before? Builds and inspects datastores for ``kind: retrieval``.
 
 ``python -m searches.datastore corpus=notes output=store`` reads every text below a folder, or one file; ``own=true`` adds
-what the target itself says to prompts (kept, and made once), which a study must not measure: it would find its own answers.
+what the target itself says to prompts (kept, and made once), which nobody must measure: drafts would be those very answers.
 ``inspect=store`` describes a datastore, and ``ngram="..."`` says what followed a phrase in it.
 """
 
@@ -104,6 +104,24 @@ def read(file: Path) -> Iterator[str]:
             if not isinstance(text, str):
                 raise InputError(f"corpus: {file}, line {number}: text is not a string")
             yield text
+
+
+def refuse_answers(field: str, folder: str, target: Target, prompts: PromptSet) -> None:
+    """Refuse a datastore that would be measured on its own texts.
+
+    Args:
+        field: of the configuration that names it.
+        folder: where it lies.
+        target: who drafts from it.
+        prompts: those that are measured.
+
+    Raises:
+        InputError: it holds the target's answers to some of the prompts.
+        ConfigError: it cannot be used.
+    """
+    known = set(Datastore.load(folder, target).about.get("prompts", ())) & {item.id for item in prompts}
+    if known:
+        raise InputError(f"{field}: {folder} holds the target's own answers to {len(known)} of the measured prompts")
 
 
 def describe(found: Datastore) -> str:

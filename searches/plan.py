@@ -18,6 +18,7 @@ from layerskip.memory import out_of_memory
 from layerskip.tree import tree_model
 
 from .application import InputError
+from .datastore import refuse_answers
 from .foresight import ScanSettings
 from .objective import MeasureSettings, check_seed
 from .shelf import BridgingSettings, Shelf
@@ -64,7 +65,9 @@ class Plan:
         if space.bridged:
             _check_bridged(space, target)
             space = replace(space, shelf=Shelf(target, sampling, bridging, Path(config.outputs), config.seed))
-        space = replace(space, datastores=[open_datastore(name, target, prompts) for name in space.datastores])
+        for name in space.datastores:
+            refuse_answers("space.datastores", name, target, prompts)
+        space = replace(space, datastores=[str(Path(name).resolve()) for name in space.datastores])
         outputs = Path(config.outputs)
         return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, outputs)
 
@@ -101,19 +104,6 @@ def _opened(space: SearchSpace, target: Target) -> SearchSpace:
                 raise InputError(f"space.{_LISTS[kind]}: {name} does not fit into memory beside the rest") from error
     eagle, medusa = ([str(Path(folder).resolve()) for folder in space.heads[kind]] for kind in ("eagle", "medusa"))
     return replace(space, eagle_heads=eagle, medusa_heads=medusa)
-
-
-def open_datastore(name: str, target: Target, prompts: PromptSet) -> str:
-    """A datastore's absolute path.
-
-    Raises:
-        InputError: it holds the target's answers to prompts of the study.
-        ConfigError: it cannot be used.
-    """
-    known = set(Datastore.load(name, target).about.get("prompts", ())) & {item.id for item in prompts}
-    if known:
-        raise InputError(f"space.datastores: {name} holds the target's own answers to {len(known)} of the study's prompts")
-    return str(Path(name).resolve())
 
 
 def supported(space: SearchSpace, target: Target) -> SearchSpace:

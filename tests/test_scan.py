@@ -87,6 +87,17 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
             assert scanner.rounds(scan, length, stop) == _rounds(target, passages, config, GREEDY), config.label()
 
 
+def test_an_adaptive_threshold_is_measured_as_it_is_replayed(tiny_target: Target) -> None:
+    """A measurement warms up and repeats; what that taught the stop rule would else move every measured draft."""
+    prompts, stop = PromptSet.of(["one two", "three", "four"]), StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5)
+    passages = continue_prompts(tiny_target, prompts, GREEDY, 12)
+    scanner = Scanner(tiny_target, passages, GREEDY, depth=4)
+    (scan,) = scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
+    config = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=stop)
+    measured = layerskip.measure(tiny_target, prompts, config, max_new_tokens=12, repeats=2)
+    assert [list(sample.stats.rounds) for sample in measured.candidate] == 2 * scanner.rounds(scan, 4, stop)
+
+
 def test_a_continuation_that_ends_inside_a_draft(tiny_target: Target) -> None:
     plain = passage_of(tiny_target, 0, [5, 6, 7, 8], GREEDY, 12)
     for end in range(2, 9):

@@ -71,6 +71,10 @@ class CrossTokenizer:
             forward(self.model, upload(self._fed, device), self._cache, last=1)
         self._cache.length = len(self._fed)
 
+    def forget(self) -> None:
+        """Drop what an adaptive stop rule carried on."""
+        self.stopper.forget()
+
     def draft(self, context: Context, limit: int) -> Draft:
         """Spell what was committed, feed what is new of it, draft, and spell that in the target's tokens."""
         device = context.last.device

@@ -55,6 +55,10 @@ class DraftModel:
         self._cache.length = self._verified = len(prompt)
         self.stopper.start()
 
+    def forget(self) -> None:
+        """Drop what an adaptive stop rule carried on."""
+        self.stopper.forget()
+
     def draft(self, context: Context, limit: int) -> Draft:
         """Catch up with what was committed, then draft."""
         self._verified = len(context.tokens)

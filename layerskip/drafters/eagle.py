@@ -72,6 +72,10 @@ class Eagle:
         """Keep the hidden states until the tokens behind them are known, all but whose own the next context says."""
         self._pending.append(features)
 
+    def forget(self) -> None:
+        """Drop what an adaptive stop rule carried on."""
+        self.stopper.forget()
+
     def draft(self, context: Context, limit: int) -> Draft:
         """Read what was committed, and go on from there."""
         verified = self._cache.length

@@ -57,6 +57,10 @@ class LayerSkip:
         self._cache, self._chooser = cache, chooser
         self.stopper.start()
 
+    def forget(self) -> None:
+        """Drop what an adaptive stop rule carried on."""
+        self.stopper.forget()
+
     def draft(self, context: Context, limit: int) -> Draft:
         """Draft on the target's cache, then rewind it."""
         verified = self._cache.length

@@ -33,14 +33,17 @@ class Stopper:
 
     def __init__(self, rule: StopRule) -> None:
         self.rule = rule
-        self.threshold = rule.threshold
+        self.forget()
+
+    def forget(self) -> None:
+        """Be where the rule begins."""
+        self.threshold = self.rule.threshold
         self._acceptance_rate: float | None = None
 
     def start(self) -> None:
         """Begin a prompt."""
         if not self.rule.carry:
-            self.threshold = self.rule.threshold
-            self._acceptance_rate = None
+            self.forget()
 
     def stops(self, logits: Tensor) -> bool:
         """Whether drafting ends behind the token of these ``[1, V]`` logits. Reading the confidence waits for the device."""

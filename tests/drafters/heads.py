@@ -15,9 +15,10 @@ from layerskip.readout import Readout
 from layerskip.sampling import Sampling
 from layerskip.target import Target
 from layerskip.training import Batch, foretell, loss_of, stored_modules
-from tests.drafters.contract import target_of, toy_target
+from tests.drafters.contract import deep_toy, target_of, toy_target
 
 UNROLL = 3
+_TOYS = {"toy": toy_target, "deep": deep_toy}
 
 
 @functools.cache
@@ -30,13 +31,13 @@ def thoughts(family: str, three_layers: bool = False) -> list[Thought]:
 
 
 def tiny(family: str) -> Target:
-    """A tiny target; ``toy`` is that of sampled laws."""
-    return toy_target() if family == "toy" else target_of(family)
+    """A tiny target; ``toy`` and ``deep`` are those of sampled laws."""
+    return _TOYS[family]() if family in _TOYS else target_of(family)
 
 
 def family_of(target: Target) -> str:
     """Which of them it is; ends of a sequence do not matter to a head."""
-    return "toy" if target.vocabulary == toy_target().vocabulary else str(target.model.config.model_type)
+    return next((name for name, toy in _TOYS.items() if toy() is target), str(target.model.config.model_type))
 
 
 @functools.cache

@@ -43,6 +43,7 @@ class TestLookupThenLayerSkip(DrafterContract):
 class TestLookupThenTrees(DrafterContract):
     trees = True
     learns = True
+    remembers = True
 
     def drafter(self, target: Target) -> Drafter:
         """The second has decoded before, so that it has something to draft."""

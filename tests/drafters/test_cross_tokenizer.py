@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decode import decode
-from layerskip.drafters.base import Drafter
+from layerskip.drafters.base import Drafter, Learner
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.sampling import Sampling
@@ -54,9 +54,11 @@ def _respelled(model: PreTrainedModel, rows: list[int]) -> PreTrainedModel:
 class TestOtherLetters(DrafterContract):
     """The draft counts its letters from the end, and has tokens for pairs of them; the target's eos is a letter to it."""
 
-    learns = False
-
     def drafter(self, target: Target) -> Drafter:
+        return self.stopping(target, StopRule())
+
+    def stopping(self, target: Target, stop: StopRule) -> Drafter:
+        """One that stops by a rule."""
         size = target.vocabulary
         letters = LETTERS[:size]
         pairs = (letters[3] + letters[4], letters[2] + letters[0])
@@ -64,7 +66,15 @@ class TestOtherLetters(DrafterContract):
         rows = [*reversed(range(size)), 4, 0]
         model = _respelled(_like(target), rows)
         translation = Translation(own, _spelling(letters[::-1], pairs, "b" if target is toy_target() else None))
-        return CrossTokenizer(model, target.layers, len(rows), translation, 3, StopRule())
+        return CrossTokenizer(model, target.layers, len(rows), translation, 3, stop)
+
+    def test_a_carried_threshold_is_forgotten(self) -> None:
+        target = target_of("llama")
+        drafter = self.stopping(target, StopRule("adaptive", 0.3, step=0.5, threshold_decay=0.5))
+        assert isinstance(drafter, Learner)
+        first, again = (decode(target, drafter, PROMPTS[2], GREEDY, LENGTH) for _ in range(2))
+        drafter.forget()
+        assert decode(target, drafter, PROMPTS[2], GREEDY, LENGTH).stats == first.stats != again.stats
 
 
 def test_texts_are_spelled_as_each_tokenizer_does() -> None:

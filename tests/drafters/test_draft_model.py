@@ -62,12 +62,13 @@ class TestNoisyTarget(DrafterContract):
 class TestPaddedVocabulary(DrafterContract):
     """A wider output; its extra tokens are likely ones for the draft, and none for the target."""
 
+    remembers = True
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
         torch.manual_seed(2)
         model = _resized(_like(target), target.vocabulary + 6)
-        stop = StopRule(kind="threshold", threshold=0.3)
+        stop = StopRule("adaptive", 0.3, 0.5, step=0.5, threshold_decay=0.5)
         return DraftModel(model, target.layers, 4, stop)
 
 

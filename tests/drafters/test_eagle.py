@@ -15,7 +15,16 @@ from layerskip.feature_store import Thought, read_features
 from layerskip.readout import Readout
 from layerskip.target import Target
 from layerskip.training import Batch, foretell, stored_modules
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, target_of
+from tests.drafters.contract import (
+    GREEDY,
+    LENGTH,
+    PROMPTS,
+    SAMPLINGS,
+    DrafterContract,
+    Recorder,
+    deep_toy,
+    target_of,
+)
 from tests.drafters.heads import UNROLL, eagle_head, family_of
 
 
@@ -31,7 +40,6 @@ class TestChain(DrafterContract):
 
 class TestTree(DrafterContract):
     trees = True
-    samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
         return _eagle(target, eagle_head(family_of(target)), candidates=3, tree_tokens=7, least_probability=0.01)
@@ -40,21 +48,22 @@ class TestTree(DrafterContract):
 class TestThreeLayersOfFewTokens(DrafterContract):
     """It reads three layers, and drafts from a part of the vocabulary."""
 
-    samplings = SAMPLINGS[:1]
+    toy = staticmethod(deep_toy)
 
     def drafter(self, target: Target) -> Drafter:
-        family = family_of(target)  # the toy has one layer
-        head = eagle_head(family, family != "toy", target.vocabulary - 1)
+        head = eagle_head(family_of(target), True, target.vocabulary - 1)
         return _eagle(target, head, 4, StopRule("threshold", 0.2))
 
 
 class TestBehindLookup(DrafterContract):
-    """A member of a cascade reads what others drafted for."""
+    """A member of a cascade reads what others drafted for; its threshold is carried on."""
 
+    remembers = True
     samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
-        return Cascade([PromptLookup(2, 3, "last", 3), _eagle(target, eagle_head(family_of(target)))])
+        stop = StopRule("adaptive", 0.2, 0.2, step=0.5, threshold_decay=0.5)
+        return Cascade([PromptLookup(2, 3, "last", 3), _eagle(target, eagle_head(family_of(target)), stop=stop)])
 
 
 def test_drafts_are_what_training_foretold() -> None:

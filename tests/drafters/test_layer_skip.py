@@ -49,6 +49,7 @@ class TestThreshold(DrafterContract):
 
 
 class TestAdaptive(DrafterContract):
+    remembers = True
     samplings = SAMPLINGS[2:]
 
     def drafter(self, target: Target) -> Drafter:

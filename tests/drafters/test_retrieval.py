@@ -15,7 +15,7 @@ from layerskip.drafters.build import build_drafter
 from layerskip.drafters.retrieval import Retrieval
 from layerskip.target import Target
 from layerskip.tree import path_to
-from tests.drafters.contract import SAMPLINGS, DrafterContract, target_of, toy_target
+from tests.drafters.contract import DrafterContract, target_of, toy_target
 
 SHAPE = {"ngram_min": 1, "ngram_max": 3, "draft_length": 4, "tree_tokens": 6, "least_probability": 0.0}
 
@@ -32,7 +32,7 @@ class TestOwnTexts(DrafterContract):
 class TestDatastore(DrafterContract):
     trees = True
     learns = True
-    samplings = SAMPLINGS[1:2]
+    remembers = True
 
     def drafter(self, target: Target) -> Drafter:
         source = random.Random(0)

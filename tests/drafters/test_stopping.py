@@ -96,3 +96,6 @@ def test_a_prompt_starts_where_the_last_ended_or_anew(carry: bool) -> None:
     # A rate of 0.5 alone is below the target; averaged with the first prompt's 1 it is above.
     stopper.observe(4, 2)
     assert _threshold(stopper) == pytest.approx(0.5 if carry else 0.65, abs=1e-4)
+    stopper.forget()
+    stopper.observe(4, 2)
+    assert _threshold(stopper) == pytest.approx(0.65, abs=1e-4)

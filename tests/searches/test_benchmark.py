@@ -28,6 +28,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
         "measure.max_new_tokens=48",
         "draft_mask=layers:2-3",
         "contenders.layer_skip.mask=layers:2-3",
+        "+contenders.loose={kind:prompt_lookup,accept:{kind:threshold,threshold:0.0}}",
         "peers.transformers_early_exit.exit_layer=2",
         f"config={folder / 'best.json'}",
         f"outputs={folder / 'outputs'}",
@@ -42,13 +43,23 @@ def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  #
     results = record["record"]["results"]
     assert set(results) == {
         "plain", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model",
-        "export",
+        "loose", "export",
         "transformers", "transformers_prompt_lookup", "transformers_early_exit", "transformers_assistant",
     }  # fmt: skip
-    assert {found["losslessness"]["verdict"] for found in results.values()} == {"exact"}
+    assert {found["losslessness"]["verdict"] for name, found in results.items() if name != "loose"} == {"exact"}
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
     assert results["transformers_assistant"]["draft_share"] == 0  # nobody asked it
+
+
+def test_what_changes_the_output_says_so_in_record_tables_and_mlflow(record: dict) -> None:  # type: ignore[type-arg]
+    results = record["record"]["results"]
+    assert results["loose"]["losslessness"]["verdict"] == "different"
+    assert [name for name, found in results.items() if not found["lossless"]] == ["loose"]
+    rows = [line for line in record["printed"].splitlines() if "lossy" in line]
+    assert [row.split(" | ")[0] for row in rows] == ["| loose", "| loose (lossy)"]
+    contenders = runs(sqlite(record["outputs"]), "contender")
+    assert {run.data.tags["contender"] for run in contenders if run.data.params["lossless"] == "False"} == {"loose"}
 
 
 def test_an_export_is_measured_on_what_its_search_never_saw(record: dict) -> None:  # type: ignore[type-arg]

@@ -71,12 +71,24 @@ def test_a_study_is_told_of_a_missing_datastore_before_it_begins(tiny_folder: Pa
     assert done.stderr.startswith("error: datastore: cannot read nowhere: ")
 
 
-def test_a_study_does_not_measure_prompts_whose_answers_its_datastore_holds(
-    tiny_folder: Path, tmp_path: Path, launch: Launch
-) -> None:
+def test_nobody_measures_prompts_whose_answers_a_datastore_holds(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     own = ["own=true", "max_new_tokens=4", f"output={tmp_path / 'store'}"]
     done = launch("datastore", *_common(tiny_folder, tmp_path), *own, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[store]"), cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr == "error: space.datastores: store holds the target's own answers to 48 of the study's prompts\n"
+    assert done.stderr == "error: space.datastores: store holds the target's own answers to 48 of the measured prompts\n"
+    cascade = "contenders.cascade.members=[{kind:prompt_lookup},{kind:retrieval,datastore:store}]"
+    few = [
+        *_common(tiny_folder, tmp_path),
+        "measure.prompts=2",
+        "contenders.draft_model=null",
+        "peers.transformers_assistant=null",
+    ]
+    for override, field in (
+        ("contenders.retrieval.datastore=store", "contenders.retrieval.datastore"),
+        (cascade, "contenders.cascade.members.1.datastore"),
+    ):
+        done = launch("benchmark", *few, override, cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert done.stderr == f"error: {field}: store holds the target's own answers to 2 of the measured prompts\n"
