@@ -142,7 +142,7 @@ def _checked(scanner: Scanner) -> Scanner:
     """A scanner that sees what decoding does, and whose longest passes fit."""
     scanner.check()
     # What skips the first layer takes nothing over from the target.
-    scanner.scan([SkipMask.of(scanner.target.layers, {0}, set())] * masks_at_once(scanner.max_rows), depth=1)
+    scanner.scan([SkipMask.of(scanner.target.layers, {0}, set())] * masks_at_once(scanner.max_rows), depth=2)
     return scanner
 
 
