@@ -168,6 +168,8 @@ class Objective:
         settings, few = self.settings, len(self._first_ids)
         first = self.prompts.take(settings.prompts)
         more = [item for item in self.prompts.take(settings.survivor_prompts) if item.id not in self._first_ids]
+        if config.kind == "none":
+            more = []  # plain decoding is measured beside every other trial
         prompts = PromptSet((*first, *more))
         for repeat in range(settings.repeats + settings.survivor_repeats):
             if repeat >= settings.repeats and not (len(prompts) > few and self._is_level(trial.study, config, rows)):

@@ -250,6 +250,7 @@ def test_plain_decoding_is_measured_once_by_itself() -> None:
     bench = Known({})
     study = run_known(bench, SpeculativeConfig(), SpeculativeConfig(), SpeculativeConfig())
     assert ["table" in trial.user_attrs for trial in finished(study)] == [True, False, False]
+    assert len(bench.asked) == SETTINGS.prompts  # as level with the best as it is
 
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:WilcoxonPruner finds steps")
