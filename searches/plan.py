@@ -145,13 +145,18 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
         "prompts.digest": prompts.digest,
         "space.datastores.digests": [Datastore.load(name, target).about["digest"] for name in config.space.datastores],
         "space.heads.digests": [_head_digest(name) for name in (*config.space.eagle_heads, *config.space.medusa_heads)],
+        "space.drafts.digests": [
+            target.load_draft(name, kind == "draft_model").digest  # loaded by now
+            for kind in ("draft_model", "cross_tokenizer")
+            for name in (config.space[_LISTS[kind]] if kind in config.space.kinds else ())
+        ],
     }
 
 
 def _head_digest(folder: str) -> str:
     """What a trained head is, whatever lies in its folder tomorrow."""
     try:
-        files = sorted(Path(folder).glob("*.safetensors"))
+        files = [file for ending in ("safetensors", "bin") for file in sorted(Path(folder).glob(f"*.{ending}"))]
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else ""
     except OSError as error:
         raise InputError(f"space: cannot read the head {folder}: {error}") from None

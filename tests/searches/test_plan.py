@@ -8,12 +8,12 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from layerskip import ConfigError, SpeculativeConfig, TargetError, generate, load_target
+from layerskip import ConfigError, PromptSet, SpeculativeConfig, TargetError, generate, load_target
 from layerskip.eagle import KIND, EagleHead, EagleShape
 from layerskip.heads import save_head
 from searches import plan
 from searches.application import CONF, InputError
-from searches.plan import Plan
+from searches.plan import Plan, describe
 from tests.drafters.test_cross_tokenizer import _spelling
 from tests.searches.programs import quick
 from tests.tiny import save_tiny
@@ -22,6 +22,28 @@ from tests.tiny import save_tiny
 def _plan(model: Path, *overrides: str) -> Plan:
     with initialize_config_dir(CONF, version_base="1.3"):
         return Plan.of(compose("layerskip", [*quick(model, model / "outputs"), *overrides]))
+
+
+def test_another_draft_or_head_under_the_same_name_is_another_study(tmp_path: Path) -> None:
+    model, draft, head = tmp_path / "model", tmp_path / "draft", tmp_path / "head"
+    save_tiny(model)
+    head.mkdir()
+
+    def described(kinds: str, *overrides: str) -> dict[str, object]:
+        with initialize_config_dir(CONF, version_base="1.3"):
+            config = compose("layerskip", [*quick(model, tmp_path / "outputs"), f"space.kinds=[none,{kinds}]", *overrides])
+        return describe(config, load_target(str(model), dtype="float32", device="cpu"), PromptSet.of(["x", "y"]))
+
+    found = []
+    for idle in ((), (0,)):
+        save_tiny(draft, idle=idle)
+        found.append(described("draft_model", f"space.drafts=[{draft}]"))
+    assert found[0] != found[1]
+    found = []
+    for weights in (b"one", b"other"):
+        (head / "pytorch_model.bin").write_bytes(weights)
+        found.append(described("eagle", f"space.eagle_heads=[{head}]"))
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "llama4_text"])
