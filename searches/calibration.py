@@ -27,10 +27,11 @@ from .application import InputError, check_whole, run
 from .bars import Count, table
 from .bench import BASELINE, Bench, ModelBench
 from .finals import Finalist
-from .landscape import Landscape, draw_prompts
+from .landscape import Landscape
 from .objective import check_seed
 from .planted import Outcome, PlantedSettings, Search, find_planted, summarise
 from .simulation import Machine, SimulatedBench
+from .works import draw_prompts
 
 _ONE, _OTHER = "one", "other"
 

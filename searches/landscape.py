@@ -8,7 +8,6 @@ prompt is.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,38 +15,13 @@ import numpy as np
 
 from layerskip import ConfigError, SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs import CostProfile
-from layerskip.prompts import PromptItem, PromptSet
+from layerskip.prompts import PromptItem
 
 from .chances import TOKENS, Chances, Floats, expected_rounds, threshold_of
 from .space import SearchSpace
+from .works import Work, population
 
-# Kind of work: how difficult for a draft, on a log scale, and how much of its output copies the prompt, on a logit scale.
-CATEGORIES = {
-    "chat": (0.2, -1.5),
-    "code": (-0.3, 0.2),
-    "extraction": (-0.2, 1.2),
-    "reasoning": (0.0, -0.8),
-    "summary": (0.1, 0.6),
-    "translation": (0.3, -2.0),
-}
-_DIFFICULTY_SPREAD, _COPYING_SPREAD = 0.35, 0.8  # standard deviations between prompts of one kind
-_NODES = 9  # of the quadrature over prompts
 _GRID = np.linspace(0.0, 1.0, 160) ** 2 * 8.0  # losses of tabulated counts, close where acceptance is high
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a prompt asks of a decoder.
-
-    Args:
-        difficulty: multiplies what a mask loses.
-        copying: from 0 to 1; how well the prompt foretells the output.
-        tokens: decoded ones.
-    """
-
-    difficulty: float
-    copying: float
-    tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,14 +83,7 @@ class Landscape:
 
     def work(self, item: PromptItem) -> Work:
         """What a prompt asks; the same prompt always asks the same."""
-        difficulty, copying = CATEGORIES[item.category]
-        random = np.random.default_rng([self.seed, *hashlib.sha256(item.id.encode()).digest()[:8]])
-        one, other = random.normal(size=2)
-        return Work(
-            float(np.exp(difficulty + _DIFFICULTY_SPREAD * one)),
-            float(_logistic(self.copying + copying + _COPYING_SPREAD * other)),
-            int(random.choice(TOKENS)),
-        )
+        return Work.of(item, self.seed, self.copying)
 
     def losses(self, masks: Sequence[SkipMask]) -> Floats:
         """What each mask takes off acceptance, on a log scale, on a prompt of difficulty 1."""
@@ -152,14 +119,14 @@ class Landscape:
         """The true one: over all prompts that there could be."""
         if config.kind == "none":
             return 1.0
-        difficulty, copying, weights = _population(self.copying)
+        difficulty, copying, weights = population(self.copying)
         drafted, verified = expected_rounds(self.chances(config, difficulty, copying), config.draft_length)
         verifying = np.array(self.profile.verify_seconds[: config.draft_length + 1]) @ verified
         return float(self._plain_seconds / (weights @ (drafted * self.draft_seconds(config) + verifying)))
 
     def agreement(self, mask: SkipMask) -> float:
         """How often the mask's first drafted token is right."""
-        difficulty, _, weights = _population(self.copying)
+        difficulty, _, weights = population(self.copying)
         return float(weights @ np.exp(-self.losses([mask])[0] * difficulty))
 
     def best_drafts(
@@ -232,13 +199,6 @@ class Landscape:
         return float(np.mean(TOKENS)) * self.profile.verify_seconds[0]
 
 
-def draw_prompts(count: int, seed: int) -> PromptSet:
-    """Prompts of all kinds of work, as they come."""
-    random = np.random.default_rng([seed, 7])
-    kinds = random.choice(list(CATEGORIES), size=count)
-    return PromptSet(tuple(PromptItem(f"{seed}-{i}", str(kind), f"prompt {i}") for i, kind in enumerate(kinds)), "planted")
-
-
 def _contiguous_masks(space: SearchSpace) -> list[SkipMask]:
     """Every run of layers, of attention alone and of MLPs alone; single skips are the shortest."""
     first, last = space.skippable[0], space.skippable[-1]
@@ -273,28 +233,11 @@ def _stops(kinds: tuple[str, ...]) -> tuple[StopRule, ...]:
 @functools.cache
 def _tables(length: int, stops: tuple[StopRule, ...]) -> tuple[Floats, Floats]:
     """Expected counts by loss, ``[losses, stops]`` and ``[length + 1, losses, stops]``; no landscape changes them."""
-    difficulty, _, weights = _population(0.0)
+    difficulty, _, weights = population(0.0)
     loss = np.maximum(_GRID, 1e-9)[:, None, None] * difficulty[None, None, :]
     thresholds = np.array([threshold_of(stop) for stop in stops])[None, :, None]
     drafted, verified = expected_rounds(Chances.of_skipping(loss, thresholds), length)
     return drafted @ weights, verified @ weights
-
-
-@functools.cache
-def _population(shift: float) -> tuple[Floats, Floats, Floats]:
-    """Nodes of difficulty and copying, and their weights: every kind of work as often, normal within.
-
-    No drafter feels both difficulty and copying, so that both may run over the same nodes.
-    """
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
-    kinds = np.array(list(CATEGORIES.values()))
-    difficulty = np.exp(kinds[:, :1] + _DIFFICULTY_SPREAD * nodes).ravel()
-    copying = _logistic(shift + kinds[:, 1:] + _COPYING_SPREAD * nodes).ravel()
-    return difficulty, copying, np.tile(weights / weights.sum(), len(kinds)) / len(kinds)
-
-
-def _logistic(value: Floats | float) -> Floats:
-    return np.asarray(1 / (1 + np.exp(-value)))
 
 
 def _flags(masks: Sequence[SkipMask]) -> tuple[Floats, Floats]:

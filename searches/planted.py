@@ -18,7 +18,7 @@ from layerskip import SpeculativeConfig
 from .application import check_whole
 from .bars import Count
 from .finals import measure_finals
-from .landscape import Landscape, draw_prompts
+from .landscape import Landscape
 from .objective import MeasureSettings, Objective
 from .prior import Prior
 from .proposals import ProposalSettings, propose_all
@@ -27,6 +27,7 @@ from .space import SearchSpace
 from .standings import configuration
 from .starts import starting_points
 from .study import StudySettings, finished, open_study, run_trials
+from .works import draw_prompts
 
 CLOSE = 0.99  # of the best speedup that there is
 

@@ -24,9 +24,10 @@ from layerskip.prompts import PromptItem
 from .bench import BASELINE
 from .chances import Floats, threshold_of
 from .foresight import ScanSettings, scanned_stops
-from .landscape import Landscape, Work
+from .landscape import Landscape
 from .oracle import Prediction
 from .space import SearchSpace
+from .works import Work
 
 _MEMORY = 2**30
 

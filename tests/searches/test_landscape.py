@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from layerskip import ConfigError, SkipMask, SpeculativeConfig, StopRule
-from searches.landscape import CATEGORIES, Landscape, draw_prompts
+from searches.landscape import Landscape
 from searches.space import SearchSpace
+from searches.works import CATEGORIES, draw_prompts
 
 SPACE = SearchSpace(layers=8, kinds=("none", "layer_skip", "prompt_lookup"), stops=("length", "threshold"))
 

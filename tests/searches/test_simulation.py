@@ -8,10 +8,11 @@ from scipy.stats import ttest_1samp
 
 from layerskip import Measurement, SkipMask, SpeculativeConfig, StopRule
 from searches.bench import BASELINE, Bench
-from searches.landscape import Landscape, draw_prompts
+from searches.landscape import Landscape
 from searches.oracle import Oracle
 from searches.simulation import Machine, SimulatedBench, SimulatedOracle
 from searches.space import SearchSpace
+from searches.works import draw_prompts
 
 LANDSCAPE = Landscape.draw(3)
 CONFIGS = {
