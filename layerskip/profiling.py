@@ -96,15 +96,14 @@ def profile_costs(
         draft_chain(last, cache, tokens[-1:], lengths[-1], chooser, Stopper(StopRule()), fan)
         cache.length = context
 
-    def decode_flat() -> None:
+    def decode_flat(fan: Fan | None = None) -> None:
         """As many verified as a tree has."""
-        draft_long()
+        draft_long(fan)
         check_given(1 + _SIBLINGS)
 
     def decode_fanned() -> None:
         """The same, and siblings are looked for."""
-        draft_long(Fan(_SIBLINGS, 0.0, chooser))
-        check_given(1 + _SIBLINGS)
+        decode_flat(Fan(_SIBLINGS, 0.0, chooser))
 
     def decode_tree() -> None:
         """The same, and a tree is verified, whose last node is kept."""

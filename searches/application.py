@@ -66,6 +66,16 @@ def check_number(name: str, value: object, most: float = math.inf, or_zero: bool
         raise InputError(f"{name}: {value!r} is {'neither 0 nor' if or_zero else 'not'} {wanted}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is no truth value.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise InputError(f"{name}: {value!r} is neither true nor false")
+
+
 def check_list(name: str, value: object, known: Sequence[str] | None = None) -> None:
     """Refuse what is no list, or has something in it that is not among what is known.
 

@@ -19,7 +19,7 @@ from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.measurement import Sample, pair_speedup
 from layerskip.memory import out_of_memory, release
 
-from .application import InputError, check_whole
+from .application import InputError, check_number, check_whole
 from .bench import BASELINE, Bench
 from .prior import PREDICTED, Judgement, Prior
 from .space import SearchSpace
@@ -68,8 +68,7 @@ class MeasureSettings:
     finalists: int = 5
 
     def __post_init__(self) -> None:
-        if isinstance(self.drift, bool) or not isinstance(self.drift, (int, float)) or self.drift <= 0:
-            raise InputError(f"measure.drift: {self.drift!r} is not a number above 0")
+        check_number("measure.drift", self.drift)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "drift" and (value is not None or not field.name.endswith("prompts")):

@@ -12,7 +12,7 @@ import optuna
 
 from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig
 
-from .application import InputError, check_list, check_whole
+from .application import InputError, check_flag, check_list, check_whole
 from .head_drafts import head_params, suggest_head
 from .shelf import BRIDGES, Shelf
 from .skipping import LEAST_PROBABILITY, skip_params, stop_params, suggest_skip, suggest_stop
@@ -121,8 +121,7 @@ class SearchSpace:
                 raise InputError(f"space.{name}: {bounds} is not a range of whole numbers from 1 on, such as [1,8]")
         for name, plain in (("bridges", "none"), ("draft_heads", 0)):  # empty skips over all tokens are always a choice
             object.__setattr__(self, name, tuple(dict.fromkeys([plain, *getattr(self, name)])))
-        if type(self.allow_lossy) is not bool:
-            raise InputError(f"allow_lossy: {self.allow_lossy!r} is neither true nor false")
+        check_flag("allow_lossy", self.allow_lossy)
         for name in ("siblings", "protect_first", "protect_last"):
             check_whole(f"space.{name}", getattr(self, name), 0)
         bits = tuple(range(self.protect_first, self.layers - self.protect_last))

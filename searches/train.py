@@ -29,7 +29,7 @@ from layerskip.passages import Passage, continue_prompts
 from layerskip.readout import Readout
 from layerskip.training import Batch, agreements, fit_linear, foretell, loss_of, stored_modules
 
-from .application import InputError, check_number, check_whole, run
+from .application import InputError, check_flag, check_number, check_whole, run
 from .bridging import shape_of, train_bridges
 from .learner import Learner, check_learning, room
 from .objective import check_seed
@@ -136,8 +136,7 @@ def _check(config: DictConfig) -> None:
         check_whole("vocabulary", config.vocabulary)
     if config.max_seconds is not None:
         check_number("max_seconds", config.max_seconds)
-    if not isinstance(config.three_layers, bool):
-        raise InputError(f"three_layers: {config.three_layers!r} is neither true nor false")
+    check_flag("three_layers", config.three_layers)
 
 
 def _thought(target: Target, passage: Passage, modules: tuple[str, ...]) -> Thought:

@@ -25,7 +25,7 @@ from layerskip.environment import environment
 from layerskip.files import write_json
 from layerskip.measurement import Sample
 
-from .application import INTERRUPTED, InputError, check_whole, run
+from .application import INTERRUPTED, InputError, check_flag, check_whole, run
 from .bench import BASELINE, Bench, ModelBench
 from .claim import Claim, Speedup, Verdict, judge, judge_plain
 from .finals import LEAST_PROMPTS
@@ -77,8 +77,7 @@ def verify(config: DictConfig) -> None:
         SystemExit: the export was not confirmed, or measuring was interrupted; the code says which.
     """
     check_seed(config.seed)
-    if type(config.allow_lossy) is not bool:
-        raise InputError(f"allow_lossy: {config.allow_lossy!r} is neither true nor false")
+    check_flag("allow_lossy", config.allow_lossy)
     settings = VerifySettings(**config.measure)
     if OmegaConf.is_missing(config, "export"):
         raise InputError("export: is missing; name the file, as in python -m searches.verify best.json")

@@ -23,12 +23,12 @@ from ..translation import Translation, common_prefix
 from ..verify import Verdict
 from .base import Context, Said
 from .chain import draft_chain
-from .stopping import Stopper
+from .stopping import Stopped, Stopper
 
 _SPELLED_LONGER = 4  # times as many tokens as the target's: beyond that, nothing is drafted
 
 
-class CrossTokenizer:
+class CrossTokenizer(Stopped):
     """Drafts with a model that reads other tokens.
 
     Args:
@@ -70,10 +70,6 @@ class CrossTokenizer:
         if self._fed:
             forward(self.model, upload(self._fed, device), self._cache, last=1)
         self._cache.length = len(self._fed)
-
-    def forget(self) -> None:
-        """Drop what an adaptive stop rule carried on."""
-        self.stopper.forget()
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Spell what was committed, feed what is new of it, draft, and spell that in the target's tokens."""

@@ -20,10 +20,10 @@ from ..sampling import Chooser, upload
 from ..verify import Verdict
 from .base import Context, Said
 from .chain import draft_chain
-from .stopping import Stopper
+from .stopping import Stopped, Stopper
 
 
-class DraftModel:
+class DraftModel(Stopped):
     """Drafts with another model.
 
     Args:
@@ -54,10 +54,6 @@ class DraftModel:
         forward(self.model, self._known(upload(prompt, self._device)), self._cache, last=1)
         self._cache.length = self._verified = len(prompt)
         self.stopper.start()
-
-    def forget(self) -> None:
-        """Drop what an adaptive stop rule carried on."""
-        self.stopper.forget()
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Catch up with what was committed, then draft."""

@@ -23,10 +23,10 @@ from ..sampling import Chooser, upload
 from ..verify import Verdict
 from .base import Context, Said
 from .chain import draft_chain
-from .stopping import Stopper
+from .stopping import Stopped, Stopper
 
 
-class Eagle:
+class Eagle(Stopped):
     """Drafts with a head.
 
     Args:
@@ -71,10 +71,6 @@ class Eagle:
     def read(self, features: Tensor) -> None:
         """Keep the hidden states until the tokens behind them are known, all but whose own the next context says."""
         self._pending.append(features)
-
-    def forget(self) -> None:
-        """Drop what an adaptive stop rule carried on."""
-        self.stopper.forget()
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Read what was committed, and go on from there."""

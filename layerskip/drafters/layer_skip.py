@@ -20,10 +20,10 @@ from ..verify import Verdict
 from .base import Context, Said
 from .chain import draft_chain
 from .fan import Fan
-from .stopping import Stopper
+from .stopping import Stopped, Stopper
 
 
-class LayerSkip:
+class LayerSkip(Stopped):
     """Drafts through a view of the target.
 
     Args:
@@ -56,10 +56,6 @@ class LayerSkip:
         """Take the target's cache; there is nothing to prefill."""
         self._cache, self._chooser = cache, chooser
         self.stopper.start()
-
-    def forget(self) -> None:
-        """Drop what an adaptive stop rule carried on."""
-        self.stopper.forget()
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Draft on the target's cache, then rewind it."""

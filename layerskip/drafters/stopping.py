@@ -28,6 +28,16 @@ def portions(rows: Tensor) -> Sequence[Tensor]:
     return [rows[first : first + at_once] for first in range(0, max(1, rows.shape[0]), at_once)]
 
 
+class Stopped:
+    """A drafter whose drafts a stop rule ends."""
+
+    stopper: Stopper
+
+    def forget(self) -> None:
+        """Drop what an adaptive stop rule carried on."""
+        self.stopper.forget()
+
+
 class Stopper:
     """Applies one stop rule over the rounds of a decoding, and over several where the rule carries on."""
 

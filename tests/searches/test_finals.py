@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import optuna
 import pytest
@@ -111,15 +112,10 @@ def test_who_learns_goes_on_learning_over_all_prompts() -> None:
 
     class Watched(Known):
         def compare(
-            self,
-            configs: Mapping[str, SpeculativeConfig],
-            prompts: PromptSet,
-            repeats: int,
-            seed: int,
-            without: Collection[str] = (),
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, *rest: Any
         ) -> Iterator[dict[str, Sample]]:
             compared.append([item.id for item in prompts])
-            return super().compare(configs, prompts, repeats, seed, without)
+            return super().compare(configs, prompts, *rest)
 
     fast, slow = _lookup(4), _lookup(6)
     bench = Watched({fast: 1.5, slow: 1.2})
@@ -137,14 +133,9 @@ class _Changing(Known):
     """What is lossy changes every output."""
 
     def compare(
-        self,
-        configs: Mapping[str, SpeculativeConfig],
-        prompts: PromptSet,
-        repeats: int,
-        seed: int,
-        without: Collection[str] = (),
+        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, *rest: Any
     ) -> Iterator[dict[str, Sample]]:
-        for row in super().compare(configs, prompts, repeats, seed, without):
+        for row in super().compare(configs, prompts, *rest):
             changed = Losslessness(1, (Divergence("x", 1, 9.0, 0.0),))
             lossy = {name: row[name].judged(changed) for name, config in configs.items() if not config.lossless}
             yield row | lossy
