@@ -8,9 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -34,8 +32,10 @@ from layerskip import (
 from layerskip.files import DISK_FULL
 from layerskip.rules import check_integer
 
+from .interrupt import INTERRUPTED, causes, interrupt_again, is_interrupt
+
 CONF = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "conf")
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT = 2
 
 
 class InputError(ValueError):
@@ -111,7 +111,7 @@ def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
     if sys.unraisablehook is sys.__unraisablehook__:  # a test runner's own stays
-        sys.unraisablehook = _interrupt_again
+        sys.unraisablehook = interrupt_again
 
     def guarded(config: DictConfig) -> None:
         # In here, so that Hydra does not put its own words before ours; it lets SystemExit pass.
@@ -128,18 +128,8 @@ def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
     sys.exit(0)
 
 
-def _interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
-    """Ctrl-C may reach a finaliser, out of which Python lets no error: give it once more, in a moment."""
-    if issubclass(dropped.exc_type, KeyboardInterrupt):
-        again = (threading.main_thread().ident, signal.SIGINT)
-        threading.Timer(0.05, signal.pthread_kill, again).start()
-    else:
-        sys.__unraisablehook__(dropped)
-
-
 def _end(error: BaseException) -> NoReturn:
-    # Ctrl-C may reach a library while it cleans up, which then raises an error of its own over it.
-    if any(isinstance(link, KeyboardInterrupt) for link in _causes(error)):
+    if is_interrupt(error):
         print("interrupted; the same command goes on from here", file=sys.stderr)
         sys.exit(INTERRUPTED)
     line = explain(error)
@@ -154,7 +144,7 @@ def explain(error: BaseException) -> str | None:
     """One line for an error that the user can mend; None for a defect, which deserves its traceback."""
     if isinstance(error, _INPUT_ERRORS):
         return _one_line(error)
-    for link in _causes(error):
+    for link in causes(error):
         if isinstance(error, InstantiationException) and isinstance(link, _INPUT_ERRORS):
             return _one_line(link)
         if isinstance(link, OSError) and link.errno in DISK_FULL:
@@ -165,14 +155,6 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, (HydraException, OmegaConfBaseException)) and not isinstance(error, InstantiationException):
         return _one_line(error)
     return None
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """The error and what is underneath it, last raised first."""
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
-        causes.append(cause)
-    return causes
 
 
 def _one_line(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from .application import InputError, run
 from .bench import ModelBench
 from .finals import Finals, measure_finals
 from .foresight import foresee
+from .interrupt import is_interrupt
 from .objective import Objective
 from .plan import Plan, default_name, describe
 from .prior import Prior
@@ -117,9 +118,10 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
 
         try:
             run_trials(study, objective, settings, on_trial, starting_points(plan.space, proposed))
-        except KeyboardInterrupt:
-            bar.close()
-            print(report.summary(study, None))
+        except BaseException as error:
+            if is_interrupt(error):
+                bar.close()
+                print(report.summary(study, None))
             raise
     final_prompts = held_out.take(measuring.held_out_prompts)
     start = time.monotonic()

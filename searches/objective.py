@@ -21,6 +21,7 @@ from layerskip.memory import out_of_memory, release
 
 from .application import InputError, check_number, check_whole
 from .bench import BASELINE, Bench
+from .interrupt import undisturbed
 from .prior import PREDICTED, Judgement, Prior
 from .space import SearchSpace
 from .standings import FINISHED, Standing, ranking, standings
@@ -243,6 +244,7 @@ class Objective:
                     self._pace.setdefault(name, []).append(pace)
         return self._pace.setdefault(prompt_id, [])
 
+    @undisturbed()
     def _record(
         self,
         trial: optuna.Trial,

@@ -27,6 +27,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SpeculativeConfig
 
 from .application import InputError, check_whole
+from .interrupt import undisturbed
 from .kept import drop_partial_line
 from .objective import Objective
 from .space import SearchSpace
@@ -205,22 +206,24 @@ def run_trials(
     """
     start = time.monotonic()
     coming = iter(starts)
+    tell = undisturbed()(study.tell)
     while len(finished(study)) < settings.n_trials:
         if settings.max_seconds is not None and time.monotonic() - start > settings.max_seconds:
             break
-        _challenge_leader(study, objective.space, settings.remeasure)
-        while not _waiting(study) and (config := next(coming, None)) is not None:
-            study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
-        trial = study.ask()
+        with undisturbed():
+            _challenge_leader(study, objective.space, settings.remeasure)
+            while not _waiting(study) and (config := next(coming, None)) is not None:
+                study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
+            trial = study.ask()
         try:
             value = objective(trial)
         except optuna.TrialPruned:
-            done = study.tell(trial, state=TrialState.PRUNED)
+            done = tell(trial, state=TrialState.PRUNED)
         except BaseException:
-            study.tell(trial, state=TrialState.FAIL)
+            tell(trial, state=TrialState.FAIL)
             raise
         else:
-            done = study.tell(trial, value)
+            done = tell(trial, value)
         on_trial(done)
 
 

@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial
 from layerskip import SpeculativeConfig, mask
 
 from .application import InputError
+from .interrupt import is_interrupt, undisturbed
 from .prior import PREDICTED
 from .study import without_password
 
@@ -69,6 +70,7 @@ class Tracker:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"tracking.uri: cannot open {without_password(self.uri)}: {reason}") from error
 
+    @undisturbed()
     def open_study(
         self, name: str, identity: str, params: Mapping[str, Any], tags: Mapping[str, Any], role: str = "study"
     ) -> str:
@@ -107,6 +109,7 @@ class Tracker:
                 recorded.add(int(run.data.tags["trial_number"]))
         return recorded
 
+    @undisturbed()
     def record(self, trial: FrozenTrial) -> None:
         """Write a finished trial's run, unless it is there already."""
         if trial.number in self._recorded:
@@ -141,6 +144,7 @@ class Tracker:
         self._client.set_terminated(run.info.run_id, end_time=_milliseconds(trial.datetime_complete))
         self._recorded.add(trial.number)
 
+    @undisturbed()
     def log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
         """Write a benchmark: one run, and one nested run per contender.
 
@@ -162,20 +166,24 @@ class Tracker:
         self.log_file(file)
         self.finish()
 
+    @undisturbed()
     def log(self, run_id: str, metrics: Mapping[str, float], params: Mapping[str, str] | None = None, step: int = 0) -> None:
         """Write metrics and parameters in one batch; what is not finite is left out, as stores turn it into numbers."""
         now = int(time.time() * 1000)
         values = [Metric(k, float(v), now, step) for k, v in metrics.items() if math.isfinite(v) and abs(v) < _LARGEST]
         self._client.log_batch(run_id, metrics=values, params=[Param(k, v) for k, v in (params or {}).items()])
 
+    @undisturbed()
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Put tags on the study's run."""
         self._client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
 
+    @undisturbed()
     def log_text(self, text: str, name: str) -> None:
         """Keep a text as an artifact of the study's run."""
         self._client.log_text(self.run_id, text, name)
 
+    @undisturbed()
     def log_file(self, path: Path, folder: str | None = None) -> None:
         """Keep a file as an artifact of the study's run, in a folder of its artifacts."""
         self._client.log_artifact(self.run_id, str(path), folder)
@@ -187,10 +195,11 @@ class Tracker:
             yield
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+                self.finish("KILLED" if is_interrupt(error) else "FAILED")
             raise
         self.finish()
 
+    @undisturbed()
     def finish(self, status: str = "FINISHED") -> None:
         """Close the study's run: ``FINISHED``, ``KILLED`` where it was interrupted, ``FAILED``."""
         self._client.set_terminated(self.run_id, status)

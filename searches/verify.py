@@ -25,10 +25,11 @@ from layerskip.environment import environment
 from layerskip.files import write_json
 from layerskip.measurement import Sample
 
-from .application import INTERRUPTED, InputError, check_flag, check_whole, run
+from .application import InputError, check_flag, check_whole, run
 from .bench import BASELINE, Bench, ModelBench
 from .claim import Claim, Speedup, Verdict, judge, judge_plain
 from .finals import LEAST_PROMPTS
+from .interrupt import INTERRUPTED
 from .objective import check_seed
 
 EXIT_CODES = {"confirmed": 0, "refuted": 1, "weaker": 3}
