@@ -23,9 +23,10 @@ from .passages import Passage
 from .rows import RowModel
 from .sampling import Sampling
 from .target import Target
-from .texts import Texts, runs_of
+from .texts import Memory, Texts, runs_of
 
 _FADING = 0.8  # weight of each further token of a draft
+_LIKELY = 256  # of the target's tokens that are learnt at every position; beyond them lies next to nothing
 
 
 class BridgeTraining:
@@ -36,15 +37,19 @@ class BridgeTraining:
         bridges: of a mask, in float32 on the target's device.
         tokens: ``[v]`` int64: those that are drafted.
         unroll: tokens in a row.
+        memory: of texts that the target has read; it may serve other bridges of the same target, too.
 
     Raises:
         UnsupportedModel: rows cannot be told apart in the model's attention.
     """
 
-    def __init__(self, target: Target, bridges: Bridges, tokens: Tensor, unroll: int) -> None:
+    def __init__(self, target: Target, bridges: Bridges, tokens: Tensor, unroll: int, memory: Memory | None = None) -> None:
         target.model.requires_grad_(False)
         self.target, self.bridges, self.unroll = target, bridges, unroll
         self.tokens = tokens.to(target.device)
+        self._memory = memory
+        self._places = torch.full((target.vocabulary,), -1, device=target.device)
+        self._places[self.tokens] = torch.arange(len(self.tokens), device=target.device)
         self._reads, self._drafts = RowModel(target.model), RowModel(target.model)
         self._drafts.narrow(DraftHead(target.model, self.tokens, target.vocabulary))
 
@@ -55,7 +60,7 @@ class BridgeTraining:
             passages: the target's own.
             never_wrong: whether drafts go on behind tokens that are not the target's, too.
         """
-        texts = Texts(self._reads, self.target.vocabulary, passages, Sampling(), self._says)
+        texts = Texts(self._reads, self.target.vocabulary, passages, Sampling(), _LIKELY, memory=self._memory)
         rows = [(p, s) for p, passage in enumerate(passages) for s in range(passage.starts)]
         total = torch.zeros((), device=self.target.device)
         if not rows:
@@ -73,8 +78,11 @@ class BridgeTraining:
             logits = self._drafts.run(fed, positions, cache, visible, [self.bridges.mask], of, parts, [self.bridges])
             cache.keep()
             branches.append((number, place))
-            wanted = torch.stack([texts.said(p)[s + place + 1] for p, s in live]).float()
-            total = total - _FADING**place * (wanted * logits.float().log_softmax(-1)).sum(-1).mean()
+            chances, ids = texts.likely([(p, s + place + 1) for p, s in live])
+            places = self._places[ids]
+            wanted = chances * (places >= 0)  # what is not drafted from cannot be learnt
+            found = logits.float().log_softmax(-1).gather(-1, places.clamp_min(0))
+            total = total - _FADING**place * (wanted * found).sum(-1).mean()
             own = texts.tokens([(p, s + place + 1) for p, s in live])
             on = torch.tensor([s + place + 2 <= passages[p].starts for p, s in live], device=own.device)
             number = number[on & ((self.tokens[logits.argmax(-1)] == own) | never_wrong)]
@@ -100,10 +108,6 @@ class BridgeTraining:
         with saved_tensors_hooks(note, lambda tensor: tensor):
             self.loss([passage], never_wrong=True)
         return sum(held.values())
-
-    def _says(self, logits: Tensor) -> Tensor:
-        """``[n, V]`` to the target's probabilities ``[n, v]`` of what is drafted."""
-        return logits.float().softmax(-1)[:, self.tokens].to(torch.bfloat16)
 
 
 class _Layer(CacheLayerMixin):

@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +53,18 @@ class Pack:
         return dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), initial=0), strict=False))
 
 
+class Likely(NamedTuple):
+    """What a target would say, most likely first.
+
+    Args:
+        chances: ``[N, k]`` float32.
+        tokens: ``[N, k]`` int32.
+    """
+
+    chances: Tensor
+    tokens: Tensor
+
+
 @dataclass(frozen=True)
 class Text:
     """A passage as the target read it.
@@ -62,7 +75,7 @@ class Text:
         visible: per layer ``[n, n]`` bool or None, as :func:`~layerskip.reading.read` gives it.
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
         chances: ``[N]``: its probability of the token itself; empty for greedy decoding.
-        said: what was asked of its logits at every token of the continuation, if anything was.
+        likely: its likeliest tokens behind every token of the continuation, if they were asked for.
         entering: per layer the hidden states ``[1, N, H]`` that it was handed at every token of the continuation; empty
             where nobody asked for them.
     """
@@ -72,8 +85,38 @@ class Text:
     visible: list[Tensor | None]
     confidence: NDArray[np.float64]
     chances: NDArray[np.float64]
-    said: Tensor | None = None
+    likely: Likely | None = None
     entering: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """What its tensors take."""
+        shared = {id(mask): mask for mask in self.visible if mask is not None}
+        own = (self.tokens, *shared.values(), *(self.likely or ()), *self.entering)
+        beside: int = sum(tensor.numel() * tensor.element_size() for tensor in own)
+        return self.cache.nbytes + beside
+
+
+class Memory:
+    """Texts as the target read them, as many as a budget holds: reading one again takes longer than drafting along it.
+
+    Args:
+        most_bytes: of their tensors.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.nbytes = most_bytes, 0
+        self._texts: dict[Passage, Text] = {}
+
+    def recall(self, passage: Passage, read: Callable[[Passage], Text]) -> Text:
+        """A passage's text; one that is not there is read, and kept where there is room."""
+        text = self._texts.get(passage)
+        if text is None:
+            text = read(passage)
+            if self.nbytes + text.nbytes <= self.most_bytes:
+                self._texts[passage] = text
+                self.nbytes += text.nbytes
+        return text
 
 
 class Texts:
@@ -84,8 +127,9 @@ class Texts:
         vocabulary: V, the width of its logits.
         passages: its continuations.
         sampling: how they were chosen.
-        says: what to keep of a continuation's logits ``[N, V]``.
+        likely: how many of its likeliest tokens are kept at every position.
         enters: whether hidden states are kept, too.
+        memory: of texts that were read in the same way before.
     """
 
     @torch.inference_mode()
@@ -95,12 +139,14 @@ class Texts:
         vocabulary: int,
         passages: Sequence[Passage],
         sampling: Sampling,
-        says: Callable[[Tensor], Tensor] | None = None,
+        likely: int = 0,
         enters: bool = False,
+        memory: Memory | None = None,
     ) -> None:
-        self.model, self.vocabulary, self._says, self._enters = model, vocabulary, says, enters
+        self.model, self.vocabulary, self._likely, self._enters = model, vocabulary, min(likely, vocabulary), enters
         self.passages, self.sampling = tuple(passages), sampling
-        self.texts = [self._read(passage) for passage in self.passages]
+        memory = memory or Memory(0)
+        self.texts = [memory.recall(passage, self._read) for passage in self.passages]
         self._cache: KVCache | None = None
         self._laid: Pack | None = None
 
@@ -139,15 +185,18 @@ class Texts:
                 seen = torch.cat([self.seen(tokens[:place]) for place in range(begin, end)])
             probs = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
             chances = probs.double().cpu().numpy()
-        said = None if self._says is None else self._says(logits)
+        likely = None
+        if self._likely:
+            chances_of_likely, ids = logits.float().softmax(-1).topk(self._likely)
+            likely = Likely(chances_of_likely, ids.to(torch.int32))
         kept = tuple(states[:, begin:end].clone() for states in entering) if self._enters else ()
-        return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances, said, kept)
+        return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances, likely, kept)
 
-    def said(self, passage: int) -> Tensor:
-        """What was kept of a continuation's logits, ``[N, ...]``."""
-        found = self.texts[passage].said
-        assert found is not None
-        return found
+    def likely(self, starts: Sequence[Start]) -> Likely:
+        """``[R, k]``: what the target finds likeliest behind the tokens at starts."""
+        found = [(self.texts[p].likely, place) for p, place in starts]
+        chances, tokens = zip(*((kept.chances[place], kept.tokens[place]) for kept, place in found if kept), strict=True)
+        return Likely(torch.stack(chances), torch.stack(tokens))
 
     def entering(self, layer: int, starts: Sequence[Start]) -> Tensor:
         """``[1, R, H]``: what a layer was handed at the tokens of starts."""

@@ -22,6 +22,7 @@ from layerskip.files import digest
 from layerskip.passages import Passage, continue_prompts
 from layerskip.replay import Branching, Counts
 from layerskip.scan import Scanner
+from layerskip.texts import Memory
 from layerskip.tree import tree_model
 
 from .application import InputError
@@ -92,7 +93,7 @@ class BridgePoints:
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
-            "recipe": 3,
+            "recipe": 4,
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling),
             "calibration_bytes": config.calibration_bytes,
@@ -107,6 +108,7 @@ class BridgePoints:
         self._kept = Kept(self.folder / "scans.jsonl")
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
         self._asked = digest(asked)
+        self._memory = Memory(int(config.remembered_bytes))
 
     @functools.cached_property
     def calibration(self) -> Calibration:
@@ -181,6 +183,7 @@ class BridgePoints:
                 folder / "training.pt",
                 identity,
                 lambda: self.calibration,
+                self._memory,
             )
             learner.learn_all(self._tracker)
         return learner

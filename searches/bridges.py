@@ -40,6 +40,7 @@ _NUMBERS = (
     "batch",
     "calibration_bytes",
     "training_bytes",
+    "remembered_bytes",
 )
 
 

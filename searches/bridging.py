@@ -23,6 +23,7 @@ from layerskip.files import digest
 from layerskip.own_texts import OwnText
 from layerskip.passages import Passage
 from layerskip.scan import Scan, Scanner
+from layerskip.texts import Memory
 
 from .application import InputError
 from .learner import Learner
@@ -104,7 +105,10 @@ def train_bridges(
     def calibration() -> Calibration:
         return calibrate(target, passages, int(config.calibration_bytes), "calibration_bytes")
 
-    learner = BridgeLearner(config, shape, target, passages, scanner, tokens, file, digest(learnt), calibration, neighbour)
+    memory = Memory(int(config.remembered_bytes))
+    learner = BridgeLearner(
+        config, shape, target, passages, scanner, tokens, file, digest(learnt), calibration, memory, neighbour
+    )
     if learner.fit is not None:
         fit = learner.fit
         print(f"closed form, {fit.rows} positions in {fit.seconds:.1f} s: {shown(learner.judge())}", flush=True)
@@ -152,6 +156,7 @@ class BridgeLearner(Learner):
         file: Path,
         identity: str,
         calibration: Callable[[], Calibration],
+        memory: Memory,
         neighbour: Bridges | None = None,
     ) -> None:
         self._calibrate = calibration
@@ -160,7 +165,7 @@ class BridgeLearner(Learner):
         self._target, self._passages, self._scanner, self._tokens = target, passages, scanner, tokens
         self.bridges = Bridges(shape).to(target.device)
         said = tokens if tokens is not None else torch.arange(target.vocabulary)
-        self._training = BridgeTraining(target, self.bridges, said, int(config.unroll))
+        self._training = BridgeTraining(target, self.bridges, said, int(config.unroll), memory)
         longest = self._training.nbytes(max(passages, key=lambda passage: passage.starts))
         fit = int(config.training_bytes) // longest
         if not fit:

@@ -24,13 +24,14 @@ from layerskip.draft_head import save_draft_tokens
 from layerskip.files import digest
 from layerskip.memory import out_of_memory, release
 from layerskip.own_texts import OwnText
+from layerskip.texts import Memory
 
 from .application import InputError, check_number, check_whole
 from .bridging import BridgeLearner, calibrate
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 BRIDGES = ("none", "mean", "linear")
-_RECIPE = 2  # of fitting and training; what was made otherwise is made anew
+_RECIPE = 3  # of fitting and training; what was made otherwise is made anew
 _STEPS = 10**6  # time ends training
 _REMEMBERED = 16  # masks whose bridges are at hand
 _SAVED = 30.0  # seconds between savings
@@ -67,6 +68,7 @@ class BridgingSettings:
         unroll: tokens in a row that it learns.
         texts_per_step: answers of a step, if they fit.
         training_bytes: of what a step holds until its gradient is there.
+        remembered_bytes: of texts as the target read them, in memory, for training.
 
     Raises:
         InputError: one of them is out of range.
@@ -82,12 +84,14 @@ class BridgingSettings:
     unroll: int = 3
     texts_per_step: int = 6
     training_bytes: int = 2_000_000_000
+    remembered_bytes: int = 1_000_000_000
 
     def __post_init__(self) -> None:
         check_number("bridging.train_seconds", self.train_seconds, or_zero=True)
         check_number("bridging.learning_rate", self.learning_rate, 1.0)
-        names = ("tokens", "max_new_tokens", "batch", "calibration_bytes", "unroll", "texts_per_step", "training_bytes")
-        for name in names:
+        for name in ("tokens", "max_new_tokens", "batch", "unroll", "texts_per_step"):
+            check_whole(f"bridging.{name}", getattr(self, name))
+        for name in ("calibration_bytes", "training_bytes", "remembered_bytes"):
             check_whole(f"bridging.{name}", getattr(self, name))
         check_whole("bridging.train_width", self.train_width, 0)
 
@@ -162,6 +166,7 @@ class Shelf:
                 folder / "training.pt",
                 identity,
                 lambda: self._calibration,
+                self._memory,
             )
             learner.learn_all(None)
             about = {"bridge": makeup.bridge, "rank": makeup.rank, "texts": self._asked, "steps": learner.step} | learning
@@ -213,6 +218,10 @@ class Shelf:
     def _calibration(self) -> Calibration:
         budget = self._settings.calibration_bytes
         return calibrate(self.target, passages_of(self._texts), budget, "bridging.calibration_bytes")
+
+    @functools.cached_property
+    def _memory(self) -> Memory:
+        return Memory(self._settings.remembered_bytes)
 
     def _shape(self, mask: SkipMask, makeup: Makeup) -> BridgeShape:
         return BridgeShape.of(self.target, mask, makeup.bridge, makeup.rank)

@@ -44,9 +44,10 @@ _NUMBERS = (
     "feature_bytes",
     "calibration_bytes",
     "training_bytes",
+    "remembered_bytes",
     "held_out_tokens",
 )
-_RECIPE = 3  # of what follows and of layerskip.training; a training goes on only as it began
+_RECIPE = 4  # of what follows and of layerskip.training; a training goes on only as it began
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
 _LEARNING = (
     "steps",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+import layerskip.texts
 from layerskip.bridge import Bridges
 from layerskip.bridge_training import BridgeTraining
 from layerskip.mask import SkipMask
 from layerskip.passages import Passage
+from layerskip.reading import Reading
+from layerskip.rows import RowModel
 from layerskip.target import Target
+from layerskip.texts import Memory
 from layerskip.view import skip_view
 from tests.drafters.bridges import calibration
 from tests.families import build
@@ -39,7 +43,7 @@ def _drafted_one_by_one(target: Target, bridges: Bridges, passages: list[Passage
                 for place in range(2):
                     logits = view(input_ids=torch.tensor([[known[-1]]]), past_key_values=cache).logits[0, -1, tokens]
                     own = target.model(input_ids=torch.tensor([known])).logits[0, -1].softmax(-1)[tokens]
-                    sums[place] -= float((own.bfloat16().float() * logits.log_softmax(-1)).sum())
+                    sums[place] -= float((own * logits.log_softmax(-1)).sum())
                     counts[place] += 1
                     answer = passage.tokens[s + 1]
                     if int(tokens[logits.argmax()]) != answer or s + 2 > passage.starts:
@@ -118,3 +122,29 @@ def test_training_makes_drafts_better() -> None:
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
     assert SkipMask.parse("layers:1-2", 4) == bridges.mask
+
+
+def test_a_text_that_is_remembered_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(build("gemma3_text"))  # whose layers see different parts of a text
+    bridges, tokens, passages = _bridges(target), torch.arange(3, target.vocabulary), _passages(target)[:3]
+    afresh = float(BridgeTraining(target, bridges, tokens, 2).loss(passages).detach())
+    of_each = [float(BridgeTraining(target, bridges, tokens, 2).loss([passage]).detach()) for passage in passages]
+    read: list[int] = []
+    original = layerskip.texts.read
+
+    def counted(rows: RowModel, ids: torch.Tensor, last: int, enters: bool = False) -> Reading:
+        read.append(len(ids))
+        return original(rows, ids, last, enters)
+
+    monkeypatch.setattr(layerskip.texts, "read", counted)
+    memory = Memory(10**9)
+    for _ in range(2):
+        assert float(BridgeTraining(target, bridges, tokens, 2, memory).loss(passages).detach()) == afresh
+    assert len(read) == 3
+    # Half the bytes hold some of the texts, and the others are read again.
+    small = Memory(memory.nbytes // 2)
+    training = BridgeTraining(target, bridges, tokens, 2, small)
+    for _ in range(2):
+        assert [float(training.loss([passage]).detach()) for passage in passages] == pytest.approx(of_each)
+    assert 0 < small.nbytes <= small.most_bytes
+    assert 3 + 3 < len(read) < 3 + 6
