@@ -23,7 +23,7 @@ from .ridge import regress
 from .rows import RowModel
 from .sampling import Sampling
 from .target import Target
-from .texts import Pack, Start, Texts
+from .texts import Memory, Pack, Start, Texts
 
 _JUDGED, _MOST_JUDGED = 0.2, 2000  # of the rows; the last ones, hence of other passages than the rest
 _FAR = 8.0  # times the median norm: targets beyond it are left out
@@ -74,17 +74,25 @@ class Calibration:
         passages: its own continuations.
         most_bytes: of the hidden states, keys and values that are kept; of more passages, evenly spread ones are taken.
         max_rows: rows per pass.
+        memory: of texts that the target has read, in which those that are read here are put as well.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped, or rows cannot be told apart in its attention.
         ValueError: not even one passage fits the budget.
     """
 
-    def __init__(self, target: Target, passages: Sequence[Passage], most_bytes: int, max_rows: int = 256) -> None:
+    def __init__(
+        self,
+        target: Target,
+        passages: Sequence[Passage],
+        most_bytes: int,
+        max_rows: int = 256,
+        memory: Memory | None = None,
+    ) -> None:
         self.target = target
         self._model = RowModel(target.model)
         self.passages = self._affordable([passage for passage in passages if passage.starts > 1], most_bytes)
-        self._texts = Texts(self._model, target.vocabulary, self.passages, Sampling())
+        self._texts = Texts(self._model, target.vocabulary, self.passages, Sampling(), memory=memory)
         self.starts = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts)]
         packs = [self._pack(self.starts[i : i + max_rows]) for i in range(0, len(self.starts), max_rows)]
         self._texts.lay(max(packs, key=lambda pack: pack.end + pack.room))  # the one cache has room for all from now on

@@ -26,7 +26,6 @@ from .target import Target
 from .texts import Memory, Texts, runs_of
 
 _FADING = 0.8  # weight of each further token of a draft
-_LIKELY = 256  # of the target's tokens that are learnt at every position; beyond them lies next to nothing
 
 
 class BridgeTraining:
@@ -47,7 +46,7 @@ class BridgeTraining:
         target.model.requires_grad_(False)
         self.target, self.bridges, self.unroll = target, bridges, unroll
         self.tokens = tokens.to(target.device)
-        self._memory = memory
+        self._memory = Memory(0) if memory is None else memory
         self._places = torch.full((target.vocabulary,), -1, device=target.device)
         self._places[self.tokens] = torch.arange(len(self.tokens), device=target.device)
         self._reads, self._drafts = RowModel(target.model), RowModel(target.model)
@@ -60,7 +59,7 @@ class BridgeTraining:
             passages: the target's own.
             never_wrong: whether drafts go on behind tokens that are not the target's, too.
         """
-        texts = Texts(self._reads, self.target.vocabulary, passages, Sampling(), _LIKELY, memory=self._memory)
+        texts = Texts(self._reads, self.target.vocabulary, passages, Sampling(), memory=self._memory)
         rows = [(p, s) for p, passage in enumerate(passages) for s in range(passage.starts)]
         total = torch.zeros((), device=self.target.device)
         if not rows:

@@ -102,10 +102,11 @@ class Memory:
 
     Args:
         most_bytes: of their tensors.
+        likely: how many of the target's likeliest tokens are kept at every position; beyond so many lies next to nothing.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.nbytes = most_bytes, 0
+    def __init__(self, most_bytes: int, likely: int = 256) -> None:
+        self.most_bytes, self.likely, self.nbytes = most_bytes, likely, 0
         self._texts: dict[Passage, Text] = {}
 
     def recall(self, passage: Passage, read: Callable[[Passage], Text]) -> Text:
@@ -127,9 +128,8 @@ class Texts:
         vocabulary: V, the width of its logits.
         passages: its continuations.
         sampling: how they were chosen.
-        likely: how many of its likeliest tokens are kept at every position.
         enters: whether hidden states are kept, too.
-        memory: of texts that were read in the same way before.
+        memory: of texts that were read in the same way before, and says what is kept of likely tokens.
     """
 
     @torch.inference_mode()
@@ -139,13 +139,13 @@ class Texts:
         vocabulary: int,
         passages: Sequence[Passage],
         sampling: Sampling,
-        likely: int = 0,
         enters: bool = False,
         memory: Memory | None = None,
     ) -> None:
-        self.model, self.vocabulary, self._likely, self._enters = model, vocabulary, min(likely, vocabulary), enters
+        self.model, self.vocabulary, self._enters = model, vocabulary, enters
         self.passages, self.sampling = tuple(passages), sampling
-        memory = memory or Memory(0)
+        memory = Memory(0, likely=0) if memory is None else memory
+        self._likely = min(memory.likely, vocabulary)
         self.texts = [memory.recall(passage, self._read) for passage in self.passages]
         self._cache: KVCache | None = None
         self._laid: Pack | None = None

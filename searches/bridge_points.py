@@ -113,7 +113,7 @@ class BridgePoints:
     @functools.cached_property
     def calibration(self) -> Calibration:
         """Made when first asked for, as a run that goes on may need none."""
-        return calibrate(self.target, self.passages, int(self.config.calibration_bytes), "calibration_bytes")
+        return calibrate(self.target, self.passages, int(self.config.calibration_bytes), "calibration_bytes", self._memory)
 
     def points(self, mask: SkipMask) -> list[dict[str, Any]]:
         """What is known of a mask, for every kind of bridge and every draft head."""

@@ -101,11 +101,11 @@ def train_bridges(
         Bridges(shape).warm(neighbour)  # refuses now what is of another kind or size
         learnt = learnt | {"warm_start": digest([tensor.float().tolist() for tensor in neighbour.state_dict().values()])}
     file = folder / "training.pt"
+    memory = Memory(int(config.remembered_bytes))
 
     def calibration() -> Calibration:
-        return calibrate(target, passages, int(config.calibration_bytes), "calibration_bytes")
+        return calibrate(target, passages, int(config.calibration_bytes), "calibration_bytes", memory)
 
-    memory = Memory(int(config.remembered_bytes))
     learner = BridgeLearner(
         config, shape, target, passages, scanner, tokens, file, digest(learnt), calibration, memory, neighbour
     )
@@ -130,10 +130,10 @@ def train_bridges(
     return folder
 
 
-def calibrate(target: Target, passages: list[Passage], most_bytes: int, field: str) -> Calibration:
+def calibrate(target: Target, passages: list[Passage], most_bytes: int, field: str, memory: Memory) -> Calibration:
     """What bridges are fitted to, within a budget that a field of a configuration sets."""
     try:
-        return Calibration(target, passages, most_bytes)
+        return Calibration(target, passages, most_bytes, memory=memory)
     except ValueError as error:
         raise InputError(f"{field}: {str(error).removeprefix('most_bytes: ')}") from None
 

@@ -217,11 +217,11 @@ class Shelf:
     @functools.cached_property
     def _calibration(self) -> Calibration:
         budget = self._settings.calibration_bytes
-        return calibrate(self.target, passages_of(self._texts), budget, "bridging.calibration_bytes")
+        return calibrate(self.target, passages_of(self._texts), budget, "bridging.calibration_bytes", self._memory)
 
     @functools.cached_property
     def _memory(self) -> Memory:
-        return Memory(self._settings.remembered_bytes)
+        return Memory(self._settings.remembered_bytes if self.trains else 0)
 
     def _shape(self, mask: SkipMask, makeup: Makeup) -> BridgeShape:
         return BridgeShape.of(self.target, mask, makeup.bridge, makeup.rank)
