@@ -15,12 +15,23 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from layerskip import Export, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
+from layerskip import (
+    Export,
+    Measurement,
+    PromptSet,
+    Sampling,
+    SkipMask,
+    SpeculativeConfig,
+    Target,
+    UnsupportedModel,
+    save_draft_checkpoint,
+)
 from layerskip.files import write_json
 from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
+from layerskip.tree_timing import TreeTiming, time_tree
 
-from .application import InputError, run
+from .application import InputError, check_whole, run
 from .datastore import refuse_answers
 from .heading import heading
 from .objective import MeasureSettings, check_seed
@@ -39,12 +50,15 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         _, prompts = prompts.split()
     prompts = prompts.take(measuring.prompts)
     check_seed(config.seed)
+    check_whole("tree.tokens", config.tree.tokens, 0)
+    check_whole("tree.context", config.tree.context)
     target: Target = instantiate(config.target)
     if config.draft_folder is None:
         made = f"{Path(target.name).name}-{target.dtype}-without-{config.draft_mask}"
         config.draft_folder = str(Path(config.outputs) / "drafts" / re.sub(r"[^\w.-]+", "_", made))
     contenders, rivals, configs = _contenders(config, target, prompts)
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+    timing = _time_tree(config, target, sampling)
     task = Task(sampling, measuring.max_new_tokens, config.seed)
     rows: list[Mapping[str, Sample]] = []
     repeats = measuring.repeats
@@ -62,6 +76,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
             name: _result(rows, name, rivals.get(name)) | {"lossless": name not in configs or configs[name].lossless}
             for name in contenders
         },
+        "verification": None if timing is None else timing.to_dict(),
     }
     text = table(record)
     print(text)
@@ -70,6 +85,17 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     print(f"wrote {path}")
     tracker.log_benchmark(record, {"benchmark.md": text, "config.yaml": OmegaConf.to_yaml(config, resolve=True)}, path)
     return record
+
+
+def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTiming | None:
+    """What trees cost to verify, where they are asked about and can be."""
+    if not config.tree.tokens:
+        return None
+    try:
+        return time_tree(target, config.tree.context, config.tree.tokens, sampling, seed=config.seed)
+    except UnsupportedModel as error:
+        print(f"tree: left out: {error}")
+        return None
 
 
 def _contenders(
@@ -165,6 +191,13 @@ def table(record: Mapping[str, Any]) -> str:
     for name, found in results.items():
         shown = [f"{found['speedup_by_category'][kind]:.2f}" for kind in kinds]
         lines.append(f"| {name}{'' if found['lossless'] else ' (lossy)'} | {' | '.join(shown)} |")
+    if (found := record.get("verification")) is not None:  # older records have none
+        timing = TreeTiming(**found)
+        lines += [
+            "",
+            f"Verifying a tree of {timing.tokens} tokens takes {timing.ratio:.2f} times what a chain of as many takes, "
+            f"{timing.chain_seconds * 1000:.1f} ms behind {timing.context} tokens.",
+        ]
     where, versions = record["environment"], record["environment"]["versions"]
     prompts = record["prompts"]
     lines += [

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from layerskip import Sampling, SkipMask, StopRule, Target, profiling
+from layerskip import Sampling, SkipMask, StopRule, Target, profiling, tree_timing
 from layerskip.anatomy import anatomy
 from layerskip.bridge import Bridge
+from layerskip.cache import KVCache
 from layerskip.costs import CostProfile
 from layerskip.decode import decode
 from layerskip.drafters import layer_skip
@@ -20,6 +21,7 @@ from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.profiling import profile_costs
 from layerskip.replay import Branching, count
 from layerskip.tree import TreeModel
+from layerskip.tree_timing import time_tree
 from layerskip.view import skip_view
 from tests.families import build
 
@@ -37,7 +39,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch, self.seconds = monkeypatch, 0.0
-        monkeypatch.setattr(profiling, "now", lambda device: self.seconds)
+        for module in (profiling, tree_timing):
+            monkeypatch.setattr(module, "now", lambda device: self.seconds)
 
     def charge(self, holder: Any, name: str, price: Callable[..., float]) -> None:
         """Let every call of a function take what ``price`` makes of its arguments."""
@@ -147,3 +150,16 @@ def test_a_decoding_takes_what_is_foretold_of_its_counts(siblings: int, monkeypa
     assert profile.seconds(count(found.stats.rounds), mask, StopRule(), branching=branching) == pytest.approx(
         clock.seconds - began[0]
     )
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])
+def test_a_tree_takes_what_the_clock_says_beside_a_chain(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
+    clock.charge(TreeModel, "run", lambda *_: TREE)
+    clock.charge(KVCache, "gather", lambda *_: LOOK)
+    timing = time_tree(target, 12, 6, sampling, repeats=3)
+    plain = 4 * (BLOCK + 3.0 + 5.0) + PASS + TOKEN * VOCABULARY
+    assert timing.chain_seconds == pytest.approx(plain + ROW * 7)
+    assert timing.tree_seconds == pytest.approx(plain + ROW * 7 + TREE + LOOK)
+    assert timing.ratio == pytest.approx(timing.tree_seconds / timing.chain_seconds)

@@ -89,6 +89,13 @@ def test_ours_are_compared_with_their_rivals(record: dict) -> None:  # type: ign
         assert results[name]["rival"]["speedup"] == pytest.approx(expected)
 
 
+def test_verifying_a_tree_is_timed_beside_a_chain(record: dict) -> None:  # type: ignore[type-arg]
+    timing = record["record"]["verification"]
+    assert (timing["tokens"], timing["context"]) == (16, 256)
+    said = f"Verifying a tree of 16 tokens takes {timing['tree_seconds'] / timing['chain_seconds']:.2f} times"
+    assert said in record["printed"]
+
+
 def test_mlflow_has_a_run_for_each(record: dict, tiny_target: Target) -> None:  # type: ignore[type-arg]
     uri = sqlite(record["outputs"])
     assert len(runs(uri, "benchmark")) == 1
