@@ -115,6 +115,7 @@ class Shelf:
         self._asked = digest(asked)
         self._folder = (outputs / "shelf" / self._asked[:12]).resolve()
         self._loaded: dict[str, Bridges] = {}
+        self._grown: dict[BridgeShape, Path] = {}  # trained bridges
         self._beyond: set[Path] = set()  # what could not be fitted in this process's memory
 
     @property
@@ -139,7 +140,8 @@ class Shelf:
         return str(folder) if _about(folder)["helps"] else ""
 
     def trained(self, config: SpeculativeConfig) -> SpeculativeConfig:
-        """A bridged configuration with its bridges trained by gradient, from their closed form on."""
+        """A bridged configuration with its bridges trained by gradient, from their closed form on, or from those of the
+        nearest mask that were trained before, where these lose less."""
         settings = self._settings
         names = ("learning_rate", "unroll", "texts_per_step", "calibration_bytes", "training_bytes")
         learning = {name: getattr(settings, name) for name in names}
@@ -167,10 +169,12 @@ class Shelf:
                 identity,
                 lambda: self._calibration,
                 self._memory,
+                self._neighbour(shape),
             )
             learner.learn_all(None)
             about = {"bridge": makeup.bridge, "rank": makeup.rank, "texts": self._asked, "steps": learner.step} | learning
             save_bridges(folder, learner.bridges, self.target, about)
+        self._grown[shape] = folder
         return replace(config, bridge=str(folder))
 
     def head(self, size: int) -> str:
@@ -223,6 +227,15 @@ class Shelf:
     def _memory(self) -> Memory:
         return Memory(self._settings.remembered_bytes if self.trains else 0)
 
+    def _neighbour(self, shape: BridgeShape) -> Bridges | None:
+        """Trained bridges of the same kind and size whose mask differs least, if there are any."""
+        near = {
+            _distance(shape, other): folder
+            for other, folder in self._grown.items()
+            if replace(other, mask="") == replace(shape, mask="")
+        }
+        return load_bridges(near[min(near)], self.target) if near else None
+
     def _shape(self, mask: SkipMask, makeup: Makeup) -> BridgeShape:
         return BridgeShape.of(self.target, mask, makeup.bridge, makeup.rank)
 
@@ -254,6 +267,13 @@ def _about(folder: Path) -> dict[str, Any]:
     except OSError:
         raise InputError(f"outputs: {folder}, which a trial of this study drafted with, is gone") from None
     return found
+
+
+def _distance(one: BridgeShape, other: BridgeShape) -> int:
+    """In how many sub-layers two masks differ."""
+    masks = [SkipMask.parse(shape.mask, shape.layers) for shape in (one, other)]
+    mine, theirs = ((*mask.attention, *mask.mlp) for mask in masks)
+    return sum(a != b for a, b in zip(mine, theirs, strict=True))
 
 
 def makeups(bridges: Sequence[str], ranks: Sequence[int], heads: Sequence[int]) -> list[Makeup]:

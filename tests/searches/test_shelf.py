@@ -16,6 +16,7 @@ from layerskip.passages import continue_prompts
 from layerskip.prompts import PromptSet
 from layerskip.scan import Scanner
 from searches.application import InputError
+from searches.bridging import BridgeLearner
 from searches.oracle import Choices
 from searches.scan_oracle import ScanOracle
 from searches.shelf import BridgingSettings, Makeup, Shelf, makeups
@@ -109,6 +110,35 @@ def test_finalists_are_trained_once(tiny_target: Target, tmp_path: Path) -> None
     assert (Path(trained.bridge) / "head.json").stat().st_mtime_ns == written
     plain = generate(tiny_target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
     assert generate(tiny_target, "Hello.", trained, max_new_tokens=12).tokens == plain.tokens
+
+
+def test_finalists_begin_as_their_nearest_neighbour(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str | None] = []
+
+    class Noting(BridgeLearner):
+        def begin(self) -> None:
+            begun.append(None if self._neighbour is None else self._neighbour.shape.mask)
+            super().begin()
+
+    monkeypatch.setattr("searches.shelf.BridgeLearner", Noting)
+    monkeypatch.setattr("layerskip.bridge_fit.Fit.helps", True)
+    settings = BridgingSettings(200, 16, 8, 2**24, 0.2)
+    shelf = Shelf(tiny_target, Sampling(), settings, tmp_path, 0)
+    masks = ["layers:0", "layers:0-2", "layers:0-1", "attention:1"]
+    for mask in masks:
+        shelf.trained(_bridged(shelf, mask))
+    assert begun == [None, "layers:0", "layers:0-2", "layers:0-1"]  # of two as near, the one that was trained last
+    again = Shelf(tiny_target, Sampling(), settings, tmp_path, 0)
+    for mask in (masks[0], "attention:2"):  # what was trained before is not trained again, and is a neighbour
+        again.trained(_bridged(again, mask))
+    assert begun[len(masks) :] == ["layers:0"]
+
+
+def _bridged(shelf: Shelf, text: str) -> SpeculativeConfig:
+    mask = SkipMask.parse(text, shelf.target.layers)
+    return SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=shelf.bridge(mask, LINEAR))
 
 
 def test_an_oracle_foretells_masks_as_they_are_made_up(shelf: Shelf, tiny_target: Target, tmp_path: Path) -> None:
