@@ -14,7 +14,7 @@ from .draft import Draft
 from .forward import forward
 from .sampling import Chooser, Sampling, upload
 from .target import Target
-from .tree import tree_model
+from .tree import path_to, tree_model
 from .verify import verify
 from .view import decoding_view
 
@@ -71,9 +71,7 @@ def time_tree(
     cache.length = context
     block, drafted = ids[context - 1 :], ids[context:]
     parents = tuple(node // 2 - 1 for node in range(tokens))
-    kept = [tokens - 1]  # of the tree: the path to its last leaf
-    while kept[0] >= 0:
-        kept.insert(0, parents[kept[0]])
+    kept = [0, *(node + 1 for node in path_to(tokens - 1, parents))]  # as if the last leaf were what the target says
     # As drafters do: where tokens are drawn, they say from what.
     even = None if sampling.greedy else torch.full((tokens, target.vocabulary), 1 / target.vocabulary, device=device)
 
@@ -84,7 +82,7 @@ def time_tree(
     def tree() -> None:
         logits = trees.run(block, parents, cache)
         verify(Draft(drafted, parents, even), chooser.distribution(logits, block, parents), chooser.generator)
-        cache.gather([node + 1 for node in kept])
+        cache.gather(kept)
 
     times: dict[str, list[float]] = {"chain": [], "tree": []}
     ways = {"chain": chain, "tree": tree}
