@@ -78,6 +78,10 @@ class BridgeShape:
         flat = 0 if self.kind == "mean" else 2 * self.rank * self.hidden or self.hidden**2
         return self.spans * (self.hidden + flat + 3 * self.width * self.hidden)
 
+    def is_like(self, other: BridgeShape) -> bool:
+        """Whether the bridges of another mask are of the same kind and size."""
+        return replace(self, mask="") == replace(other, mask="")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
@@ -172,8 +176,7 @@ class Bridges(nn.Module):
         Raises:
             ConfigError: the other's bridges are of another kind or size.
         """
-        mine, theirs = (replace(bridges.shape, mask="") for bridges in (self, other))
-        if mine != theirs:
+        if not self.shape.is_like(other.shape):
             raise ConfigError(f"bridge: those of {other.shape.mask} are of another kind or size")
         for gap, bridge in self.parts():
             near = [(abs(g.first - gap.first) + abs(g.last - gap.last), b) for g, b in other.parts() if g.kind == gap.kind]

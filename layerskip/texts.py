@@ -187,15 +187,19 @@ class Texts:
             chances = probs.double().cpu().numpy()
         likely = None
         if self._likely:
-            chances_of_likely, ids = logits.float().softmax(-1).topk(self._likely)
-            likely = Likely(chances_of_likely, ids.to(torch.int32))
+            found = logits.float().softmax(-1).topk(self._likely)
+            likely = Likely(found.values, found.indices.to(torch.int32))
         kept = tuple(states[:, begin:end].clone() for states in entering) if self._enters else ()
         return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances, likely, kept)
 
     def likely(self, starts: Sequence[Start]) -> Likely:
         """``[R, k]``: what the target finds likeliest behind the tokens at starts."""
-        found = [(self.texts[p].likely, place) for p, place in starts]
-        chances, tokens = zip(*((kept.chances[place], kept.tokens[place]) for kept, place in found if kept), strict=True)
+        found = []
+        for passage, place in starts:
+            kept = self.texts[passage].likely
+            assert kept is not None
+            found.append((kept.chances[place], kept.tokens[place]))
+        chances, tokens = zip(*found, strict=True)
         return Likely(torch.stack(chances), torch.stack(tokens))
 
     def entering(self, layer: int, starts: Sequence[Start]) -> Tensor:

@@ -108,7 +108,7 @@ class BridgePoints:
         self._kept = Kept(self.folder / "scans.jsonl")
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
         self._asked = digest(asked)
-        self._memory = Memory(int(config.remembered_bytes))
+        self._memory = Memory(int(config.remembered_bytes)) if config.max_seconds else None
 
     @functools.cached_property
     def calibration(self) -> Calibration:

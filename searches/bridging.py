@@ -130,7 +130,7 @@ def train_bridges(
     return folder
 
 
-def calibrate(target: Target, passages: list[Passage], most_bytes: int, field: str, memory: Memory) -> Calibration:
+def calibrate(target: Target, passages: list[Passage], most_bytes: int, field: str, memory: Memory | None) -> Calibration:
     """What bridges are fitted to, within a budget that a field of a configuration sets."""
     try:
         return Calibration(target, passages, most_bytes, memory=memory)
@@ -156,7 +156,7 @@ class BridgeLearner(Learner):
         file: Path,
         identity: str,
         calibration: Callable[[], Calibration],
-        memory: Memory,
+        memory: Memory | None,
         neighbour: Bridges | None = None,
     ) -> None:
         self._calibrate = calibration

@@ -224,17 +224,14 @@ class Shelf:
         return calibrate(self.target, passages_of(self._texts), budget, "bridging.calibration_bytes", self._memory)
 
     @functools.cached_property
-    def _memory(self) -> Memory:
-        return Memory(self._settings.remembered_bytes if self.trains else 0)
+    def _memory(self) -> Memory | None:
+        return Memory(self._settings.remembered_bytes) if self.trains else None
 
     def _neighbour(self, shape: BridgeShape) -> Bridges | None:
         """Trained bridges of the same kind and size whose mask differs least, if there are any."""
-        near = {
-            _distance(shape, other): folder
-            for other, folder in self._grown.items()
-            if replace(other, mask="") == replace(shape, mask="")
-        }
-        return load_bridges(near[min(near)], self.target) if near else None
+        alike = [other for other in self._grown if other.is_like(shape)]
+        nearest = min(reversed(alike), key=lambda other: _distance(shape, other), default=None)
+        return None if nearest is None else load_bridges(self._grown[nearest], self.target)
 
     def _shape(self, mask: SkipMask, makeup: Makeup) -> BridgeShape:
         return BridgeShape.of(self.target, mask, makeup.bridge, makeup.rank)
