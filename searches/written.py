@@ -1,10 +1,12 @@
 """What does a target say by itself, and which tokens does it say most? Its own texts, written once and kept.
 
-Whatever is trained or fitted learns from them; the same settings give the same texts to all.
+Whatever is trained or fitted learns from them; the same settings give the same texts to all, and who asks for more tokens than
+were asked for before has those texts first among them.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +24,31 @@ from layerskip.readout import choose_tokens
 from .application import InputError
 from .kept import Kept
 
-_TEXTS = ("tokens", "max_new_tokens", "batch", "seed")
+_TEXTS = ("max_new_tokens", "batch", "seed")
 
 
 def asked_texts(config: DictConfig, target: Target, sampling: Sampling) -> dict[str, Any]:
-    """Everything that texts depend on."""
+    """Everything that texts depend on, and how many tokens of them are asked for."""
+    return _kind_of_texts(config, target, sampling) | {"tokens": config.tokens}
+
+
+def _kind_of_texts(config: DictConfig, target: Target, sampling: Sampling) -> dict[str, Any]:
     return {"target": target.digest, "sampling": sampling.to_dict(), **{name: config[name] for name in _TEXTS}}
 
 
 def write_texts(config: DictConfig, target: Target, sampling: Sampling) -> list[OwnText]:
-    """The target's own texts, those that are kept in the outputs folder and as many more as are asked for."""
-    name = digest(asked_texts(config, target, sampling))[:16]
+    """The first of the target's own texts that together have as many tokens as are asked for, or a few more.
+
+    Those that are kept in the outputs folder are not written again.
+    """
+    name = digest(_kind_of_texts(config, target, sampling))[:16]
     kept = Kept(Path(config.outputs) / "texts" / f"{name}.jsonl")
     texts = [OwnText(tuple(kept[name][0]), kept[name][1]) for name in kept]
-    left = int(config.tokens) - sum(len(text.tokens) - text.begin for text in texts)
+    said = list(accumulate(len(text.tokens) - text.begin for text in texts))
+    enough = next((number for number, tokens in enumerate(said, 1) if tokens >= config.tokens), None)
+    if enough is not None:
+        return texts[:enough]
+    left = int(config.tokens) - (said[-1] if said else 0)
     with tqdm(
         total=int(config.tokens), initial=int(config.tokens) - max(0, left), unit="token", desc="texts", disable=None
     ) as bar:
