@@ -1,7 +1,7 @@
 """What does a target say by itself, and which tokens does it say most? Its own texts, written once and kept.
 
-Whatever is trained or fitted learns from them; the same settings give the same texts to all, and who asks for more tokens than
-were asked for before has those texts first among them.
+Whatever is trained or fitted learns from them; the same settings give the same texts to all, and whoever asks for more has
+those that are there first among them.
 """
 
 from __future__ import annotations
