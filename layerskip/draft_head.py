@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from .config import ConfigError
 from .heads import load_head, save_head
-from .readout import spread
 from .target import Target
 
 _KIND = "draft_head"
@@ -36,7 +35,7 @@ class DraftHead:
             raise ConfigError(f"draft_head: {type(model).__name__} has no output layer that could be cut")
         if not tokens.numel() or int(tokens.max()) >= min(layer.out_features, vocabulary):
             raise ConfigError("draft_head: has tokens that the model does not have, or none")
-        self.tokens, self.vocabulary = tokens.to(layer.weight.device), vocabulary
+        self.tokens = tokens.to(layer.weight.device)
         with torch.no_grad():
             self._layer = nn.Linear(layer.in_features, tokens.numel(), layer.bias is not None, device="meta")
             self._layer.weight = nn.Parameter(layer.weight[self.tokens], requires_grad=False)
@@ -44,12 +43,8 @@ class DraftHead:
                 self._layer.bias = nn.Parameter(layer.bias[self.tokens], requires_grad=False)
 
     def narrow(self, view: PreTrainedModel) -> None:
-        """Let a view of the model, which is nobody else's, say these tokens' logits alone."""
+        """Let a view of the model, which is nobody else's, say these tokens' ``[n, v]`` logits alone."""
         view.set_output_embeddings(self._layer)
-
-    def widen(self, logits: Tensor) -> Tensor:
-        """``[n, v]`` to ``[n, V]``: tokens that are not drafted have no chance."""
-        return spread(logits, self.tokens, self.vocabulary)
 
 
 def save_draft_tokens(folder: Path, tokens: Tensor, target: Target, training: Mapping[str, Any]) -> None:

@@ -116,7 +116,8 @@ def profile_costs(
         cache.gather([0, 1 + _SIBLINGS])
 
     def decode_round(part: _Part, view: nn.Module, count: int) -> None:
-        draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), head=part.head)
+        drafted = None if part.head is None else part.head.tokens
+        draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), drafted=drafted)
         cache.length = context
         check(draft)
 

@@ -29,8 +29,7 @@ class Readout:
         self._scale = float(getattr(config, "logit_scale", None) or 1.0)
         self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
         self._cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-        self.vocabulary = target.vocabulary
-        self.tokens = tokens
+        self.tokens = None if tokens is None else tokens.to(weight.device)
         self._numbers: list[int] | None = None if tokens is None else tokens.tolist()
         self.weight = weight if tokens is None else weight[tokens]
         self.bias = bias if bias is None or tokens is None else bias[tokens]
@@ -42,19 +41,9 @@ class Readout:
             logits = logits * self._scale
         return self._cap * (logits / self._cap).tanh() if self._cap else logits
 
-    def spread(self, logits: Tensor) -> Tensor:
-        """``[n, v]`` to ``[n, V]``: tokens that are not drafted from have no chance."""
-        return logits if self.tokens is None else spread(logits, self.tokens, self.vocabulary)
-
     def token(self, place: int) -> int:
         """The target's token at a place of the logits."""
         return place if self._numbers is None else self._numbers[place]
-
-
-def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """``[n, v]`` logits of tokens ``[v]`` to ``[n, vocabulary]``: the others have no chance."""
-    wide = logits.new_full((logits.shape[0], vocabulary), -float("inf"))
-    return wide.index_copy_(1, tokens, logits)
 
 
 def choose_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:

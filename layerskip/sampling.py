@@ -153,6 +153,11 @@ def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return most_likely(weights.div(arrival.clamp_min_(torch.finfo(weights.dtype).tiny)))
 
 
+def widen(probs: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """``[n, v]`` chances of tokens ``[v]`` to ``[n, vocabulary]``: the others have none."""
+    return probs.new_zeros(probs.shape[0], vocabulary).index_copy_(1, tokens, probs)
+
+
 class Chooser:
     """Chooses the tokens of one decoding: its sampling, its source of randomness, and the tokens it has seen.
 
@@ -176,29 +181,34 @@ class Chooser:
         if self._seen is not None:
             self._seen[upload(tokens, self._seen.device)] = True
 
-    def distribution(self, logits: Tensor, block: Tensor, parents: Sequence[int] | None = None) -> Tensor:
+    def distribution(
+        self, logits: Tensor, block: Tensor, parents: Sequence[int] | None = None, tokens: Tensor | None = None
+    ) -> Tensor:
         """The distribution behind each of the last n tokens of a block that continues the sequence.
 
         Args:
-            logits: ``[n, V]``.
+            logits: ``[n, V]``, or ``[n, v]`` of some tokens alone.
             block: ``[m]`` int64, m >= n: the last token of the sequence, then drafted ones. Row i's repetition penalty
                 is that of its own prefix: the sequence and the block up to its own token.
             parents: of a tree, as in :class:`~layerskip.draft.Draft`; the block is then its root and all its tokens.
+            tokens: ``[v]`` int64: those that the logits are of; None for all.
 
         Returns:
-            As :meth:`Sampling.distribution`.
+            As :meth:`Sampling.distribution`; over those tokens, by their places among them.
         """
-        return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0], parents))
+        return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0], parents, tokens))
 
-    def penalise(self, logits: Tensor, block: Tensor) -> Tensor:
+    def penalise(self, logits: Tensor, block: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The penalised logits behind the same rows; as :meth:`Sampling.penalise`."""
-        return self.sampling.penalise(logits, self._seen_by_row(block, logits.shape[0]))
+        return self.sampling.penalise(logits, self._seen_by_row(block, logits.shape[0], tokens=tokens))
 
     def choose(self, distribution: Tensor) -> Tensor:
         """``[n]`` int64: one token per row, in either form of distribution."""
         return distribution if distribution.dtype == torch.int64 else draw(distribution, self.generator)
 
-    def _seen_by_row(self, block: Tensor, rows: int, parents: Sequence[int] | None = None) -> Tensor | None:
+    def _seen_by_row(
+        self, block: Tensor, rows: int, parents: Sequence[int] | None = None, tokens: Tensor | None = None
+    ) -> Tensor | None:
         if self._seen is None:
             return None
         size = block.shape[0]
@@ -212,7 +222,7 @@ class Chooser:
             pairs = [(place, step) for place, way in enumerate(ways) for step in way]
             row, column = (upload(list(part), block.device) for part in zip(*pairs, strict=True))
         seen[row, block[column]] = True
-        return seen
+        return seen if tokens is None else seen.index_select(1, tokens)
 
 
 def upload(tokens: Sequence[int], device: torch.device) -> Tensor:

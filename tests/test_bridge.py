@@ -273,9 +273,8 @@ def test_a_draft_has_the_tokens_of_its_head_alone() -> None:
     head.narrow(view)
     ids = torch.tensor([PROMPTS[1]])
     with torch.no_grad():
-        wide, whole = head.widen(view(input_ids=ids).logits[0]), target.model(input_ids=ids).logits[0]
-    assert torch.allclose(wide[:, list(tokens)], whole[:, list(tokens)], atol=1e-5)
-    assert int(torch.isinf(wide).sum()) == wide.shape[0] * (target.vocabulary - len(tokens))
+        few, whole = view(input_ids=ids).logits[0], target.model(input_ids=ids).logits[0]
+    assert torch.allclose(few, whole[:, list(tokens)], atol=1e-5)
 
 
 def test_a_draft_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from torch.nn.functional import pad
 
 from ..cache import KVCache
 from ..draft import Draft
-from ..draft_head import DraftHead
 from ..forward import forward
-from ..sampling import Chooser
+from ..sampling import Chooser, widen
 from .fan import Fan
 from .stopping import Stopper
 
@@ -23,7 +22,7 @@ def draft_chain(
     chooser: Chooser,
     stopper: Stopper,
     fan: Fan | None = None,
-    head: DraftHead | None = None,
+    drafted: Tensor | None = None,
 ) -> Draft:
     """Draft up to ``limit`` tokens, and leave ``cache.length`` behind the last token that was fed.
 
@@ -35,25 +34,28 @@ def draft_chain(
         chooser: the target's choice of tokens, which the draft's must equal.
         stopper: when to stop before ``limit``.
         fan: gives the tokens siblings; None leaves the chain alone.
-        head: that the model was narrowed to; None where it says all tokens' logits.
+        drafted: ``[v]`` int64, the tokens that the model says logits of; None for all.
     """
     tokens: list[Tensor] = []
     distributions: list[Tensor] = []
     block = fed = pending
     while True:
         logits = forward(model, fed, cache, last=1)
-        logits = _fit(logits, chooser.vocabulary) if head is None else head.widen(logits)
+        logits = _fit(logits, chooser.vocabulary) if drafted is None else logits
         cache.length += fed.shape[0]
-        distribution = chooser.distribution(logits, block)
-        fed = chooser.choose(distribution)
+        distribution = chooser.distribution(logits, block, tokens=drafted)
+        place = chooser.choose(distribution)
+        fed = place if drafted is None else drafted.index_select(0, place)
         tokens.append(fed)
         distributions.append(distribution)
         if fan is not None:
-            fan.see(logits, block, distribution, fed)
+            fan.see(logits, block, distribution, place)
         if len(tokens) == limit or stopper.stops(logits):
             break
         block = torch.cat((block, fed))
     probs = None if chooser.sampling.greedy else torch.cat(distributions)
+    if probs is not None and drafted is not None:
+        probs = widen(probs, drafted, chooser.vocabulary)
     chain = Draft(torch.cat(tokens), probs=probs)
     return chain if fan is None else fan.spread(chain)
 

@@ -18,7 +18,7 @@ from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
 from ..forward import forward
-from ..sampling import Chooser, upload
+from ..sampling import Chooser, upload, widen
 from ..translation import Translation, common_prefix
 from ..verify import Verdict
 from .base import Context, Said
@@ -111,13 +111,15 @@ class _Shared(Chooser):
         self._own, self._theirs = upload(own, device), upload(theirs, device)
         self._in_target = torch.full((vocabulary,), -1, device=device).index_copy(0, self._theirs, self._own)
 
-    def distribution(self, logits: Tensor, block: Tensor, parents: Sequence[int] | None = None) -> Tensor:
+    def distribution(
+        self, logits: Tensor, block: Tensor, parents: Sequence[int] | None = None, tokens: Tensor | None = None
+    ) -> Tensor:
         """As the target's chooser, over the draft's tokens."""
         if not self.sampling.greedy:
             logits = logits.masked_fill(self._in_target < 0, -float("inf"))
-        return super().distribution(logits, block, parents)
+        return super().distribution(logits, block, parents, tokens)
 
     def translate(self, tokens: Tensor, probs: Tensor) -> Draft:
         """Drawn tokens ``[K]`` and their laws ``[K, V']`` as the target's."""
-        found = probs.new_zeros(probs.shape[0], self._width).index_copy(1, self._own, probs.index_select(1, self._theirs))
+        found = widen(probs.index_select(1, self._theirs), self._own, self._width)
         return Draft(self._in_target.index_select(0, tokens), probs=found)

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
-from ..draft_head import DraftHead
 from ..forward import forward
 from ..sampling import Chooser, upload
 from ..verify import Verdict
@@ -31,19 +30,19 @@ class DraftModel(Stopped):
         layers: how many decoder layers it has.
         draft_length: the most tokens per round.
         stop: when to stop before that.
-        head: that the model was narrowed to, if it was.
+        drafted: ``[v]`` int64, the tokens that the model was narrowed to; None for all.
     """
 
     tree_tokens = 0
 
     def __init__(
-        self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule, head: DraftHead | None = None
+        self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule, drafted: Tensor | None = None
     ) -> None:
         self.model = model
         self.layers = layers
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
-        self._head = head
+        self._drafted = drafted
         self._readable = int(model.get_input_embeddings().weight.size(0))  # type: ignore[operator]
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -61,7 +60,7 @@ class DraftModel(Stopped):
         missing = len(context.tokens) - self._cache.length
         pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
         pending, limit = self._known(pending), min(limit, self.draft_length)
-        return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, head=self._head)
+        return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, drafted=self._drafted)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens that the model can read: of two models of one tokenizer, one may be padded with more that no text uses."""

@@ -83,7 +83,8 @@ class Eagle(Stopped):
         self._step.features = features
         try:
             if not self.tree_tokens:
-                return draft_chain(self._step, self._cache, tokens, depth, self._chooser, self.stopper)
+                drafted = self.readout.tokens
+                return draft_chain(self._step, self._cache, tokens, depth, self._chooser, self.stopper, drafted=drafted)
             return self._grow(tokens, depth)
         finally:
             self._cache.length = verified + count
@@ -154,8 +155,8 @@ class _Step(nn.Module):
         self.features = torch.empty(0)
 
     def forward(self, input_ids: Tensor, past_key_values: KVCache, **_: Any) -> SimpleNamespace:
-        """``[1, n]`` tokens to ``[1, 1, V]`` logits behind the last of them."""
+        """``[1, n]`` tokens to ``[1, 1, v]`` logits behind the last of them."""
         head, embeddings, readout = self._parts
         hidden = head(embeddings(input_ids), self.features[None], past_key_values)[0, -1:]
         self.features = hidden
-        return SimpleNamespace(logits=readout.spread(readout(hidden))[None])
+        return SimpleNamespace(logits=readout(hidden)[None])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..draft import Draft
-from ..sampling import Chooser, draw, upload
+from ..sampling import Chooser, draw, upload, widen
 from .stopping import portions
 
 
@@ -25,54 +25,60 @@ class Fan:
         siblings: the most of them beside a token, at least 1.
         least_probability: tokens that the draft thinks less likely are none.
         chooser: the decoding's.
+        drafted: ``[v]`` int64, the tokens that the chain is drafted from; None for all.
     """
 
-    def __init__(self, siblings: int, least_probability: float, chooser: Chooser) -> None:
+    def __init__(self, siblings: int, least_probability: float, chooser: Chooser, drafted: Tensor | None = None) -> None:
         self.siblings, self.least_probability, self.chooser = siblings, least_probability, chooser
-        self._tokens: list[Tensor] = []  # [siblings] each
+        self._drafted = drafted
+        self._places: list[Tensor] = []  # [siblings] each, among those tokens
         self._widths: list[Tensor] = []  # [1] each
-        self._rows: list[Tensor] = []  # [siblings, V] each, where tokens are drawn
+        self._rows: list[Tensor] = []  # [siblings, v] each, where tokens are drawn
 
     def see(self, logits: Tensor, block: Tensor, distribution: Tensor, chosen: Tensor) -> None:
         """Find the siblings of a token, without waiting for the device.
 
         Args:
-            logits: ``[1, V]`` behind the block.
+            logits: ``[1, v]`` behind the block.
             block: as :meth:`Chooser.distribution` takes it.
             distribution: what the chooser made of them.
-            chosen: ``[1]`` the token.
+            chosen: ``[1]`` int64, the token's place.
         """
         if self.chooser.sampling.greedy:
-            chances, others = runners_up(self.chooser.penalise(logits, block), chosen, self.siblings)
+            scores = self.chooser.penalise(logits, block, self._drafted)
+            chances, others = runners_up(scores, chosen, self.siblings)
             self._widths.append(((chances >= self.least_probability) & (chances > 0)).sum(1))
-            self._tokens.append(others[0])
+            self._places.append(others[0])
             return
         probs = distribution[0]
         likely = (probs >= self.least_probability) & (probs > 0)
         self._widths.append((likely.sum() - 1).clamp(0, self.siblings)[None])
         left = torch.where(likely, probs, 0.0).index_fill(0, chosen, 0.0)
-        tokens, rows = [], []
+        places, rows = [], []
         for _ in range(self.siblings):
             total = left.sum()
             rows.append(torch.where(total > 0, left / total, probs))  # the latter beyond the width only
-            tokens.append(draw(rows[-1], self.chooser.generator)[None])
-            left = left.index_fill(0, tokens[-1], 0.0)
-        self._tokens.append(torch.cat(tokens))
+            places.append(draw(rows[-1], self.chooser.generator)[None])
+            left = left.index_fill(0, places[-1], 0.0)
+        self._places.append(torch.cat(places))
         self._rows.append(torch.stack(rows))
 
     def spread(self, chain: Draft) -> Draft:
         """The chain with its siblings, who come behind it; the device is waited for once."""
-        size, each = chain.tokens.shape[0], self._tokens[0].shape[0]
+        size, each = chain.tokens.shape[0], self._places[0].shape[0]
         widths = torch.cat(self._widths).tolist()
         wanted = [(place, rank) for place in range(size) for rank in range(min(widths[place], each))]
         if not wanted:
             return chain
         chosen = upload([place * each + rank for place, rank in wanted], chain.tokens.device)
-        tokens = torch.cat((chain.tokens, torch.cat(self._tokens).index_select(0, chosen)))
+        others = torch.cat(self._places).index_select(0, chosen)
+        tokens = torch.cat((chain.tokens, others if self._drafted is None else self._drafted.index_select(0, others)))
         parents = tuple(itertools.chain(range(-1, size - 1), (place - 1 for place, _ in wanted)))
         probs = None
         if chain.probs is not None:
-            probs = torch.cat((chain.probs, torch.cat(self._rows).index_select(0, chosen)))
+            rows = torch.cat(self._rows).index_select(0, chosen)
+            rows = rows if self._drafted is None else widen(rows, self._drafted, self.chooser.vocabulary)
+            probs = torch.cat((chain.probs, rows))
         return Draft(tokens, parents, probs)
 
 

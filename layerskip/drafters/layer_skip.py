@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
-from ..draft_head import DraftHead
 from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Said
@@ -32,7 +31,7 @@ class LayerSkip(Stopped):
         stop: when to stop before that.
         siblings: so many other tokens may be verified beside each drafted one; 0 drafts chains.
         least_probability: that the draft must give to a sibling.
-        head: that the view was narrowed to, if it was.
+        drafted: ``[v]`` int64, the tokens that the view was narrowed to; None for all.
     """
 
     def __init__(
@@ -42,13 +41,13 @@ class LayerSkip(Stopped):
         stop: StopRule,
         siblings: int = 0,
         least_probability: float = 0.05,
-        head: DraftHead | None = None,
+        drafted: Tensor | None = None,
     ) -> None:
         self.view = view
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
         self.siblings, self.least_probability = siblings, least_probability
-        self._head = head
+        self._drafted = drafted
         self.tree_tokens = draft_length * (1 + siblings) if siblings else 0
         self._depth = 0  # of the last draft
 
@@ -60,10 +59,10 @@ class LayerSkip(Stopped):
     def draft(self, context: Context, limit: int) -> Draft:
         """Draft on the target's cache, then rewind it."""
         verified = self._cache.length
-        fan = Fan(self.siblings, self.least_probability, self._chooser) if self.siblings else None
+        fan = Fan(self.siblings, self.least_probability, self._chooser, self._drafted) if self.siblings else None
         limit = min(limit, self.draft_length)
         try:
-            return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper, fan, self._head)
+            return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper, fan, self._drafted)
         finally:
             self._depth = self._cache.length - verified
             self._cache.length = verified

@@ -99,6 +99,16 @@ class TestFewTokens(DrafterContract):
         return _drafter(target, "attention:1", "attention:0", draft_length=4, draft_head=head)
 
 
+class TestSiblingsOfFewTokens(DrafterContract):
+    trees = True
+    samplings = SAMPLINGS[1:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        head = head_folder(family_of(target), most_tokens(target))
+        fields: dict[str, Any] = {"siblings": 2, "least_probability": 0.05, "draft_head": head}
+        return _drafter(target, "attention:1;mlp:2", "mlp:0", draft_length=3, **fields)
+
+
 def test_siblings_are_the_runners_up_of_an_unsure_draft() -> None:
     """With nothing skipped the draft's distributions are the target's, which one teacher-forced pass tells."""
     target, least = target_of("llama"), 0.15
