@@ -7,8 +7,9 @@ part of what a round takes.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ _TIMED_NUMBERS = 2**25  # of timed bridges, so that those of a wide model take n
 _SIBLINGS = 1  # of a timed tree
 _TURNS = 2  # of a chain and a tree, in every repeat, there and back
 _NARROW = 4  # a timed draft head has this share of the vocabulary
+_PATIENCE = 4  # times as many repeats as asked for, where the machine is noisy
 
 
 @torch.inference_mode()
@@ -50,6 +52,7 @@ def profile_costs(
     longest: int = 8,
     sampling: Sampling | None = None,
     repeats: int = 12,
+    error: float = math.inf,
     seed: int = 0,
     on_repeat: Callable[[], None] = lambda: None,
     bridged: bool = False,
@@ -63,6 +66,7 @@ def profile_costs(
         longest: the most drafted tokens to verify.
         sampling: greedy where None.
         repeats: how often.
+        error: it goes on, up to four times as often, while a median's standard error is more than this share of it.
         seed: of the order.
         on_repeat: called after every repeat.
         bridged: whether what bridges and draft heads cost is measured as well.
@@ -133,7 +137,9 @@ def profile_costs(
     steps: list[tuple[float, float]] = []  # from each to the next, one right after the other, as they differ by little
     times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
     order = random.Random(seed)
-    for repeat in range(repeats + 1):
+    for repeat in range(_PATIENCE * repeats + 1):
+        if repeat > repeats and _largest_error(times) <= error:
+            break
         # Twice what is a single pass and yet in every prediction.
         names = [*jobs, *(name for name in jobs if name[0] == "verify")]
         order.shuffle(names)
@@ -178,6 +184,19 @@ def profile_costs(
         tuple(verifying),
         *beside,
     )
+
+
+def _largest_error(times: Mapping[tuple[str, int, int], Sequence[float]]) -> float:
+    """The largest standard error of the medians of rounds and passes, as a share of the median: 1.25 deviations / sqrt(n).
+
+    A deviation is told from the quartiles, which a stop or two do not move.
+    """
+    found = [0.0]
+    for name, seconds in times.items():
+        low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
+        if name[0] != "confidence" and middle > 0:
+            found.append(float(1.25 * (high - low) / 1.35 / math.sqrt(len(seconds)) / middle))
+    return max(found)
 
 
 def _of_layers(target: Target, name: str) -> list[tuple[Any, ...]]:

@@ -87,9 +87,8 @@ class BridgePoints:
         self.scanner = Scanner(target, self.scanned, sampling, int(config.depth), rows, siblings)
         self.scanner.check()
         longest = max(int(config.depth), _LONG * (1 + siblings))
-        self.profile: CostProfile = cost_profile(
-            target, self.scanned, longest, sampling, scanning.profile_repeats, outputs, True, self.scanner.runners > 0
-        )
+        branching = self.scanner.runners > 0
+        self.profile: CostProfile = cost_profile(target, self.scanned, longest, sampling, scanning, outputs, True, branching)
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {

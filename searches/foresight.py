@@ -24,7 +24,7 @@ from layerskip.passages import Passage, continue_prompts
 from layerskip.profiling import profile_costs
 from layerskip.scan import Scanner
 
-from .application import InputError, check_whole
+from .application import InputError, check_number, check_whole
 from .oracle import Choices
 from .proposals import ProposalSettings
 from .scan_oracle import ScanOracle, masks_at_once
@@ -46,6 +46,7 @@ class ScanSettings:
         max_rows: rows per pass, which bounds the memory of a scan; None takes 256 on a CPU and 2048 elsewhere.
         thresholds: of the stop rules ``threshold`` and ``adaptive``, tried with every scanned mask.
         profile_repeats: how often every part of a round is timed.
+        profile_error: it goes on, up to four times as often, while a median's standard error is more than this share of it.
         proposals: how many masks are asked about, scanned and enqueued.
     """
 
@@ -55,6 +56,7 @@ class ScanSettings:
     max_rows: int | None = None
     thresholds: Sequence[float] = (0.5, 0.6, 0.7, 0.8, 0.9)
     profile_repeats: int = 12
+    profile_error: float = 0.02
     proposals: ProposalSettings = field(default_factory=ProposalSettings)
 
     def __post_init__(self) -> None:
@@ -62,6 +64,7 @@ class ScanSettings:
             value = getattr(self, name)
             if value is not None or name not in ("prompts", "max_rows"):
                 check_whole(f"scan.{name}", value)
+        check_number("scan.profile_error", self.profile_error)
         if not self.thresholds:
             raise InputError("scan.thresholds: is empty")
         for value in self.thresholds:
@@ -106,7 +109,7 @@ def foresee(
         return None
     longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.arms else depth
     parts = space.bridged, scanner.runners > 0
-    profile = cost_profile(target, passages, longest, sampling, settings.profile_repeats, outputs, *parts)
+    profile = cost_profile(target, passages, longest, sampling, settings, outputs, *parts)
     stops = scanned_stops(space, settings.thresholds)
     asked = {
         "target": target.digest,
@@ -158,7 +161,7 @@ def cost_profile(
     passages: Sequence[Passage],
     longest: int,
     sampling: Sampling,
-    repeats: int,
+    settings: ScanSettings,
     outputs: Path,
     bridged: bool = False,
     branching: bool = False,
@@ -167,6 +170,7 @@ def cost_profile(
 
     Other arguments are those of :func:`~layerskip.profiling.profile_costs`.
     """
+    repeats, error = settings.profile_repeats, float(settings.profile_error)
     mean = statistics.fmean(len(passage.prompt) + len(passage.tokens) / 2 for passage in passages)
     context = _CONTEXT_STEP * max(1, round(mean / _CONTEXT_STEP))
     asked = {
@@ -174,6 +178,7 @@ def cost_profile(
         "context": context,
         "longest": longest,
         "repeats": repeats,
+        "error": error,
         "parts": [field.name for field in dataclasses.fields(CostProfile)],  # earlier profiles knew other parts
         "sampling": sampling.to_dict(),
         "machine": machine(target.device),
@@ -184,8 +189,7 @@ def cost_profile(
     if file.exists():
         return CostProfile.from_dict(json.loads(file.read_text(encoding="utf-8"))["profile"])
     with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
-        profile = profile_costs(
-            target, context, longest, sampling, repeats, on_repeat=bar.update, bridged=bridged, branching=branching
-        )
+        parts = {"bridged": bridged, "branching": branching}
+        profile = profile_costs(target, context, longest, sampling, repeats, error, on_repeat=bar.update, **parts)
     write_json(file, {"asked": asked, "profile": profile.to_dict()})
     return profile

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -122,6 +124,20 @@ def test_every_part_takes_what_the_clock_says(
     # As many bridges as are timed of a wide model.
     monkeypatch.setattr(profiling, "_TIMED_NUMBERS", 2 * target.hidden**2)
     _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), aided)
+
+
+def test_a_noisy_machine_is_timed_more_often_until_its_medians_are_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turns(noise: float, error: float) -> int:
+        """How often every part was timed."""
+        clock, draws, done = Clock(monkeypatch), random.Random(0), []
+        target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
+        clock.charge(profiling, "verify", lambda *_: noise * draws.random())
+        profile_costs(target, 12, LONGEST, repeats=4, error=error, on_repeat=lambda: done.append(1))
+        return len(done) - 1  # the first one warms up
+
+    assert turns(0.0, 0.02) == turns(60.0, math.inf) == 4
+    assert turns(60.0, 0.02) == 4 * 4
+    assert 4 < turns(60.0, 0.07) < 4 * 4
 
 
 @pytest.mark.parametrize("siblings", [0, 1])
