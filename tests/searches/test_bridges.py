@@ -98,6 +98,7 @@ def test_a_budget_that_holds_no_text_is_one_line(tiny_folder: Path, tmp_path: Pa
         ("trained.kind=other", "trained.kind"),
         ("trained.rank=9999", "trained.rank"),
         ("trained.width=0", "trained.width"),
+        ("scan.profile_error=-1", "scan.profile_error"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_written(
