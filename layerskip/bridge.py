@@ -169,6 +169,15 @@ class Bridges(nn.Module):
         assert isinstance(found, Bridge)
         return found
 
+    def check(self, mask: SkipMask) -> None:
+        """Refuse to stand in for another mask.
+
+        Raises:
+            ConfigError: they are not this mask's.
+        """
+        if self.mask != mask:
+            raise ConfigError(f"bridges: stand in for {self.shape.mask or 'nothing'}, not for {mask.format() or 'nothing'}")
+
     @torch.no_grad()
     def warm(self, other: Bridges) -> None:
         """Take the bridges of another mask, each from its nearest neighbour of the same kind of gap, where there is one.

@@ -48,12 +48,19 @@ class Scan:
         traces: of its drafts.
         bridges: what stands in for it, if anything does.
         tokens: ``[v]`` int64: those that are drafted; None for all.
+
+    Raises:
+        ConfigError: the bridges are of another mask.
     """
 
     mask: SkipMask
     traces: tuple[Trace, ...]
     bridges: Bridges | None = None
     tokens: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.bridges is not None:
+            self.bridges.check(self.mask)
 
     @property
     def agreement(self) -> float:

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from .anatomy import anatomy, replace_forward
 from .attention import use_grouped_attention
 from .bridge import Bridge, Bridges
-from .config import ConfigError
 from .mask import MaskError, SkipMask
 
 T = TypeVar("T")
@@ -42,8 +41,8 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
     found = anatomy(model)
     if mask.layers != len(found.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(found.blocks)}")
-    if bridges is not None and bridges.mask != mask:
-        raise ConfigError(f"bridges: stand in for {bridges.shape.mask or 'nothing'}, not for {mask.format() or 'nothing'}")
+    if bridges is not None:
+        bridges.check(mask)
     spans = {} if bridges is None else {(gap.kind, gap.first): bridges.of(gap) for gap in mask.gaps}
     view = twin(model)
     layers = view.get_submodule(found.path)

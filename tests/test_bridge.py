@@ -23,6 +23,7 @@ from layerskip.mask import Gap, SkipMask
 from layerskip.passages import Passage
 from layerskip.regression import learn
 from layerskip.ridge import regress
+from layerskip.scan import Scanner
 from layerskip.target import Target, load_target
 from layerskip.view import skip_view
 from tests.drafters.bridges import bridge_folder, calibration, head_folder
@@ -175,10 +176,15 @@ def test_an_mlp_learns_what_a_map_cannot_and_never_noise(noise: bool) -> None:
 
 
 @pytest.mark.parametrize("own", ["layers:1-2", "layers:1;mlp:3"])
-def test_a_view_refuses_bridges_of_another_mask(own: str) -> None:
+def test_a_view_and_a_scan_refuse_bridges_of_another_mask(own: str) -> None:
     target = Target(build("llama"))
-    with pytest.raises(ConfigError, match=f"^bridges: stand in for {own}, not for layers:1$"):
-        skip_view(target.model, SkipMask.parse("layers:1", 4), Bridges(_shape(target, own)))
+    mask, bridges = SkipMask.parse("layers:1", 4), Bridges(_shape(target, own))
+    passages = (Passage("0", "own", (3, 4, 5), (6, 7, 8), 3),)
+    refused = pytest.raises(ConfigError, match=f"^bridges: stand in for {own}, not for layers:1$")
+    with refused:
+        skip_view(target.model, mask, bridges)
+    with refused:
+        Scanner(target, passages, GREEDY, 2, 8).scan([mask], bridges=[bridges])
 
 
 def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
