@@ -65,14 +65,23 @@ def _attend(
     groups = key.shape[1]
     # One query sees all keys, so it needs no mask; more without one are a prefill, causal from the first key on.
     maskless = attention_mask is None and count == 1
-    shared_mask = attention_mask is not None and attention_mask.shape[1] == 1 and count <= _MOST_QUERIES
-    if heads == groups or kwargs.get("position_bias") is not None or not (maskless or shared_mask):
+    shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
+    learns = shared_mask and query.requires_grad and query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    grouped = heads > groups and (maskless or (shared_mask and count <= _MOST_QUERIES))
+    if kwargs.get("position_bias") is not None or not (grouped or learns):
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
     rows = heads // groups * count
     packed = query.reshape(batch, groups, rows, width)
     mask = None if attention_mask is None else _rows(attention_mask, rows // count, query.dtype)
-    output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=kwargs.get("scaling"))
+    scale = kwargs.get("scaling")
+    if learns:
+        # In the open: a third of the time of torch's CPU kernel and its gradient, 2.3 against 7.5 ms for 191 queries of nine
+        # heads on 468 keys. The scores are rounded to bfloat16, which that kernel does not do; gradients bear it.
+        scores = packed @ key.transpose(-1, -2) * (width**-0.5 if scale is None else scale) + mask
+        output = scores.softmax(-1) @ value
+    else:
+        output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
     return output.reshape(batch, heads, count, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 

@@ -21,7 +21,7 @@ from .cache import KVCache
 from .draft_head import DraftHead
 from .passages import Passage
 from .rows import RowModel
-from .sampling import Sampling
+from .sampling import Sampling, most_likely
 from .target import Target
 from .texts import Memory, Texts, runs_of
 
@@ -82,9 +82,11 @@ class BridgeTraining:
             wanted = chances * (places >= 0)  # what is not drafted from cannot be learnt
             found = logits.float().log_softmax(-1).gather(-1, places.clamp_min(0))
             total = total - _FADING**place * (wanted * found).sum(-1).mean()
+            if place + 1 == self.unroll:
+                break
             own = texts.tokens([(p, s + place + 1) for p, s in live])
             on = torch.tensor([s + place + 2 <= passages[p].starts for p, s in live], device=own.device)
-            number = number[on & ((self.tokens[logits.argmax(-1)] == own) | never_wrong)]
+            number = number[on & ((self.tokens[most_likely(logits.detach())] == own) | never_wrong)]
             if not number.numel():
                 break
         return total

@@ -10,6 +10,7 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache
 
@@ -27,7 +28,11 @@ def forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions
     Returns:
         ``[last, V]`` in the model's dtype.
     """
-    limit: dict[str, Any] = {"logits_to_keep": last} if _keeps_logits(type(model)) else {}  # type: ignore[arg-type]
+    size = tokens.shape[0]
+    limit: dict[str, Any] = {}
+    if last < size and _keeps_logits(type(model)):  # type: ignore[arg-type]
+        # As a number it would be a slice, for which torch copies the whole output layer where that takes no gradient.
+        limit["logits_to_keep"] = torch.arange(size - last, size, device=tokens.device)
     if positions is not None:
         limit["position_ids"] = positions[None]
     output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **limit)

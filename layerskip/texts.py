@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .cache import KVCache
-from .drafters.stopping import confidence
+from .drafters.stopping import confidence, portions
 from .passages import Passage
 from .reading import read
 from .rows import RowModel
@@ -187,8 +187,9 @@ class Texts:
             chances = probs.double().cpu().numpy()
         likely = None
         if self._likely:
-            found = logits.float().softmax(-1).topk(self._likely)
-            likely = Likely(found.values, found.indices.to(torch.int32))
+            found = [some.float().softmax(-1).topk(self._likely) for some in portions(logits)]
+            chosen = torch.cat([some.indices for some in found]).to(torch.int32)
+            likely = Likely(torch.cat([some.values for some in found]), chosen)
         kept = tuple(states[:, begin:end].clone() for states in entering) if self._enters else ()
         return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances, likely, kept)
 
