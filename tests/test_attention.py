@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from layerskip import attention
 from layerskip.cache import KVCache
 from layerskip.forward import forward
 from layerskip.view import decoding_view
@@ -32,3 +34,31 @@ def test_a_view_is_made_once_and_goes_with_its_model() -> None:
     model = build("llama")
     assert decoding_view(model) is decoding_view(model)
     assert decoding_view(model).lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("count", [5, 80])
+@pytest.mark.parametrize("biased", [False, True])
+def test_attention_that_is_learnt_through_has_the_gradient_of_exact_attention(groups: int, count: int, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (6, count, 16), (groups, 90, 16), (groups, 90, 16)
+    states = [torch.randn(1, *shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    seen = torch.rand(1, 1, count, 90, generator=generator) < 0.5
+    seen[..., 0] = True
+    bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.bfloat16).min).bfloat16()
+    upstream = torch.randn(1, count, 6, 16, generator=generator)
+
+    attend = ALL_ATTENTION_FUNCTIONS[attention.NAME]
+    found, _ = attend(torch.nn.Module(), *states, bias if biased else seen, scaling=0.3)
+    found.backward(upstream.bfloat16())
+
+    query, key, value = (part.detach().double().requires_grad_() for part in states)
+    wide = [part.repeat_interleave(6 // groups, 1) for part in (key, value)]
+    scores = (query @ wide[0].transpose(-1, -2) * 0.3).masked_fill(~seen, -float("inf"))
+    expected = (scores.softmax(-1) @ wide[1]).transpose(1, 2)
+    expected.backward(upstream.double())
+    torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0.03)
+    for part, exact in zip(states, (query, key, value), strict=True):
+        assert part.grad is not None
+        assert exact.grad is not None
+        assert (part.grad - exact.grad).norm() < 0.02 * exact.grad.norm()
