@@ -19,6 +19,7 @@ from .bridge import Bridges
 from .judge import Drafted, Judge
 from .mask import SkipMask
 from .memory import out_of_memory
+from .sampling import upload
 from .texts import Pack, Texts, runs_of
 
 Row = tuple[int, int, int]
@@ -128,7 +129,7 @@ class ManyDrafts:
             pack: of the texts.
             masks: what the drafts skip.
             bridges: of every mask.
-            tokens: ``[v]`` int64: those that are drafted; None for all.
+            tokens: ``[v]`` int64: those that are drafted beside what was said before; None for all.
             rows: at least one for every mask.
             depth: the most tokens.
             floor: drafts go on while they are at least so sure.
@@ -137,7 +138,7 @@ class ManyDrafts:
         Yields:
             row, place (from 0), and what was drafted there.
         """
-        passes, hidden, texts = _Passes(self.texts, pack, masks, bridges), self._hidden(tokens), self.texts.passages
+        passes, hidden, texts = _Passes(self.texts, pack, masks, bridges), self._hidden(tokens, rows), self.texts.passages
         skips = (gap.first for mask in masks for gap in mask.gaps)
         first = min(skips, default=self.texts.model.layers - 1) if self._late else 0
         chain = self.texts.tokens([(p, s) for _, p, s in rows])[:, None]
@@ -161,7 +162,9 @@ class ManyDrafts:
                     for part, begin in ((slice(late), first), (slice(late, None), 0))
                     if live[part]
                 ]
-                said = torch.cat(logits) if hidden is None else torch.cat(logits).masked_fill(hidden, -float("inf"))
+                said = torch.cat(logits)
+                if hidden is not None:
+                    said = said.masked_fill(hidden[number], -float("inf"))
                 drafted, found = self._judge(said, [(p, s) for _, p, s in live], chain, place)
                 for i, row, one in zip(here, live, found, strict=True):
                     reach[i] *= one.kept
@@ -183,10 +186,13 @@ class ManyDrafts:
         finally:
             passes.cache.length = pack.end
 
-    def _hidden(self, tokens: Tensor | None) -> Tensor | None:
-        """``[V]`` bool: what is never drafted."""
+    def _hidden(self, tokens: Tensor | None, rows: Sequence[Row]) -> Tensor | None:
+        """``[R, V]`` bool: what is not drafted from each start, neither common nor said before."""
         if tokens is None:
             return None
-        hidden = torch.ones(self.texts.vocabulary, dtype=torch.bool, device=self.texts.model.device)
-        hidden[tokens.to(hidden.device)] = False
+        hidden = torch.ones(len(rows), self.texts.vocabulary, dtype=torch.bool, device=self.texts.model.device)
+        hidden[:, tokens.to(hidden.device)] = False
+        for row, (_, p, s) in enumerate(rows):
+            passage = self.texts.passages[p]
+            hidden[row, upload([*passage.prompt, *passage.tokens[: s + 1]], hidden.device)] = False
         return hidden

@@ -47,7 +47,7 @@ class Scan:
         mask: what the draft skips.
         traces: of its drafts.
         bridges: what stands in for it, if anything does.
-        tokens: ``[v]`` int64: those that are drafted; None for all.
+        tokens: ``[v]`` int64: those that are drafted beside what was said before; None for all.
 
     Raises:
         ConfigError: the bridges are of another mask.
@@ -167,7 +167,7 @@ class Scanner:
             floor: greedy drafts are followed behind their first wrong token while they are at least so sure, as the lowest
                 threshold that will be asked about wants it; in passes that run anyway, that costs less than later.
             bridges: of each mask; None for none at all.
-            tokens: ``[v]`` int64: those that are drafted; None for all.
+            tokens: ``[v]`` int64: those that are drafted beside what was said before; None for all.
         """
         if not self.sampling.greedy:
             floor = None

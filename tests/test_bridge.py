@@ -6,12 +6,13 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from layerskip import Export, generate
+from layerskip import Export, generate, save_draft_checkpoint
 from layerskip.attachments import attached
 from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration
@@ -27,7 +28,7 @@ from layerskip.scan import Scanner
 from layerskip.target import Target, load_target
 from layerskip.view import skip_view
 from tests.drafters.bridges import bridge_folder, calibration, head_folder
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, generated, target_of
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, generated, target_of
 from tests.families import build
 from tests.tiny import save_tiny
 
@@ -266,14 +267,26 @@ def test_damaged_bridges_are_refused(tmp_path: Path) -> None:
             load_bridges(tmp_path, target, SkipMask.parse(str(harm.get("mask", "layers:1-2")), 4))
 
 
-def test_a_draft_has_the_tokens_of_its_head_alone() -> None:
+@pytest.mark.parametrize("kind", ["layer_skip", "draft_model"])
+def test_a_draft_has_the_tokens_of_its_head_and_of_the_text_alone(kind: str, tmp_path: Path) -> None:
     target = target_of("llama")
     tokens = (3, 4, 8, 9, 10)
-    config = SpeculativeConfig("layer_skip", 3, mask="", draft_head=head_folder("llama", tokens))
+    fields: dict[str, Any] = {"mask": ""}
+    if kind == "draft_model":
+        save_draft_checkpoint(target, SkipMask.none(target.layers), tmp_path / "draft")
+        fields = {"draft": str(tmp_path / "draft")}
+    config = SpeculativeConfig(kind, 3, draft_head=head_folder("llama", tokens), **fields)
     drafter = build_drafter(config, target)
+    from_text = set()
     for prompt in PROMPTS[:4]:
-        result = decode(target, drafter, prompt, GREEDY, LENGTH)
+        recorder = Recorder(drafter)
+        result = decode(target, recorder, prompt, GREEDY, LENGTH)
         assert result.tokens == generated("llama", prompt, LENGTH)
+        for context, branches in recorder.drafts:
+            drafted = {token for branch in branches for token in branch}
+            assert drafted <= {*tokens, *context}
+            from_text |= drafted - set(tokens)
+    assert from_text
     head = DraftHead(target.model, torch.tensor(tokens), target.vocabulary)
     view = skip_view(target.model, SkipMask.none(target.layers))
     head.narrow(view)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..anatomy import UnsupportedModel, check_rewind
@@ -57,8 +56,8 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
                 raise ConfigError(str(error)) from None
             bridges = load_bridges(config.bridge, target, mask) if config.bridge else None
             view = skip_view(target.model, mask, bridges)
-            drafted = _narrow(view, target.model, config, target)
-            return LayerSkip(view, config.draft_length, config.stop, config.siblings, config.least_probability, drafted)
+            head = _narrowed(view, target.model, config, target)
+            return LayerSkip(view, config.draft_length, config.stop, config.siblings, config.least_probability, head)
         case "prompt_lookup":
             return PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
         case "retrieval":
@@ -81,8 +80,8 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
         case "draft_model":
             draft = _draft_model(config, target)
             view = twin(draft.model) if config.draft_head else decoding_view(draft.model)
-            drafted = _narrow(view, draft.model, config, target)
-            return DraftModel(view, draft.layers, config.draft_length, config.stop, drafted)
+            head = _narrowed(view, draft.model, config, target)
+            return DraftModel(view, draft.layers, config.draft_length, config.stop, head)
         case "cross_tokenizer":
             draft = _draft_model(config, target, same_tokenizer=False)
             assert target.tokenizer is not None
@@ -99,13 +98,13 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
             raise ConfigError(f"kind: {other!r} has no drafter")
 
 
-def _narrow(view: PreTrainedModel, model: PreTrainedModel, config: SpeculativeConfig, target: Target) -> Tensor | None:
-    """Narrow a view of a model to the tokens that a configuration names; None where it names none."""
+def _narrowed(view: PreTrainedModel, model: PreTrainedModel, config: SpeculativeConfig, target: Target) -> DraftHead | None:
+    """Narrow a view of a model to the tokens that a configuration names, if it names any."""
     if not config.draft_head:
         return None
     head = DraftHead(model, load_draft_tokens(config.draft_head, target), target.vocabulary)
     head.narrow(view)
-    return head.tokens
+    return head
 
 
 def _draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: bool = True) -> Target:

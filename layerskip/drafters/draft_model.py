@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
+from ..draft_head import DraftHead
 from ..forward import forward
 from ..sampling import Chooser, upload
 from ..verify import Verdict
@@ -30,24 +31,26 @@ class DraftModel(Stopped):
         layers: how many decoder layers it has.
         draft_length: the most tokens per round.
         stop: when to stop before that.
-        drafted: ``[v]`` int64, the tokens that the model was narrowed to; None for all.
+        head: that the model was narrowed to, if it was.
     """
 
     tree_tokens = 0
 
     def __init__(
-        self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule, drafted: Tensor | None = None
+        self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule, head: DraftHead | None = None
     ) -> None:
         self.model = model
         self.layers = layers
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
-        self._drafted = drafted
+        self._head = head
         self._readable = int(model.get_input_embeddings().weight.size(0))  # type: ignore[operator]
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt."""
         self._chooser = chooser
+        if self._head is not None:
+            self._head.begin()
         self._device = next(self.model.parameters()).device
         self._cache = KVCache(self.layers, cache.max_length, cache.static_shapes, self._device)
         forward(self.model, self._known(upload(prompt, self._device)), self._cache, last=1)
@@ -60,7 +63,11 @@ class DraftModel(Stopped):
         missing = len(context.tokens) - self._cache.length
         pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
         pending, limit = self._known(pending), min(limit, self.draft_length)
-        return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, drafted=self._drafted)
+        drafted = None
+        if self._head is not None:
+            self._head.follow(context.tokens)
+            drafted = self._head.tokens
+        return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, drafted=drafted)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens that the model can read: of two models of one tokenizer, one may be padded with more that no text uses."""

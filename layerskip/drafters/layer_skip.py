@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
+from ..draft_head import DraftHead
 from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Said
@@ -31,7 +32,7 @@ class LayerSkip(Stopped):
         stop: when to stop before that.
         siblings: so many other tokens may be verified beside each drafted one; 0 drafts chains.
         least_probability: that the draft must give to a sibling.
-        drafted: ``[v]`` int64, the tokens that the view was narrowed to; None for all.
+        head: that the view was narrowed to, if it was.
     """
 
     def __init__(
@@ -41,28 +42,34 @@ class LayerSkip(Stopped):
         stop: StopRule,
         siblings: int = 0,
         least_probability: float = 0.05,
-        drafted: Tensor | None = None,
+        head: DraftHead | None = None,
     ) -> None:
         self.view = view
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
         self.siblings, self.least_probability = siblings, least_probability
-        self._drafted = drafted
+        self._head = head
         self.tree_tokens = draft_length * (1 + siblings) if siblings else 0
         self._depth = 0  # of the last draft
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Take the target's cache; there is nothing to prefill."""
         self._cache, self._chooser = cache, chooser
+        if self._head is not None:
+            self._head.begin()
         self.stopper.start()
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Draft on the target's cache, then rewind it."""
         verified = self._cache.length
-        fan = Fan(self.siblings, self.least_probability, self._chooser, self._drafted) if self.siblings else None
+        drafted = None
+        if self._head is not None:
+            self._head.follow(context.tokens)
+            drafted = self._head.tokens
+        fan = Fan(self.siblings, self.least_probability, self._chooser, drafted) if self.siblings else None
         limit = min(limit, self.draft_length)
         try:
-            return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper, fan, self._drafted)
+            return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper, fan, drafted)
         finally:
             self._depth = self._cache.length - verified
             self._cache.length = verified
