@@ -31,7 +31,7 @@ from .bridging import BridgeLearner, calibrate
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 BRIDGES = ("none", "mean", "linear")
-_RECIPE = 3  # of fitting and training; what was made otherwise is made anew
+_RECIPE = 4  # of fitting, training and draft heads; what was made otherwise is made anew
 _STEPS = 10**6  # time ends training
 _REMEMBERED = 16  # masks whose bridges are at hand
 _SAVED = 30.0  # seconds between savings
