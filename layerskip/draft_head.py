@@ -1,8 +1,4 @@
-"""Which tokens may a model draft? Its output layer over few tokens, as :mod:`layerskip.readout` says, cut out of a view.
-
-What a text has said it often says again, however rare it is elsewhere; so the tokens of a text join those of a head while it
-is continued. They come before what is drafted, so the draft's q may have its support there.
-"""
+"""Which tokens may a model draft? Its output layer over few tokens, as :mod:`layerskip.readout` says, cut out of a view."""
 
 from __future__ import annotations
 
@@ -16,11 +12,10 @@ from transformers import PreTrainedModel
 
 from .config import ConfigError
 from .heads import load_head, save_head
-from .sampling import upload
+from .output_rows import OutputRows
 from .target import Target
 
 _KIND = "draft_head"
-_ROOM = 256  # rows for tokens of a text, before all are copied again
 
 
 class DraftHead:
@@ -31,9 +26,6 @@ class DraftHead:
         tokens: ``[v]`` int64, rising.
         vocabulary: V, the width of the target's logits.
 
-    Attributes:
-        tokens: ``[v]`` int64: those that are drafted now.
-
     Raises:
         ConfigError: a token is not one of the model's, or the model has no output layer of its own.
     """
@@ -42,46 +34,35 @@ class DraftHead:
         layer = model.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             raise ConfigError(f"draft_head: {type(model).__name__} has no output layer that could be cut")
-        self._known = min(layer.out_features, vocabulary)
-        if not tokens.numel() or int(tokens.max()) >= self._known:
+        known = min(layer.out_features, vocabulary)
+        if not tokens.numel() or int(tokens.max()) >= known:
             raise ConfigError("draft_head: has tokens that the model does not have, or none")
-        self._whole, self._common = layer, tokens.to(layer.weight.device)
+        self._rows = OutputRows(layer.weight, layer.bias, tokens, known)
         self._layer = nn.Linear(layer.in_features, tokens.numel(), layer.bias is not None, device="meta")
-        self._rows = [part[self._common].detach() for part in (layer.weight, layer.bias) if part is not None]
-        self._in_common = frozenset(tokens.tolist())
-        self.begin()
+        self._narrow()
+
+    @property
+    def tokens(self) -> Tensor:
+        """``[v]`` int64: those that are drafted now."""
+        return self._rows.tokens
 
     def begin(self) -> None:
         """Forget the text before."""
-        self._own: dict[int, None] = {}  # tokens of the text, as they came
-        self._read = 0
-        self._say()
+        self._rows.begin()
+        self._narrow()
 
     def follow(self, text: Sequence[int]) -> None:
         """Let the tokens of a text be drafted, too; it goes on where it stood at the last call."""
-        new = dict.fromkeys(
-            token
-            for token in text[self._read :]
-            if token < self._known and token not in self._in_common and token not in self._own
-        )
-        self._read = len(text)
-        if new:
-            self._own |= new
-            self._say()
+        before = self._rows.tokens
+        self._rows.follow(text)
+        if self._rows.tokens is not before:
+            self._narrow()
 
-    def _say(self) -> None:
-        """Narrow the layer; the common rows lie where they are, and those of the text behind them."""
-        own = upload(list(self._own), self._common.device)
-        size = self._common.numel() + own.numel()
-        self.tokens, self._layer.out_features = torch.cat((self._common, own)), size
-        for number, (name, whole) in enumerate(self._whole.named_parameters()):
-            if size > self._rows[number].shape[0]:
-                room = whole.new_empty(max(0, size - self._common.numel() + _ROOM), *whole.shape[1:])
-                self._rows[number] = torch.cat((whole.detach()[self._common], room.detach()))
-            rows = self._rows[number][:size]
-            if own.numel():
-                rows[self._common.numel() :] = whole.detach()[own]
-            setattr(self._layer, name, nn.Parameter(rows, requires_grad=False))
+    def _narrow(self) -> None:
+        self._layer.out_features = self._rows.tokens.numel()
+        self._layer.weight = nn.Parameter(self._rows.weight, requires_grad=False)
+        if self._rows.bias is not None:
+            self._layer.bias = nn.Parameter(self._rows.bias, requires_grad=False)
 
     def narrow(self, view: PreTrainedModel) -> None:
         """Let a view of the model, which is nobody else's, say these tokens' ``[n, v]`` logits alone."""

@@ -1,7 +1,8 @@
 """Which tokens does a draft choose among? The target's own output layer, over all of its tokens or over the commonest.
 
 A draft's head is paid for with every drafted token and is a fifth of a small model's weights; tokens that it leaves out only
-cost acceptance. FR-Spec (arXiv 2502.14856), section 3: the draft's q has its support there, the target's p everywhere.
+cost acceptance. FR-Spec (arXiv 2502.14856), section 3: the draft's q has its support there, the target's p everywhere. While
+a text is continued, :mod:`layerskip.output_rows` has its tokens join them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from .output_rows import OutputRows
 from .target import Target
 
 
@@ -29,21 +31,40 @@ class Readout:
         self._scale = float(getattr(config, "logit_scale", None) or 1.0)
         self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
         self._cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-        self.tokens = None if tokens is None else tokens.to(weight.device)
-        self._numbers: list[int] | None = None if tokens is None else tokens.tolist()
-        self.weight = weight if tokens is None else weight[tokens]
-        self.bias = bias if bias is None or tokens is None else bias[tokens]
+        self._whole = weight, bias
+        self._rows = None if tokens is None else OutputRows(weight, bias, tokens, target.vocabulary)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """``[v]`` int64: those of the logits; None for all."""
+        return None if self._rows is None else self._rows.tokens
+
+    @property
+    def weight(self) -> Tensor:
+        """``[v, H]``: the layer's."""
+        return self._whole[0] if self._rows is None else self._rows.weight
+
+    def begin(self) -> None:
+        """Forget the text before."""
+        if self._rows is not None:
+            self._rows.begin()
+
+    def follow(self, text: Sequence[int]) -> None:
+        """Draft from the tokens of a text, too, which goes on where it stood at the last call."""
+        if self._rows is not None:
+            self._rows.follow(text)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` to ``[..., v]`` logits."""
-        logits = nn.functional.linear(hidden, self.weight, self.bias)
+        weight, bias = self._whole if self._rows is None else (self._rows.weight, self._rows.bias)
+        logits = nn.functional.linear(hidden, weight, bias)
         if self._scale != 1.0:
             logits = logits * self._scale
         return self._cap * (logits / self._cap).tanh() if self._cap else logits
 
     def token(self, place: int) -> int:
         """The target's token at a place of the logits."""
-        return place if self._numbers is None else self._numbers[place]
+        return place if self._rows is None else self._rows.token(place)
 
 
 def choose_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:

@@ -66,6 +66,7 @@ class Eagle(Stopped):
         room = cache.max_length + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
         self._cache = KVCache(1, room, cache.static_shapes, device)
         self._pending: list[Tensor] = []
+        self.readout.begin()
         self.stopper.start()
 
     def read(self, features: Tensor) -> None:
@@ -75,6 +76,7 @@ class Eagle(Stopped):
     def draft(self, context: Context, limit: int) -> Draft:
         """Read what was committed, and go on from there."""
         verified = self._cache.length
+        self.readout.follow(context.tokens)
         features = self.head.fuse(torch.cat(self._pending))
         count = features.shape[0]
         tokens = context.last if count == 1 else upload(context.tokens[-count:], context.last.device)

@@ -47,7 +47,8 @@ class Medusa:
         self.tree_tokens, self.least_probability = tree_tokens, least_probability
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Nothing to prepare; the prompt's hidden states are read next."""
+        """The prompt's hidden states are read next."""
+        self.readout.begin()
 
     def read(self, features: Tensor) -> None:
         """Keep the last hidden state: that before the sequence's last token."""
@@ -55,6 +56,7 @@ class Medusa:
 
     def draft(self, context: Context, limit: int) -> Draft:
         """A tree of the heads' likely tokens."""
+        self.readout.follow(context.tokens)
         logits = self.readout(self.heads(self._hidden))[: min(limit, self.draft_length)]
         probs, places = logits.float().softmax(-1).topk(min(self.candidates, logits.shape[-1]), dim=-1)
         levels = [
