@@ -192,7 +192,17 @@ class ManyDrafts:
             return None
         hidden = torch.ones(len(rows), self.texts.vocabulary, dtype=torch.bool, device=self.texts.model.device)
         hidden[:, tokens.to(hidden.device)] = False
-        for row, (_, p, s) in enumerate(rows):
-            passage = self.texts.passages[p]
-            hidden[row, upload([*passage.prompt, *passage.tokens[: s + 1]], hidden.device)] = False
+        of, starts = torch.tensor([[p, s] for _, p, s in rows], device=hidden.device).T
+        for p in sorted({p for _, p, _ in rows}):
+            here = (of == p).nonzero()[:, 0]
+            hidden[here] &= self._first_said(p, hidden.device) > starts[here, None]
         return hidden
+
+    def _first_said(self, passage: int, device: torch.device) -> Tensor:
+        """``[V]`` int64: where in a continuation each token comes first; -1 for the prompt's, and far behind for others."""
+        vocabulary, text = self.texts.vocabulary, self.texts.passages[passage]
+        said = [(token, -1) for token in text.prompt] + [(token, place) for place, token in enumerate(text.tokens)]
+        first = {token: place for token, place in reversed(said) if token < vocabulary}
+        found = torch.full((vocabulary,), torch.iinfo(torch.int64).max, device=device)
+        found[upload(list(first), device)] = upload(list(first.values()), device)
+        return found

@@ -2,7 +2,8 @@
 
 What a text has said it often says again, however rare it is elsewhere. It comes before what is drafted, so the draft's q may
 have its support there: on SmolLM2 a bridged draft from 16384 of 49152 tokens gives up 0.008 of its first token's acceptance
-with them, and 0.052 without.
+with them, and 0.052 without. Where a common token and one of the text are equally likely, which half precision has now and
+then, the common one comes first, whatever their numbers; a scan takes the lower number.
 """
 
 from __future__ import annotations
@@ -35,43 +36,52 @@ class OutputRows:
     def __init__(self, weight: Tensor, bias: Tensor | None, tokens: Tensor, known: int) -> None:
         self._whole = [part.detach() for part in (weight, bias) if part is not None]
         self._common, self._known = tokens.to(weight.device), known
-        self._numbers = tokens.tolist()
+        self._numbers: list[int] = tokens.tolist()
         self._in_common = frozenset(self._numbers)
         self._rows = [part[self._common] for part in self._whole]
         self.begin()
 
     def begin(self) -> None:
         """Forget the text before."""
-        self._own: dict[int, None] = {}  # tokens of the text, as they came
+        del self._numbers[len(self._in_common) :]
+        self._own: set[int] = set()
         self._read = 0
+        self.tokens = self._common
         self._cut()
 
     def follow(self, text: Sequence[int]) -> None:
         """Take the tokens of a text in, which goes on where it stood at the last call."""
-        new = dict.fromkeys(
-            token
-            for token in text[self._read :]
-            if token < self._known and token not in self._in_common and token not in self._own
+        new = list(
+            dict.fromkeys(
+                token
+                for token in text[self._read :]
+                if token < self._known and token not in self._in_common and token not in self._own
+            )
         )
         self._read = len(text)
         if new:
-            self._own |= new
-            self._cut()
+            self._own.update(new)
+            self._append(new)
 
     def token(self, place: int) -> int:
         """The token of a row."""
-        common = len(self._numbers)
-        return int(self._numbers[place]) if place < common else list(self._own)[place - common]
+        return self._numbers[place]
 
-    def _cut(self) -> None:
-        """The common rows stay where they are, and those of the text come behind them."""
-        own, common = upload(list(self._own), self._common.device), len(self._numbers)
-        size = common + own.numel()
-        self.tokens = torch.cat((self._common, own))
+    @torch.inference_mode(False)  # rows that were made while decoding could not be written again elsewhere
+    @torch.no_grad()
+    def _append(self, new: list[int]) -> None:
+        tokens, before = upload(new, self._common.device), len(self._numbers)
+        self._numbers += new
+        size = len(self._numbers)
         for number, whole in enumerate(self._whole):
             if size > self._rows[number].shape[0]:
-                room = whole.new_empty(own.numel() + _ROOM, *whole.shape[1:])
-                self._rows[number] = torch.cat((whole[self._common], room))
-            self._rows[number][common:size] = whole[own]
+                room = whole.new_empty(len(new) + _ROOM, *whole.shape[1:])
+                self._rows[number] = torch.cat((self._rows[number][:before], room))
+            self._rows[number][before:size] = whole[tokens]
+        self.tokens = torch.cat((self.tokens, tokens))
+        self._cut()
+
+    def _cut(self) -> None:
+        size = len(self._numbers)
         self.weight = self._rows[0][:size]
         self.bias = self._rows[1][:size] if len(self._rows) > 1 else None

@@ -37,7 +37,6 @@ EMPTY, TRAINED = "empty", "trained"
 FITTED = ("mean", "linear")  # in closed form alone
 _TRAINING = ("steps", "max_seconds", "texts_per_step", "training_bytes", "learning_rate", "unroll")
 _LONG = 4  # drafted tokens with siblings
-_SCANS = 2  # how they are made: training outlives a change of it
 
 
 class BridgePoints:
@@ -93,7 +92,7 @@ class BridgePoints:
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
-            "recipe": 4,
+            "recipe": 5,
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling),
             "calibration_bytes": config.calibration_bytes,
@@ -105,7 +104,7 @@ class BridgePoints:
             "stops": [stop.to_dict() for stop in self.stops],
         }
         self.folder = outputs / f"bridges-{digest(asked)[:12]}"
-        self._kept = Kept(self.folder / f"scans-{_SCANS}.jsonl")
+        self._kept = Kept(self.folder / "scans.jsonl")
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
         self._asked = digest(asked)
         self._memory = Memory(int(config.remembered_bytes)) if config.max_seconds else None

@@ -47,7 +47,7 @@ _NUMBERS = (
     "remembered_bytes",
     "held_out_tokens",
 )
-_RECIPE = 4  # of what follows and of layerskip.training; a training goes on only as it began
+_RECIPE = 5  # of what follows and of layerskip.training; a training goes on only as it began
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
 _LEARNING = (
     "steps",
@@ -190,7 +190,7 @@ class _HeadLearner(Learner):
 
     @torch.no_grad()
     def judge(self) -> list[float]:
-        """One pass over each held-out continuation."""
+        """One pass over each held-out continuation, from common tokens alone; decoding, with the text's, accepts more."""
         self.head.eval()
         counts = [(0, 0)] * int(self.config.unroll)
         for text in self._judges:

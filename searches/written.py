@@ -1,7 +1,7 @@
 """What does a target say by itself, and which tokens does it say most? Its own texts, written once and kept.
 
-Whatever is trained or fitted learns from them; the same settings give the same texts to all, and whoever asks for more has
-those that are there first among them.
+Whatever is trained or fitted learns from them; in one outputs folder the same settings give the same texts to all, and who
+asks for more has those that are there first among them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ def write_texts(config: DictConfig, target: Target, sampling: Sampling) -> list[
     if enough is not None:
         return texts[:enough]
     left = int(config.tokens) - (said[-1] if said else 0)
-    with tqdm(
-        total=int(config.tokens), initial=int(config.tokens) - max(0, left), unit="token", desc="texts", disable=None
-    ) as bar:
+    with tqdm(total=int(config.tokens), initial=int(config.tokens) - left, unit="token", desc="texts", disable=None) as bar:
         # Draws of their own for what was missing after a kill, so that no text is drawn twice.
         source = own_texts.write_texts(
             target, sampling, int(config.max_new_tokens), int(config.batch), config.seed + 1000 * len(texts)

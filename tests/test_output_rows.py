@@ -19,7 +19,8 @@ def test_rows_are_those_of_common_tokens_and_of_the_text(bias: Tensor | None) ->
     text: list[int] = []
     for length in (0, 3, 40, 41, 300, 800):  # more than there is room for at first, and more again
         text += [(7 * place + 1) % VOCABULARY for place in range(len(text), length)]
-        rows.follow(text)
+        with torch.inference_mode():  # as decoding does
+            rows.follow(text)
         tokens = rows.tokens.tolist()
         assert tuple(tokens[: len(COMMON)]) == COMMON
         assert sorted(tokens) == sorted({*COMMON, *(token for token in text if token < KNOWN)})
