@@ -51,12 +51,11 @@ class DraftHead:
         self._rows.begin()
         self._narrow()
 
-    def follow(self, text: Sequence[int]) -> None:
-        """Let the tokens of a text be drafted, too; it goes on where it stood at the last call."""
-        before = self._rows.tokens
-        self._rows.follow(text)
-        if self._rows.tokens is not before:
+    def follow(self, text: Sequence[int]) -> Tensor:
+        """Let the tokens of a text be drafted, too, which goes on where it stood at the last call; returns all that are."""
+        if self._rows.follow(text):
             self._narrow()
+        return self.tokens
 
     def _narrow(self) -> None:
         self._layer.out_features = self._rows.tokens.numel()

@@ -49,8 +49,8 @@ class OutputRows:
         self.tokens = self._common
         self._cut()
 
-    def follow(self, text: Sequence[int]) -> None:
-        """Take the tokens of a text in, which goes on where it stood at the last call."""
+    def follow(self, text: Sequence[int]) -> bool:
+        """Take the tokens of a text in, which goes on where it stood at the last call; returns whether any was new."""
         new = list(
             dict.fromkeys(
                 token
@@ -62,6 +62,7 @@ class OutputRows:
         if new:
             self._own.update(new)
             self._append(new)
+        return bool(new)
 
     def token(self, place: int) -> int:
         """The token of a row."""

@@ -189,7 +189,8 @@ def cost_profile(
     if file.exists():
         return CostProfile.from_dict(json.loads(file.read_text(encoding="utf-8"))["profile"])
     with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
-        parts = {"bridged": bridged, "branching": branching}
-        profile = profile_costs(target, context, longest, sampling, repeats, error, on_repeat=bar.update, **parts)
+        profile = profile_costs(
+            target, context, longest, sampling, repeats, error, on_repeat=bar.update, bridged=bridged, branching=branching
+        )
     write_json(file, {"asked": asked, "profile": profile.to_dict()})
     return profile

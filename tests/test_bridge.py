@@ -6,19 +6,17 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from layerskip import Export, generate, save_draft_checkpoint
+from layerskip import Export, generate
 from layerskip.attachments import attached
 from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.config import ConfigError, SpeculativeConfig
-from layerskip.decode import decode
-from layerskip.draft_head import DraftHead, load_draft_tokens, save_draft_tokens
+from layerskip.draft_head import save_draft_tokens
 from layerskip.drafters.build import build_drafter
 from layerskip.mask import Gap, SkipMask
 from layerskip.passages import Passage
@@ -27,8 +25,8 @@ from layerskip.ridge import regress
 from layerskip.scan import Scanner
 from layerskip.target import Target, load_target
 from layerskip.view import skip_view
-from tests.drafters.bridges import bridge_folder, calibration, head_folder
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, generated, target_of
+from tests.drafters.bridges import bridge_folder, calibration
+from tests.drafters.contract import GREEDY, target_of
 from tests.families import build
 from tests.tiny import save_tiny
 
@@ -265,43 +263,3 @@ def test_damaged_bridges_are_refused(tmp_path: Path) -> None:
         (tmp_path / "head.json").write_text(json.dumps(about | {"shape": about["shape"] | harm}))
         with pytest.raises(ConfigError, match="^bridge: .* is damaged"):
             load_bridges(tmp_path, target, SkipMask.parse(str(harm.get("mask", "layers:1-2")), 4))
-
-
-@pytest.mark.parametrize("kind", ["layer_skip", "draft_model"])
-def test_a_draft_has_the_tokens_of_its_head_and_of_the_text_alone(kind: str, tmp_path: Path) -> None:
-    target = target_of("llama")
-    tokens = (3, 4, 8, 9, 10)
-    fields: dict[str, Any] = {"mask": ""}
-    if kind == "draft_model":
-        save_draft_checkpoint(target, SkipMask.none(target.layers), tmp_path / "draft")
-        fields = {"draft": str(tmp_path / "draft")}
-    config = SpeculativeConfig(kind, 3, draft_head=head_folder("llama", tokens), **fields)
-    drafter = build_drafter(config, target)
-    from_text = set()
-    for prompt in PROMPTS[:4]:
-        recorder = Recorder(drafter)
-        result = decode(target, recorder, prompt, GREEDY, LENGTH)
-        assert result.tokens == generated("llama", prompt, LENGTH)
-        for context, branches in recorder.drafts:
-            drafted = {token for branch in branches for token in branch}
-            assert drafted <= {*tokens, *context}
-            from_text |= drafted - set(tokens)
-    assert from_text
-    head = DraftHead(target.model, torch.tensor(tokens), target.vocabulary)
-    view = skip_view(target.model, SkipMask.none(target.layers))
-    head.narrow(view)
-    ids = torch.tensor([PROMPTS[1]])
-    with torch.no_grad():
-        few, whole = view(input_ids=ids).logits[0], target.model(input_ids=ids).logits[0]
-    assert torch.allclose(few, whole[:, list(tokens)], atol=1e-5)
-
-
-def test_a_draft_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    target = target_of("llama")
-    with pytest.raises(ConfigError, match="^draft_head: .*tokens that the model does not have"):
-        DraftHead(target.model, torch.tensor([1, 99]), target.vocabulary)
-    save_draft_tokens(tmp_path, torch.tensor([4, 3]), target, {})
-    with pytest.raises(ConfigError, match="^draft_head: .* is damaged"):
-        load_draft_tokens(tmp_path, target)
-    with pytest.raises(ConfigError, match="^draft_head: cannot read"):
-        load_draft_tokens(tmp_path / "nothing", target)

@@ -41,7 +41,8 @@ def draft_chain(
     block = fed = pending
     while True:
         logits = forward(model, fed, cache, last=1)
-        logits = _fit(logits, chooser.vocabulary) if drafted is None else logits
+        if drafted is None:
+            logits = _fit(logits, chooser.vocabulary)
         cache.length += fed.shape[0]
         distribution = chooser.distribution(logits, block, tokens=drafted)
         place = chooser.choose(distribution)

@@ -63,10 +63,7 @@ class DraftModel(Stopped):
         missing = len(context.tokens) - self._cache.length
         pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
         pending, limit = self._known(pending), min(limit, self.draft_length)
-        drafted = None
-        if self._head is not None:
-            self._head.follow(context.tokens)
-            drafted = self._head.tokens
+        drafted = None if self._head is None else self._head.follow(context.tokens)
         return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, drafted=drafted)
 
     def _known(self, tokens: Tensor) -> Tensor:

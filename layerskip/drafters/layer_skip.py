@@ -62,10 +62,7 @@ class LayerSkip(Stopped):
     def draft(self, context: Context, limit: int) -> Draft:
         """Draft on the target's cache, then rewind it."""
         verified = self._cache.length
-        drafted = None
-        if self._head is not None:
-            self._head.follow(context.tokens)
-            drafted = self._head.tokens
+        drafted = None if self._head is None else self._head.follow(context.tokens)
         fan = Fan(self.siblings, self.least_probability, self._chooser, drafted) if self.siblings else None
         limit = min(limit, self.draft_length)
         try:
