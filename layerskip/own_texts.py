@@ -20,6 +20,7 @@ from .target import Target
 
 _MARK = "\u2063user\u2063"  # stands for what a user says
 _ASKED_TOKENS = 64  # of a prompt
+_ASKING = Sampling(1.0, min_p=0.05)  # of prompts: top_p would sort the vocabulary, which took as long again as the model
 _PATIENCE = 8  # batches without a prompt
 
 
@@ -51,7 +52,7 @@ def write_texts(target: Target, sampling: Sampling, max_new_tokens: int, batch: 
         if silent == _PATIENCE:
             raise ConfigError(f"target: {target.name} writes no texts of its own")
         torch.manual_seed(seed + number)
-        asked = _generate(target, [opening] * batch, Sampling(1.0, top_p=0.95), _ASKED_TOKENS)
+        asked = _generate(target, [opening] * batch, _ASKING, _ASKED_TOKENS)
         prompts = [_prompt(target, opening, tokens) for tokens in asked]
         prompts = [prompt for prompt in prompts if prompt]
         silent = silent + 1 if not prompts else 0

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from transformers import DynamicCache
 
+from .distillation import cross_entropy, drafted
 from .eagle import EagleHead
 from .feature_store import Thought
 from .medusa import MedusaHeads
 from .readout import Readout
+from .units import NATURAL, Units
 
 _FADING = 0.8  # weight of each further token of a draft
 _FEATURES = 0.1  # weight of the hidden states' own loss
@@ -30,18 +32,20 @@ class Batch:
 
     Args:
         tokens: ``[B, n]`` int64.
-        read: ``[B, n, F]``: the hidden states behind each that a head reads.
+        read: ``[B, n, F]``: the hidden states behind each that a head reads, in its units.
         final: ``[B, n, H]``: those that the target's output layer reads.
         answers: ``[B, n]`` bool: whether a token belongs to an answer.
+        units: the head's.
     """
 
     tokens: Tensor
     read: Tensor
     final: Tensor
     answers: Tensor
+    units: Units
 
     @classmethod
-    def of(cls, texts: Sequence[Thought], head: EagleHead | MedusaHeads) -> Batch:
+    def of(cls, texts: Sequence[Thought], head: EagleHead | MedusaHeads, units: Units = NATURAL) -> Batch:
         """Pad some texts, whose features are those of :func:`stored_modules`."""
         width = head.shape.hidden
         longest = max(text.tokens.shape[0] for text in texts)
@@ -54,7 +58,8 @@ class Batch:
         answers = torch.stack([(place >= text.begin) & (place < text.tokens.shape[0]) for text in texts])
         features = pad([text.features for text in texts]).float()
         read = features[..., : width * len(head.shape.modules)]
-        return cls(pad([text.tokens for text in texts]), read, features[..., -width:], answers.to(device))
+        tokens = pad([text.tokens for text in texts])
+        return cls(tokens, read / units.read, features[..., -width:], answers.to(device), units)
 
 
 def stored_modules(modules: tuple[str, ...], final: str) -> tuple[str, ...]:
@@ -67,29 +72,26 @@ class Foretold:
     """What a head says of one further token.
 
     Args:
-        logits: ``[n, v]``: its own.
-        wanted: ``[n, v]`` float32: the target's distribution over the same tokens.
+        made: ``[n, H]``: the hidden states that it has the target's output layer read.
+        final: ``[n, H]`` float32: those that the target has it read.
         own: ``[n]`` int64: the token that the target says.
-        near: a loss of the hidden states, or 0.
         alive: ``[B, m]`` bool: the rows that the n are of, in order.
+        nears: whether the one is meant to come near the other.
     """
 
-    logits: Tensor
-    wanted: Tensor
+    made: Tensor
+    final: Tensor
     own: Tensor
-    near: Tensor
     alive: Tensor
+    nears: bool
 
 
-def foretell(
-    head: EagleHead | MedusaHeads, embeddings: nn.Module, readout: Readout, batch: Batch, steps: int
-) -> list[Foretold]:
+def foretell(head: EagleHead | MedusaHeads, embeddings: nn.Module, batch: Batch, steps: int) -> list[Foretold]:
     """What a head says of the next tokens, from every hidden state whose next token is an answer's.
 
     Args:
         head: EAGLE's or Medusa's.
         embeddings: the target's.
-        readout: the target's output layer over what is drafted from.
         batch: of texts.
         steps: how many tokens ahead.
     """
@@ -97,22 +99,17 @@ def foretell(
     if rows < 1:
         return []
     if isinstance(head, EagleHead):
-        hidden, regresses = _unroll(head, embeddings, batch, rows, steps), len(head.shape.modules) == 1
+        hidden, nears = _unroll(head, embeddings, batch, rows, steps), len(head.shape.modules) == 1
     else:
-        hidden, regresses = list(head(batch.read[:, :rows]).unbind(-2)), False
-    with torch.no_grad():
-        said = readout(batch.final.to(readout.weight.dtype)).float().softmax(-1)
+        hidden, nears = list(head(batch.read[:, :rows]).unbind(-2)), False
     found = []
     for step in range(min(steps, len(hidden))):
         # Row i of a step stands for the hidden state behind token i + step + 1, which says token i + step + 2.
         ahead = slice(step + 2, step + 2 + rows)
         alive = batch.answers[:, ahead]
-        behind = slice(step + 1, step + 1 + rows)
-        wanted, final = said[:, behind][alive], batch.final[:, behind][alive]
-        made = hidden[step][alive]
-        logits = readout(made.to(readout.weight.dtype)).float()
-        near = smooth_l1_loss(made.float(), final.float()) if regresses else logits.new_zeros(())
-        found.append(Foretold(logits, wanted, batch.tokens[:, ahead][alive], near, alive))
+        final = batch.final[:, step + 1 : step + 1 + rows][alive]
+        made = hidden[step][alive] * batch.units.states
+        found.append(Foretold(made, final, batch.tokens[:, ahead][alive], alive, nears))
     return found
 
 
@@ -150,29 +147,35 @@ def fit_linear(head: EagleHead, embeddings: nn.Module, texts: Iterable[Thought],
         head.fc.bias.copy_(solved[:, -1])
 
 
-def loss_of(found: Sequence[Foretold]) -> Tensor:
-    """The cross entropy to the target's distribution, further tokens counting less, and the hidden states' loss."""
-    total = torch.zeros((), device=found[0].logits.device if found else None)
+def loss_of(found: Sequence[Foretold], readout: Readout) -> Tensor:
+    """The cross entropy to the target's distribution, further tokens counting less, and the hidden states' loss.
+
+    Args:
+        found: as :func:`foretell` gives it.
+        readout: the target's output layer over what is drafted from.
+    """
+    total = torch.zeros((), device=found[0].made.device if found else None)
     for step, one in enumerate(found):
-        if one.logits.shape[0]:
-            entropy = -(one.wanted * one.logits.log_softmax(-1)).sum(-1).mean()
-            total = total + _FADING**step * (entropy + _FEATURES * one.near)
+        if one.made.shape[0]:
+            loss = cross_entropy(readout, one.made, one.final)
+            if one.nears:
+                loss = loss + _FEATURES * smooth_l1_loss(one.made.float(), one.final)
+            total = total + _FADING**step * loss
     return total
 
 
 @torch.no_grad()
-def agreements(found: Sequence[Foretold], tokens: Tensor | None) -> list[tuple[int, int]]:
+def agreements(found: Sequence[Foretold], readout: Readout) -> list[tuple[int, int]]:
     """For each further token: how many drafts had been right so far, and how many were right there, too.
 
     Args:
         found: as :func:`foretell` gives it.
-        tokens: ``[v]``: the target's tokens at the places of the logits; None where they are all of them.
+        readout: the target's output layer over what is drafted from.
     """
     counts = []
     reached: Tensor | None = None
     for one in found:
-        places = one.logits.argmax(-1)
-        right = (places if tokens is None else tokens[places]) == one.own
+        right = drafted(readout, one.made) == one.own
         table = torch.zeros_like(one.alive).masked_scatter(one.alive, right)
         before = one.alive if reached is None else one.alive & reached
         counts.append((int(before.sum()), int((before & table).sum())))
@@ -184,7 +187,7 @@ def _unroll(head: EagleHead, embeddings: nn.Module, batch: Batch, rows: int, ste
     """``[B, rows, H]`` of every step."""
     device = batch.tokens.device
     with torch.no_grad():
-        embedded = embeddings(batch.tokens).to(batch.read.dtype)
+        embedded = embeddings(batch.tokens).to(batch.read.dtype) / batch.units.embeddings
     causal = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
     own = torch.eye(rows, dtype=torch.bool, device=device)
     cache = DynamicCache()

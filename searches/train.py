@@ -28,6 +28,7 @@ from layerskip.own_texts import OwnText
 from layerskip.passages import Passage, continue_prompts
 from layerskip.readout import Readout
 from layerskip.training import Batch, agreements, fit_linear, foretell, loss_of, stored_modules
+from layerskip.units import NATURAL, Units
 
 from .application import InputError, check_flag, check_number, check_whole, run
 from .bridging import shape_of, train_bridges
@@ -47,7 +48,8 @@ _NUMBERS = (
     "remembered_bytes",
     "held_out_tokens",
 )
-_RECIPE = 5  # of what follows and of layerskip.training; a training goes on only as it began
+_RECIPE = 6  # of what follows and of layerskip.training; a training goes on only as it began
+_MEASURED = 32  # texts that say how large hidden states are
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
 _LEARNING = (
     "steps",
@@ -114,6 +116,7 @@ def _train_head(
     identity = digest([learnt, head.shape.to_dict()])
     learner = _HeadLearner(config, head, target, store, judges, folder / "training.pt", identity)
     learner.learn_all(tracker)
+    learner.end()
     accepted = learner.judge()
     training: dict[str, Any] = {"data": digest([list(text.tokens) for text in texts]), "positions": store.positions} | learnt
     training |= {"steps_done": learner.step, "seconds": learner.seconds, "held_out": accepted}
@@ -173,20 +176,29 @@ class _HeadLearner(Learner):
         self.embeddings = target.model.get_input_embeddings()
         self.readout = Readout(target, self.head.tokens)
         self._fast = target.dtype == "bfloat16"
+        self._units = NATURAL
+        if isinstance(head, EagleHead):
+            self._units = Units.of(head, self.embeddings, (store[place] for place in range(min(_MEASURED, len(store)))))
         super().__init__(config, self.head, len(store), file, identity)
 
     def begin(self) -> None:
         """EAGLE's linear map in closed form."""
         if isinstance(self.head, EagleHead):
             fit_linear(self.head, self.embeddings, (self.store[place] for place in range(len(self.store))))
+            self._units.enter(self.head)
+
+    def end(self) -> None:
+        """What was learnt, in the target's units."""
+        if isinstance(self.head, EagleHead):
+            self._units.leave(self.head)
+            self._units = NATURAL
 
     def loss(self, places: list[int]) -> Tensor:
         """Of what the head says of the next tokens."""
-        batch = Batch.of([self.store[place] for place in places], self.head)
+        batch = Batch.of([self.store[place] for place in places], self.head, self._units)
         alone = isinstance(self.head, EagleHead) and self.progress < _ALONE
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._fast):
-            found = foretell(self.head, self.embeddings, self.readout, batch, 1 if alone else self.config.unroll)
-        return loss_of(found)
+            return loss_of(foretell(self.head, self.embeddings, batch, 1 if alone else self.config.unroll), self.readout)
 
     @torch.no_grad()
     def judge(self) -> list[float]:
@@ -194,9 +206,8 @@ class _HeadLearner(Learner):
         self.head.eval()
         counts = [(0, 0)] * int(self.config.unroll)
         for text in self._judges:
-            batch = Batch.of([text], self.head)
-            found = foretell(self.head, self.embeddings, self.readout, batch, int(self.config.unroll))
-            tried = agreements(found, self.readout.tokens)
+            batch = Batch.of([text], self.head, self._units)
+            tried = agreements(foretell(self.head, self.embeddings, batch, int(self.config.unroll)), self.readout)
             counts = [(a + c, b + d) for (a, b), (c, d) in zip(counts, tried or [(0, 0)] * len(counts), strict=True)]
         self.head.train()
         return [right / tried if tried else 0.0 for tried, right in counts]

@@ -25,6 +25,7 @@ from .application import InputError
 from .kept import Kept
 
 _TEXTS = ("max_new_tokens", "batch", "seed")
+_RECIPE = 2  # of layerskip.own_texts; texts of another are written anew
 
 
 def asked_texts(config: DictConfig, target: Target, sampling: Sampling) -> dict[str, Any]:
@@ -33,7 +34,8 @@ def asked_texts(config: DictConfig, target: Target, sampling: Sampling) -> dict[
 
 
 def _kind_of_texts(config: DictConfig, target: Target, sampling: Sampling) -> dict[str, Any]:
-    return {"target": target.digest, "sampling": sampling.to_dict(), **{name: config[name] for name in _TEXTS}}
+    kind = {"recipe": _RECIPE, "target": target.digest, "sampling": sampling.to_dict()}
+    return kind | {name: config[name] for name in _TEXTS}
 
 
 def write_texts(config: DictConfig, target: Target, sampling: Sampling) -> list[OwnText]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from layerskip.eagle import EagleHead, EagleShape
 from layerskip.medusa import MedusaHeads, MedusaShape
 from layerskip.readout import Readout
 from layerskip.training import Batch, agreements, fit_linear, foretell, loss_of
+from layerskip.units import Units
 from tests.drafters.contract import target_of
 from tests.drafters.heads import UNROLL, eagle_head, thoughts
 
@@ -21,7 +25,7 @@ EMBEDDINGS, READOUT = TARGET.model.get_input_embeddings(), Readout(TARGET, None)
 def test_what_is_wanted_is_what_the_target_says_there() -> None:
     texts = thoughts("llama")[:3]
     head = EagleHead(EagleShape.of(TARGET))
-    found = foretell(head, EMBEDDINGS, READOUT, Batch.of(texts, head), UNROLL)
+    found = foretell(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
     for step, one in enumerate(found):
         expected, own = [], []
         for text in texts:
@@ -32,21 +36,21 @@ def test_what_is_wanted_is_what_the_target_says_there() -> None:
                     expected.append(probs[place - 1])
                     own.append(int(text.tokens[place]))
         assert one.own.tolist() == own
-        assert torch.allclose(one.wanted, torch.stack(expected), atol=1e-5)
+        assert torch.allclose(READOUT(one.final).softmax(-1), torch.stack(expected), atol=1e-5)
 
 
 def test_texts_of_a_batch_do_not_see_each_other() -> None:
     texts, head = thoughts("llama")[:4], eagle_head("llama")
     with torch.no_grad():
-        together = foretell(head, EMBEDDINGS, READOUT, Batch.of(texts, head), UNROLL)
-        alone = [foretell(head, EMBEDDINGS, READOUT, Batch.of([text], head), UNROLL) for text in texts]
+        together = foretell(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
+        alone = [foretell(head, EMBEDDINGS, Batch.of([text], head), UNROLL) for text in texts]
     longest = max(len(text.tokens) for text in texts)
     for step in range(UNROLL):
-        rows = [one[step].logits for one, text in zip(alone, texts, strict=True) if len(text.tokens) == longest]
+        rows = [one[step].made for one, text in zip(alone, texts, strict=True) if len(text.tokens) == longest]
         assert rows
         marks = together[step].alive
         ends = marks.sum(1).cumsum(0).tolist()
-        parts = [together[step].logits[a:b] for a, b in itertools.pairwise([0, *ends])]
+        parts = [together[step].made[a:b] for a, b in itertools.pairwise([0, *ends])]
         same = [part for part, text in zip(parts, texts, strict=True) if len(text.tokens) == longest]
         for one, other in zip(rows, same, strict=True):
             assert torch.allclose(one, other, atol=1e-5)
@@ -86,21 +90,53 @@ def test_learning_makes_drafts_right_more_often() -> None:
     fresh = EagleHead(EagleShape.of(TARGET))
     batch = Batch.of(texts, fresh)
     with torch.no_grad():
-        before, after = (foretell(head, EMBEDDINGS, READOUT, batch, UNROLL) for head in (fresh, eagle_head("llama")))
-    assert loss_of(after) < loss_of(before)
-    assert sum(right for _, right in agreements(after, None)) > sum(right for _, right in agreements(before, None))
+        before, after = (foretell(head, EMBEDDINGS, batch, UNROLL) for head in (fresh, eagle_head("llama")))
+    assert loss_of(after, READOUT) < loss_of(before, READOUT)
+    assert sum(right for _, right in agreements(after, READOUT)) > sum(right for _, right in agreements(before, READOUT))
 
 
 def test_a_draft_counts_as_long_as_it_was_right_so_far() -> None:
     texts, head = thoughts("llama")[:5], eagle_head("llama")
     with torch.no_grad():
-        found = foretell(head, EMBEDDINGS, READOUT, Batch.of(texts, head), UNROLL)
-    counts = agreements(found, None)
+        found = foretell(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
+    counts = agreements(found, READOUT)
     assert counts[0][0] == int(found[0].alive.sum())
     reached = torch.ones_like(found[0].alive)
     for (tried, right), one in zip(counts, found, strict=True):
         table = torch.zeros_like(one.alive)
-        table[one.alive] = one.logits.argmax(-1) == one.own
+        table[one.alive] = READOUT(one.made).argmax(-1) == one.own
         assert tried == int((one.alive & reached).sum())
         reached = reached & one.alive & table
         assert right == int(reached.sum())
+
+
+@pytest.mark.parametrize("three_layers", [False, True])
+def test_a_head_says_the_same_in_other_units(three_layers: bool) -> None:
+    texts, trained = thoughts("llama", three_layers)[:4], eagle_head("llama", three_layers)
+    head = copy.deepcopy(trained)
+    units = Units(0.1, torch.linspace(0.5, 4.0, 96) if three_layers else torch.tensor(2.5), 2.5)
+    with torch.no_grad():
+        before = foretell(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
+        units.enter(head)
+        assert not torch.allclose(head.fc.weight, trained.fc.weight, rtol=0.1)
+        after = foretell(head, EMBEDDINGS, Batch.of(texts, head, units), UNROLL)
+    for one, other in zip(before, after, strict=True):
+        assert torch.allclose(one.made, other.made, atol=1e-4)
+    units.leave(head)
+    for name, tensor in trained.state_dict().items():
+        assert torch.allclose(tensor, head.state_dict()[name], rtol=1e-4)
+
+
+def test_units_are_the_sizes_of_what_answers_are_made_from() -> None:
+    texts = [
+        replace(text, features=text.features * torch.tensor([2.0, 3.0, 5.0, 7.0]).repeat_interleave(32))
+        for text in thoughts("llama", True)
+    ]
+    units = Units.of(eagle_head("llama", True), EMBEDDINGS, texts)
+    states = torch.cat([text.features[text.begin :] for text in texts])
+    embedded = EMBEDDINGS(torch.cat([text.tokens[text.begin :] for text in texts])).detach()
+    assert units.embeddings == pytest.approx(float(embedded.square().mean().sqrt()))
+    assert units.states == pytest.approx(float(states[:, -32:].square().mean().sqrt()))
+    for place in range(3):
+        some = slice(32 * place, 32 * place + 32)
+        assert torch.allclose(units.read[some], states[:, some].square().mean().sqrt())

@@ -63,7 +63,7 @@ def _trained(family: str, head: EagleHead | MedusaHeads, three_layers: bool = Fa
     for step in range(60):
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(step)).tolist()
         batch = Batch.of([texts[place] for place in order[:16]], head)
-        loss = loss_of(foretell(head, embeddings, readout, batch, UNROLL))
+        loss = loss_of(foretell(head, embeddings, batch, UNROLL), readout)
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()

@@ -77,13 +77,13 @@ def test_drafts_are_what_training_foretold() -> None:
         text = Thought(torch.tensor(tokens), read_features(target, tokens, modules), 0)
         readout = Readout(target, head.tokens)
         with torch.no_grad():
-            said = foretell(head, target.model.get_input_embeddings(), readout, Batch.of([text], head), UNROLL)
+            said = foretell(head, target.model.get_input_embeddings(), Batch.of([text], head), UNROLL)
         for context, branches in recorder.drafts:
             row, begin = len(context) - 2, len(context)
             for step, token in enumerate(branches[-1]):
-                if row >= said[step].logits.shape[0] or branches[-1][:step] != tokens[begin : begin + step]:
+                if row >= said[step].made.shape[0] or branches[-1][:step] != tokens[begin : begin + step]:
                     break
-                assert token == int(said[step].logits[row].argmax())
+                assert token == int(readout(said[step].made[row]).argmax())
                 looked += 1
     assert looked > 60
 

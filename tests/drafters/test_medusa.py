@@ -32,11 +32,11 @@ def test_drafts_are_what_training_foretold() -> None:
         tokens = (*prompt, *decode(target, recorder, prompt, GREEDY, LENGTH).tokens)
         text = Thought(torch.tensor(tokens), read_features(target, tokens, heads.shape.modules), 0)
         with torch.no_grad():
-            said = foretell(heads, target.model.get_input_embeddings(), readout, Batch.of([text], heads), UNROLL)
+            said = foretell(heads, target.model.get_input_embeddings(), Batch.of([text], heads), UNROLL)
         for context, branches in recorder.drafts:
             row = len(context) - 2
             for step, token in enumerate(branches[-1] if branches else ()):
-                if row < said[step].logits.shape[0]:
-                    assert token == int(said[step].logits[row].argmax())
+                if row < said[step].made.shape[0]:
+                    assert token == int(readout(said[step].made[row]).argmax())
                     looked += 1
     assert looked > 100
