@@ -1,13 +1,17 @@
 """What would a target be asked, and what does it answer? Prompts and answers that it writes itself, many at once.
 
 Whoever wants to foretell a model needs much of what that model says. A chat model is let to write the user's turn first, as
-in Magpie (arXiv 2406.08464), section 2; any other begins with nothing.
+in Magpie (arXiv 2406.08464), section 2; any other begins with nothing. What it asks by itself is not what it is asked, so
+every other text begins as one of some given prompts does and goes on from there.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+import random
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +26,7 @@ _MARK = "\u2063user\u2063"  # stands for what a user says
 _ASKED_TOKENS = 64  # of a prompt
 _ASKING = Sampling(1.0, min_p=0.05)  # of prompts: top_p would sort the vocabulary, which took as long again as the model
 _PATIENCE = 8  # batches without a prompt
+_BEGUN = (0.1, 0.6)  # of a given prompt's words; how it goes on varies
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,9 @@ class OwnText:
     begin: int
 
 
-def write_texts(target: Target, sampling: Sampling, max_new_tokens: int, batch: int, seed: int) -> Iterator[OwnText]:
+def write_texts(
+    target: Target, sampling: Sampling, max_new_tokens: int, batch: int, seed: int, prompts: Sequence[str] = ()
+) -> Iterator[OwnText]:
     """Let the target write texts, for as long as it is asked to; the same seed gives the same ones.
 
     Args:
@@ -46,17 +53,21 @@ def write_texts(target: Target, sampling: Sampling, max_new_tokens: int, batch: 
         max_new_tokens: of an answer.
         batch: so many at once.
         seed: of all draws.
+        prompts: what every other text begins like; none, or no tokenizer, and all are the target's own.
     """
     opening, silent = _opening(target), 0
+    prompts = [] if target.tokenizer is None else prompts
     for number in itertools.count():
         if silent == _PATIENCE:
             raise ConfigError(f"target: {target.name} writes no texts of its own")
         torch.manual_seed(seed + number)
-        asked = _generate(target, [opening] * batch, _ASKING, _ASKED_TOKENS)
-        prompts = [_prompt(target, opening, tokens) for tokens in asked]
-        prompts = [prompt for prompt in prompts if prompt]
-        silent = silent + 1 if not prompts else 0
-        for prompt, tokens in zip(prompts, _generate(target, prompts, sampling, max_new_tokens), strict=True):
+        draws = random.Random(seed + number)
+        begun = [_begun(target, draws.choice(prompts), draws) if prompts and place % 2 else [] for place in range(batch)]
+        said = _generate(target, [opening + begin for begin in begun], _ASKING, _ASKED_TOKENS)
+        asked = [_prompt(target, opening, begin, tokens) for begin, tokens in zip(begun, said, strict=True)]
+        asked = [prompt for prompt in asked if prompt]
+        silent = silent + 1 if not asked else 0
+        for prompt, tokens in zip(asked, _generate(target, asked, sampling, max_new_tokens), strict=True):
             if tokens:
                 yield OwnText((*prompt, *tokens), len(prompt))
 
@@ -74,12 +85,20 @@ def _opening(target: Target) -> list[int]:
     return [first if isinstance(first, int) else min(target.eos_ids, default=0)]
 
 
-def _prompt(target: Target, opening: list[int], tokens: list[int]) -> list[int]:
-    """The prompt that a drawn opening becomes; empty where nothing was said."""
+def _begun(target: Target, prompt: str, draws: random.Random) -> list[int]:
+    """The first words of a prompt."""
+    words = re.findall(r"\s*\S+", prompt)
+    kept = words[: math.ceil(draws.uniform(*_BEGUN) * len(words))]
+    assert target.tokenizer is not None
+    return list(target.tokenizer("".join(kept), add_special_tokens=False)["input_ids"])
+
+
+def _prompt(target: Target, opening: list[int], begin: list[int], tokens: list[int]) -> list[int]:
+    """The prompt that an opening becomes by what was said behind its beginning; empty where nothing was."""
     said = [token for token in tokens if token not in target.eos_ids]
     if target.tokenizer is None or target.tokenizer.chat_template is None:
-        return opening + said[: _ASKED_TOKENS // 4] if said else []
-    text = target.decode(said).strip()
+        return opening + begin + said[: _ASKED_TOKENS // 4] if said else []
+    text = target.decode(begin + said).strip()
     return target.encode(text) if text else []
 
 

@@ -69,8 +69,12 @@ class PromptSet:
         return cls(_read(text, "packaged prompts"), "packaged")
 
     @classmethod
-    def load(cls, path: str | Path) -> PromptSet:
+    def load(cls, path: str | Path, field: str = "prompts.path") -> PromptSet:
         """Read a JSON Lines file.
+
+        Args:
+            path: of the file.
+            field: what an error names.
 
         Raises:
             PromptError: the file cannot be read, is empty, or a line is not a prompt.
@@ -78,8 +82,8 @@ class PromptSet:
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise PromptError(f"prompts.path: cannot read {path}: {error}") from None
-        return cls(_read(text, f"prompts.path: {path}"), Path(path).stem)
+            raise PromptError(f"{field}: cannot read {path}: {error}") from None
+        return cls(_read(text, f"{field}: {path}"), Path(path).stem)
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> PromptSet:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class BridgePoints:
         scanning: rows per pass, thresholds, repeats of the profile.
         prompts: whose continuations are scanned.
         max_new_tokens: of each.
+        like: what every other text begins like.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class BridgePoints:
         scanning: ScanSettings,
         prompts: PromptSet,
         max_new_tokens: int,
+        like: Sequence[str],
     ) -> None:
         self.config, self.target = config, target
         self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # refuses now what cannot be trained
         outputs = Path(config.outputs)
-        texts = write_texts(config, target, sampling)
+        texts = write_texts(config, target, sampling, like)
         self.passages = passages_of(texts)
         self.heads: dict[int, Tensor] = {}
         for size in config.vocabularies:
@@ -94,7 +96,7 @@ class BridgePoints:
         asked = {
             "recipe": 5,
             "vocabularies": list(config.vocabularies),
-            "texts": asked_texts(config, target, sampling),
+            "texts": asked_texts(config, target, sampling, like),
             "calibration_bytes": config.calibration_bytes,
             "trained": OmegaConf.to_container(config.trained),
             "training": [config[name] for name in _TRAINING],

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from layerskip import Export, MaskError, Measurement, Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip import Export, MaskError, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
 from layerskip.drafters.build import build_drafter
 from layerskip.environment import environment
 from layerskip.files import write_json
@@ -30,7 +30,7 @@ from .foresight import ScanSettings
 from .heading import heading
 from .learner import check_learning
 from .objective import MeasureSettings, check_seed
-from .written import check_drafted
+from .written import begun_like, check_drafted
 
 _NUMBERS = (
     "depth",
@@ -50,14 +50,16 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     measuring: MeasureSettings = instantiate(config.measure)
     scanning: ScanSettings = instantiate(config.scan)
     sampling: Sampling = instantiate(config.sampling)
-    tune, held_out = instantiate(config.prompts).split()
+    everything: PromptSet = instantiate(config.prompts)
+    tune, held_out = everything.split()
+    like = begun_like("begin_like", config.begin_like, everything)
     target: Target = instantiate(config.target)
     for size in config.vocabularies:
         check_drafted("vocabularies", size, target)
     masks = [_mask(text, target) for text in config.masks or _runs(target.layers)]
     if config.eagle_head is not None:
         build_drafter(SpeculativeConfig("eagle", head=str(config.eagle_head)), target)  # refuses now what cannot draft
-    work = BridgePoints(config, target, sampling, scanning, tune.take(measuring.prompts), measuring.max_new_tokens)
+    work = BridgePoints(config, target, sampling, scanning, tune.take(measuring.prompts), measuring.max_new_tokens, like)
     points = [point for mask in masks for point in work.points(mask)]
     chosen = _choose(points, int(config.contenders))
     configs = {name: SpeculativeConfig.from_dict(point["config"]) for name, point in chosen.items()}

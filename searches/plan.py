@@ -24,7 +24,7 @@ from .objective import MeasureSettings, check_seed
 from .shelf import BridgingSettings, Shelf
 from .space import TREES, SearchSpace
 from .study import StudySettings
-from .written import check_drafted
+from .written import begun_like, check_drafted
 
 _BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads")
 _LISTS = {"eagle": "eagle_heads", "medusa": "medusa_heads", "draft_model": "drafts", "cross_tokenizer": "cross_drafts"}
@@ -62,9 +62,10 @@ class Plan:
         _say_missing(space)
         space = _opened(supported(space, target), target)
         bridging: BridgingSettings = instantiate(config.bridging)  # refuses bad fields even of a space without bridges
+        like = begun_like("bridging.begin_like", bridging.begin_like, prompts)
         if space.bridged:
             _check_bridged(space, target)
-            space = replace(space, shelf=Shelf(target, sampling, bridging, Path(config.outputs), config.seed))
+            space = replace(space, shelf=Shelf(target, sampling, bridging, Path(config.outputs), config.seed, like))
         for name in space.datastores:
             refuse_answers("space.datastores", name, target, prompts)
         space = replace(space, datastores=[str(Path(name).resolve()) for name in space.datastores])

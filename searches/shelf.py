@@ -69,6 +69,7 @@ class BridgingSettings:
         texts_per_step: answers of a step, if they fit.
         training_bytes: of what a step holds until its gradient is there.
         remembered_bytes: of texts as the target read them, in memory, for training.
+        begin_like: a file of prompts that every other text begins like, none of which is measured.
 
     Raises:
         InputError: one of them is out of range.
@@ -85,6 +86,7 @@ class BridgingSettings:
     texts_per_step: int = 6
     training_bytes: int = 2_000_000_000
     remembered_bytes: int = 1_000_000_000
+    begin_like: str | None = None
 
     def __post_init__(self) -> None:
         check_number("bridging.train_seconds", self.train_seconds, or_zero=True)
@@ -105,13 +107,22 @@ class Shelf:
         settings: how many of them.
         outputs: where texts, bridges and heads are kept.
         seed: of the texts.
+        like: what every other text begins like.
     """
 
-    def __init__(self, target: Target, sampling: Sampling, settings: BridgingSettings, outputs: Path, seed: int) -> None:
-        self.target, self._sampling, self._settings = target, sampling, settings
+    def __init__(
+        self,
+        target: Target,
+        sampling: Sampling,
+        settings: BridgingSettings,
+        outputs: Path,
+        seed: int,
+        like: Sequence[str] = (),
+    ) -> None:
+        self.target, self._sampling, self._settings, self._like = target, sampling, settings, like
         fields = {name: getattr(settings, name) for name in ("tokens", "max_new_tokens", "batch")}
         self._config = OmegaConf.create(fields | {"seed": seed, "outputs": str(outputs)})
-        asked = [_RECIPE, asked_texts(self._config, target, sampling), settings.calibration_bytes]
+        asked = [_RECIPE, asked_texts(self._config, target, sampling, like), settings.calibration_bytes]
         self._asked = digest(asked)
         self._folder = (outputs / "shelf" / self._asked[:12]).resolve()
         self._loaded: dict[str, Bridges] = {}
@@ -216,7 +227,7 @@ class Shelf:
 
     @functools.cached_property
     def _texts(self) -> list[OwnText]:
-        return write_texts(self._config, self.target, self._sampling)
+        return write_texts(self._config, self.target, self._sampling, self._like)
 
     @functools.cached_property
     def _calibration(self) -> Calibration:

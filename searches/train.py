@@ -8,6 +8,7 @@ trains the bridges of that mask instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from .bridging import shape_of, train_bridges
 from .learner import Learner, check_learning, room
 from .objective import check_seed
 from .tracking import Tracker
-from .written import asked_texts, check_drafted, drafted_tokens, write_texts
+from .turns import turn
+from .written import asked_texts, begun_like, check_drafted, drafted_tokens, write_texts
 
 _KINDS = ("eagle", "medusa", "layer_skip")
 _NUMBERS = (
@@ -48,8 +50,9 @@ _NUMBERS = (
     "remembered_bytes",
     "held_out_tokens",
 )
-_RECIPE = 6  # of what follows and of layerskip.training; a training goes on only as it began
+_RECIPE = 7  # of what follows and of layerskip.training; a training goes on only as it began
 _MEASURED = 32  # texts that say how large hidden states are
+_SPARED = 32  # texts at most, one of twenty, that nothing is learnt from
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
 _LEARNING = (
     "steps",
@@ -67,11 +70,13 @@ def train(config: DictConfig) -> Path | None:
     """Train a head or bridges; see ``conf/train.yaml``. Returns their folder, or None where they are not worth keeping."""
     _check(config)
     kind, sampling = str(config.drafter.kind), instantiate(config.sampling)
-    held_out: PromptSet = instantiate(config.prompts).split()[1]
+    prompts: PromptSet = instantiate(config.prompts)
+    held_out = prompts.split()[1]
+    like = begun_like("begin_like", config.begin_like, prompts)
     target: Target = instantiate(config.target)
     check_drafted("vocabulary", config.vocabulary, target)
     outputs = Path(config.outputs)
-    written = asked_texts(config, target, sampling)
+    written = asked_texts(config, target, sampling, like)
     learnt = {"kind": kind, "recipe": _RECIPE, "texts": digest(written), **{name: config[name] for name in _LEARNING}}
     if kind == "layer_skip":
         shape = shape_of(config, target)
@@ -80,7 +85,7 @@ def train(config: DictConfig) -> Path | None:
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
     tracker.open_study(folder.name, digest(learnt), learnt, environment(target.device), role="training")
     with tracker.closing():
-        texts = write_texts(config, target, sampling)
+        texts = write_texts(config, target, sampling, like)
         with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
             continued = continue_prompts(
                 target, held_out, Sampling(), int(config.held_out_tokens), config.seed, outputs / "continuations", bar.update
@@ -105,8 +110,9 @@ def _train_head(
     three_layers = kind == "eagle" and bool(config.three_layers)
     modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
     head = _head(config, kind, target, texts)
-    store = FeatureStore(outputs / "features" / digest([written, modules, config.feature_bytes])[:16], modules)
-    with tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
+    states = outputs / "features" / digest([written, modules, config.feature_bytes])[:16]
+    with turn(states), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
+        store = FeatureStore(states, modules)
         store.fill(target, texts, int(config.feature_bytes), bar.update, room(head))
     if len(store) < len(texts):
         print(f"feature_bytes: {config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
@@ -119,12 +125,15 @@ def _train_head(
     learner.end()
     accepted = learner.judge()
     training: dict[str, Any] = {"data": digest([list(text.tokens) for text in texts]), "positions": store.positions} | learnt
-    training |= {"steps_done": learner.step, "seconds": learner.seconds, "held_out": accepted}
+    spared = learner.accepted(store[place] for place in range(learner.texts, len(store)))
+    training |= {"steps_done": learner.step, "seconds": learner.seconds, "held_out": accepted, "spared": spared}
     weights = head.weights() if isinstance(head, EagleHead) else dict(head.state_dict())
     save_head(folder, kind, head.shape.to_dict(), weights, target, training)
     tracker.log_file(folder / "head.json")
-    shown = ", ".join(f"{rate:.2f}" for rate in accepted)
-    print(f"accepted on held-out prompts, token by token: {shown}")
+    print(f"accepted on held-out prompts, token by token: {', '.join(f'{rate:.2f}' for rate in accepted)}")
+    if learner.texts < len(store):
+        shown = ", ".join(f"{rate:.2f}" for rate in spared)
+        print(f"on other texts like those that it learnt from: {shown}; begin_like makes those more like what is served")
     print(f"wrote {folder}; decode with kind={kind} head={folder}")
     return folder
 
@@ -176,15 +185,16 @@ class _HeadLearner(Learner):
         self.embeddings = target.model.get_input_embeddings()
         self.readout = Readout(target, self.head.tokens)
         self._fast = target.dtype == "bfloat16"
+        texts = len(store) - min(_SPARED, len(store) // 20)
         self._units = NATURAL
         if isinstance(head, EagleHead):
-            self._units = Units.of(head, self.embeddings, (store[place] for place in range(min(_MEASURED, len(store)))))
-        super().__init__(config, self.head, len(store), file, identity)
+            self._units = Units.of(head, self.embeddings, (store[place] for place in range(min(_MEASURED, texts))))
+        super().__init__(config, self.head, texts, file, identity)
 
     def begin(self) -> None:
         """EAGLE's linear map in closed form."""
         if isinstance(self.head, EagleHead):
-            fit_linear(self.head, self.embeddings, (self.store[place] for place in range(len(self.store))))
+            fit_linear(self.head, self.embeddings, (self.store[place] for place in range(self.texts)))
             self._units.enter(self.head)
 
     def end(self) -> None:
@@ -200,12 +210,16 @@ class _HeadLearner(Learner):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._fast):
             return loss_of(foretell(self.head, self.embeddings, batch, 1 if alone else self.config.unroll), self.readout)
 
-    @torch.no_grad()
     def judge(self) -> list[float]:
-        """One pass over each held-out continuation, from common tokens alone; decoding, with the text's, accepts more."""
+        """On held-out continuations."""
+        return self.accepted(self._judges)
+
+    @torch.no_grad()
+    def accepted(self, texts: Iterable[Thought]) -> list[float]:
+        """One pass over each text, from common tokens alone; decoding, with the text's, accepts more."""
         self.head.eval()
         counts = [(0, 0)] * int(self.config.unroll)
-        for text in self._judges:
+        for text in texts:
             batch = Batch.of([text], self.head, self._units)
             tried = agreements(foretell(self.head, self.embeddings, batch, int(self.config.unroll)), self.readout)
             counts = [(a + c, b + d) for (a, b), (c, d) in zip(counts, tried or [(0, 0)] * len(counts), strict=True)]

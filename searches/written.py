@@ -6,6 +6,7 @@ asks for more has those that are there first among them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,36 +16,48 @@ from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
-from layerskip import Sampling, Target, own_texts
+from layerskip import PromptSet, Sampling, Target, own_texts
 from layerskip.files import digest
 from layerskip.own_texts import OwnText
 from layerskip.passages import Passage
+from layerskip.prompts import PromptItem
 from layerskip.readout import choose_tokens
 
 from .application import InputError
 from .kept import Kept
+from .turns import turn
 
 _TEXTS = ("max_new_tokens", "batch", "seed")
 _RECIPE = 2  # of layerskip.own_texts; texts of another are written anew
 
 
-def asked_texts(config: DictConfig, target: Target, sampling: Sampling) -> dict[str, Any]:
+def asked_texts(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
     """Everything that texts depend on, and how many tokens of them are asked for."""
-    return _kind_of_texts(config, target, sampling) | {"tokens": config.tokens}
+    return _kind_of_texts(config, target, sampling, like) | {"tokens": config.tokens}
 
 
-def _kind_of_texts(config: DictConfig, target: Target, sampling: Sampling) -> dict[str, Any]:
-    kind = {"recipe": _RECIPE, "target": target.digest, "sampling": sampling.to_dict()}
+def _kind_of_texts(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
+    kind = {"recipe": _RECIPE, "target": target.digest, "sampling": sampling.to_dict(), "like": list(like)}
     return kind | {name: config[name] for name in _TEXTS}
 
 
-def write_texts(config: DictConfig, target: Target, sampling: Sampling) -> list[OwnText]:
+def write_texts(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> list[OwnText]:
     """The first of the target's own texts that together have as many tokens as are asked for, or a few more.
 
     Those that are kept in the outputs folder are not written again.
+
+    Args:
+        config: says how many, of what length, and from which seed.
+        target: the model.
+        sampling: how answers are chosen.
+        like: what every other text begins like.
     """
-    name = digest(_kind_of_texts(config, target, sampling))[:16]
-    kept = Kept(Path(config.outputs) / "texts" / f"{name}.jsonl")
+    file = Path(config.outputs) / "texts" / f"{digest(_kind_of_texts(config, target, sampling, like))[:16]}.jsonl"
+    with turn(file):
+        return _write(config, target, sampling, like, Kept(file))
+
+
+def _write(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str], kept: Kept) -> list[OwnText]:
     texts = [OwnText(tuple(kept[name][0]), kept[name][1]) for name in kept]
     said = list(accumulate(len(text.tokens) - text.begin for text in texts))
     enough = next((number for number, tokens in enumerate(said, 1) if tokens >= config.tokens), None)
@@ -53,9 +66,8 @@ def write_texts(config: DictConfig, target: Target, sampling: Sampling) -> list[
     left = int(config.tokens) - (said[-1] if said else 0)
     with tqdm(total=int(config.tokens), initial=int(config.tokens) - left, unit="token", desc="texts", disable=None) as bar:
         # Draws of their own for what was missing after a kill, so that no text is drawn twice.
-        source = own_texts.write_texts(
-            target, sampling, int(config.max_new_tokens), int(config.batch), config.seed + 1000 * len(texts)
-        )
+        seed = config.seed + 1000 * len(texts)
+        source = own_texts.write_texts(target, sampling, int(config.max_new_tokens), int(config.batch), seed, like)
         while left > 0:
             text = next(source)
             kept.add(str(len(texts)), [list(text.tokens), text.begin])
@@ -63,6 +75,31 @@ def write_texts(config: DictConfig, target: Target, sampling: Sampling) -> list[
             left -= len(text.tokens) - text.begin
             bar.update(len(text.tokens) - text.begin)
     return texts
+
+
+def begun_like(field: str, path: str | None, measured: PromptSet) -> list[str]:
+    """What users said in a file of prompts, for texts that begin like it.
+
+    Args:
+        field: of the configuration that names the file.
+        path: of the file; None for nothing.
+        measured: prompts that are searched or measured on, which drafts must not know from their training.
+
+    Raises:
+        InputError: a prompt of the file is among those.
+        PromptError: the file holds no prompts.
+    """
+    if path is None:
+        return []
+    said = [_last_words(item) for item in PromptSet.load(path, field)]
+    known = set(said) & {_last_words(item) for item in measured}
+    if known:
+        raise InputError(f"{field}: {path} holds {len(known)} of the prompts that are measured")
+    return said
+
+
+def _last_words(item: PromptItem) -> str:
+    return item.messages()[-1]["content"]
 
 
 def check_drafted(name: str, size: int | None, target: Target) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import namedtuple
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import torch
 from layerskip import feature_store
 from layerskip.config import ConfigError
 from layerskip.feature_store import FeatureStore, read_features
-from layerskip.own_texts import OwnText, write_texts
-from layerskip.sampling import Sampling
+from layerskip.own_texts import OwnText
 from layerskip.target import Target
 from tests.drafters.contract import target_of
-from tests.families import build
 
 TARGET = target_of("llama")
 TEXTS = [OwnText((3, 4, 5, 6, 7), 2), OwnText((5, 4, 3), 1), OwnText((8, 9, 10, 11), 3)]
@@ -70,17 +67,3 @@ def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="^feature_bytes: 100,000,000 do not fit"):
         store.fill(TARGET, TEXTS, 10**8)
     assert not len(store)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"), [("llama", {}), ("gemma3_text", {}), ("gpt_neo", {}), ("falcon", {"alibi": True})]
-)
-def test_texts_are_the_targets_own_and_the_same_again(family: str, changes: dict[str, bool]) -> None:
-    target = Target(build(family, **changes))
-    texts = list(itertools.islice(write_texts(target, Sampling(), 12, 4, 0), 6))
-    assert texts == list(itertools.islice(write_texts(target, Sampling(), 12, 4, 0), 6))
-    assert len({text.tokens for text in texts}) > 1
-    for text in texts:
-        prompt = torch.tensor([text.tokens[: text.begin]])
-        alone = target.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
-        assert list(text.tokens) == alone[0].tolist()[: len(text.tokens)]

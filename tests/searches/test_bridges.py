@@ -12,11 +12,11 @@ from tests.searches.conftest import Launch
 from tests.tiny import save_tiny
 
 SMALL = (
-    *("tokens=300", "max_new_tokens=16", "batch=8", "texts_per_step=4", "steps=6", "max_seconds=1000", "depth=3"),
-    *("masks=[layers:1,layers:1-2]", "vocabularies=[48]", "contenders=1", "trained.width=8", "measure.prompts=2"),
+    *("tokens=1000", "max_new_tokens=16", "batch=8", "texts_per_step=4", "steps=6", "max_seconds=1000", "depth=3"),
+    *("masks=[layers:1,layers:1-2]", "vocabularies=[48]", "contenders=1", "trained.width=8", "measure.prompts=4"),
     *(
         "measure.held_out_prompts=2",
-        "measure.max_new_tokens=12",
+        "measure.max_new_tokens=24",
         "scan.profile_repeats=2",
         "target=local",
         "target.dtype=float32",
@@ -28,7 +28,7 @@ SMALL = (
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch: Launch) -> None:
     folder = save_tiny(tmp_path / "model", family)
-    few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
+    few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(8))
     (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
     prompts = ("prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
     overrides = (*SMALL, f"target.path={folder}", f"outputs={tmp_path}", *prompts, f"record={tmp_path}/record.json")
@@ -66,7 +66,7 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch:
 
 
 def test_a_budget_that_holds_no_text_is_one_line(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
+    few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(8))
     (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
     which = (f"target.path={tiny_folder}", "prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl", "calibration_bytes=9")
     done = launch("bridges", *SMALL, f"outputs={tmp_path}", *which, cwd=tmp_path)
@@ -87,6 +87,7 @@ def test_a_budget_that_holds_no_text_is_one_line(tiny_folder: Path, tmp_path: Pa
         ("learning_rate=-1", "learning_rate"),
         ("learning_rate=nan", "learning_rate"),
         ("calibration_bytes=many", "calibration_bytes"),
+        ("begin_like=nothing.jsonl", "begin_like"),
         ("steps=0", "steps"),
         ("kinds=[mlp]", "kinds"),
         ("kinds=linear", "kinds"),

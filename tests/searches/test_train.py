@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 from layerskip import ConfigError, SpeculativeConfig, Target, generate, load_target
 from layerskip.eagle import EagleHead, EagleShape
@@ -62,6 +64,27 @@ def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path, la
     again = launch("train", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "h" / "head.json").read_text())["training"] == about["training"]
+
+
+def test_some_texts_are_spared_to_judge_by(model: Path, tmp_path: Path, launch: Launch) -> None:
+    (tmp_path / "served.jsonl").write_text('{"prompt": "Tell a long story of somebody."}\n', encoding="utf-8")
+    asked = ("tokens=700", "steps=20", "prompts=jsonl", f"prompts.path={model}/few.jsonl", f"outputs={tmp_path}")
+    overrides = (*SMALL, f"target.path={model}", *asked, f"begin_like={tmp_path}/served.jsonl")
+    done = launch("train", *overrides, f"head={tmp_path}/one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "texts").glob("*.jsonl")
+    *others, last = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(others) >= 20  # or none is spared
+    _, (tokens, begin) = last
+    last[1][0] = tokens[:begin] + tokens[begin:][::-1]  # as often each, in another order
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*others, last]))
+    shutil.rmtree(tmp_path / "features")
+    assert launch("train", *overrides, f"head={tmp_path}/two", cwd=tmp_path).returncode == 0
+    one, two = (load_file(tmp_path / name / "head.safetensors") for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    judged = [json.loads((tmp_path / name / "head.json").read_text())["training"] for name in ("one", "two")]
+    assert judged[0]["held_out"] == judged[1]["held_out"]
+    assert len(judged[0]["spared"]) == 3
 
 
 def test_bridges_are_trained_and_draft(model: Path, tmp_path: Path, launch: Launch) -> None:
@@ -187,6 +210,7 @@ def test_the_disk_must_hold_what_a_training_writes(
         ("steps=0", "steps"),
         ("learning_rate=2.0", "learning_rate"),
         ("learning_rate=-1", "learning_rate"),
+        ("begin_like=nothing.jsonl", "begin_like"),
         ("vocabulary=0", "vocabulary"),
         ("vocabulary=-5", "vocabulary"),
         ("vocabulary=x", "vocabulary"),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
+import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from layerskip import PromptError, PromptSet, load_target
 from layerskip.own_texts import OwnText
 from layerskip.sampling import Sampling
-from searches.written import write_texts
+from searches.application import InputError
+from searches.written import asked_texts, begun_like, write_texts
 from tests.drafters.heads import tiny
+from tests.tiny import save_tiny
 
 
 def ask(outputs: Path, tokens: int) -> list[OwnText]:
@@ -17,7 +23,7 @@ def ask(outputs: Path, tokens: int) -> list[OwnText]:
     config = {"outputs": str(outputs), "tokens": tokens, "max_new_tokens": 12, "batch": 4, "seed": 0}
     asked = OmegaConf.create(config)
     assert isinstance(asked, DictConfig)
-    return write_texts(asked, tiny("llama"), Sampling(1.0))
+    return write_texts(asked, tiny("llama"), Sampling(1.0), ())
 
 
 def said(texts: list[OwnText]) -> int:
@@ -27,14 +33,44 @@ def said(texts: list[OwnText]) -> int:
 
 def test_more_texts_begin_with_those_that_are_kept_and_fewer_are_the_first_of_them(tmp_path: Path) -> None:
     few = ask(tmp_path, 30)
-    kept = next((tmp_path / "texts").iterdir()).read_text(encoding="utf-8")
+    kept = next((tmp_path / "texts").glob("*.jsonl")).read_text(encoding="utf-8")
     more = ask(tmp_path, 90)
     assert said(few[:-1]) < 30 <= said(few)
     assert said(more[:-1]) < 90 <= said(more)
     assert more[: len(few)] == few
-    (file,) = (tmp_path / "texts").iterdir()
+    (file,) = (tmp_path / "texts").glob("*.jsonl")
     now = file.read_text(encoding="utf-8")
     assert now.startswith(kept)
     assert len(now.splitlines()) == len(more)
     assert ask(tmp_path, 30) == few
     assert file.read_text(encoding="utf-8") == now
+
+
+def test_two_programs_write_the_same_texts_once(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, get_context("spawn")) as programs:
+        both = list(programs.map(ask, [tmp_path] * 2, [90, 90]))
+    alone = ask(tmp_path / "alone", 90)
+    assert both == [alone, alone]
+    (file,) = (tmp_path / "texts").glob("*.jsonl")
+    assert len(file.read_text(encoding="utf-8").splitlines()) == len(alone)
+
+
+def test_texts_do_not_begin_like_what_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "served.jsonl"
+    file.write_text('{"prompt": "What is served?"}\n{"messages": [{"role": "user", "content": "And measured?"}]}\n')
+    assert begun_like("begin_like", None, PromptSet.of(["a"])) == []
+    assert begun_like("begin_like", str(file), PromptSet.of(["a"])) == ["What is served?", "And measured?"]
+    with pytest.raises(InputError, match="^begin_like: .* holds 1 of the prompts that are measured"):
+        begun_like("begin_like", str(file), PromptSet.of(["a", "And measured?"]))
+    with pytest.raises(PromptError, match="^begin_like: cannot read"):
+        begun_like("begin_like", str(tmp_path / "nothing.jsonl"), PromptSet.of(["a"]))
+
+
+def test_what_texts_begin_like_is_part_of_what_they_are(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "model")))
+    config = OmegaConf.create({"outputs": str(tmp_path), "tokens": 20, "max_new_tokens": 12, "batch": 4, "seed": 0})
+    assert isinstance(config, DictConfig)
+    own, like = (write_texts(config, target, Sampling(), some) for some in ([], ["the one two three"]))
+    assert own != like
+    assert len(list((tmp_path / "texts").glob("*.jsonl"))) == 2
+    assert asked_texts(config, target, Sampling(), []) != asked_texts(config, target, Sampling(), ["the one two three"])
