@@ -27,6 +27,7 @@ _ASKED_TOKENS = 64  # of a prompt
 _ASKING = Sampling(1.0, min_p=0.05)  # of prompts: top_p would sort the vocabulary, which took as long again as the model
 _PATIENCE = 8  # batches without a prompt
 _BEGUN = (0.1, 0.6)  # of a given prompt's words; how it goes on varies
+_BEGUN_TOKENS = 256  # at most, as all texts of a batch take the room of the longest
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ def write_texts(
             raise ConfigError(f"target: {target.name} writes no texts of its own")
         torch.manual_seed(seed + number)
         draws = random.Random(seed + number)
-        begun = [_begun(target, draws.choice(prompts), draws) if prompts and place % 2 else [] for place in range(batch)]
+        begun = [
+            _begun(target, draws.choice(prompts), draws) if prompts and (number * batch + place) % 2 else []
+            for place in range(batch)
+        ]
         said = _generate(target, [opening + begin for begin in begun], _ASKING, _ASKED_TOKENS)
         asked = [_prompt(target, opening, begin, tokens) for begin, tokens in zip(begun, said, strict=True)]
         asked = [prompt for prompt in asked if prompt]
@@ -90,11 +94,12 @@ def _begun(target: Target, prompt: str, draws: random.Random) -> list[int]:
     words = re.findall(r"\s*\S+", prompt)
     kept = words[: math.ceil(draws.uniform(*_BEGUN) * len(words))]
     assert target.tokenizer is not None
-    return list(target.tokenizer("".join(kept), add_special_tokens=False)["input_ids"])
+    tokens = target.tokenizer("".join(kept), add_special_tokens=False)["input_ids"]
+    return [token for token in tokens if token not in target.eos_ids][:_BEGUN_TOKENS]
 
 
 def _prompt(target: Target, opening: list[int], begin: list[int], tokens: list[int]) -> list[int]:
-    """The prompt that an opening becomes by what was said behind its beginning; empty where nothing was."""
+    """The prompt that an opening becomes by what was said behind its beginning; empty where there is none."""
     said = [token for token in tokens if token not in target.eos_ids]
     if target.tokenizer is None or target.tokenizer.chat_template is None:
         return opening + begin + said[: _ASKED_TOKENS // 4] if said else []

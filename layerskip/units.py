@@ -35,7 +35,7 @@ class Units:
     @classmethod
     @torch.no_grad()
     def of(cls, head: EagleHead, embeddings: nn.Module, texts: Iterable[Thought]) -> Units:
-        """Root mean squares over answers.
+        """Root mean squares over answers, to the nearest power of two, which changes no digit of what it scales.
 
         Args:
             head: whoever learns.
@@ -48,7 +48,7 @@ class Units:
         modules = features.view(features.shape[0], -1, width).square().mean((0, 2)).sqrt()
         embedded = embeddings(torch.cat([tokens for tokens, _ in answers])).float().square().mean().sqrt()
         read = modules[: len(head.shape.modules)].repeat_interleave(width)
-        return cls(_positive(embedded), read.where(read > 0, 1.0), _positive(modules[-1]))
+        return cls(float(_power_of_two(embedded)), _power_of_two(read), float(_power_of_two(modules[-1])))
 
     @torch.no_grad()
     def enter(self, head: EagleHead) -> None:
@@ -82,5 +82,5 @@ class Units:
 NATURAL = Units(1.0, torch.ones(()), 1.0)  # the target's
 
 
-def _positive(size: Tensor) -> float:
-    return float(size) or 1.0
+def _power_of_two(sizes: Tensor) -> Tensor:
+    return sizes.where(sizes > 0, 1.0).log2().round().exp2()

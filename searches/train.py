@@ -52,7 +52,7 @@ _NUMBERS = (
 )
 _RECIPE = 7  # of what follows and of layerskip.training; a training goes on only as it began
 _MEASURED = 32  # texts that say how large hidden states are
-_SPARED = 32  # texts at most, one of twenty, that nothing is learnt from
+_SPARED = 32  # texts at most, one of twenty, that no weight is learnt from
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
 _LEARNING = (
     "steps",
@@ -125,13 +125,14 @@ def _train_head(
     learner.end()
     accepted = learner.judge()
     training: dict[str, Any] = {"data": digest([list(text.tokens) for text in texts]), "positions": store.positions} | learnt
-    spared = learner.accepted(store[place] for place in range(learner.texts, len(store)))
+    others = range(learner.texts, len(store))
+    spared = learner.accepted(store[place] for place in others) if others else []
     training |= {"steps_done": learner.step, "seconds": learner.seconds, "held_out": accepted, "spared": spared}
     weights = head.weights() if isinstance(head, EagleHead) else dict(head.state_dict())
     save_head(folder, kind, head.shape.to_dict(), weights, target, training)
     tracker.log_file(folder / "head.json")
     print(f"accepted on held-out prompts, token by token: {', '.join(f'{rate:.2f}' for rate in accepted)}")
-    if learner.texts < len(store):
+    if spared:
         shown = ", ".join(f"{rate:.2f}" for rate in spared)
         print(f"on other texts like those that it learnt from: {shown}; begin_like makes those more like what is served")
     print(f"wrote {folder}; decode with kind={kind} head={folder}")
@@ -188,7 +189,10 @@ class _HeadLearner(Learner):
         texts = len(store) - min(_SPARED, len(store) // 20)
         self._units = NATURAL
         if isinstance(head, EagleHead):
-            self._units = Units.of(head, self.embeddings, (store[place] for place in range(min(_MEASURED, texts))))
+            self._units = units = Units.of(head, self.embeddings, (store[place] for place in range(min(_MEASURED, texts))))
+            identity = digest([identity, units.embeddings, units.read.tolist(), units.states])
+            if file.exists():
+                units.enter(head)  # what is no weight; the weights are read from the file
         super().__init__(config, self.head, texts, file, identity)
 
     def begin(self) -> None:

@@ -91,15 +91,19 @@ def begun_like(field: str, path: str | None, measured: PromptSet) -> list[str]:
     """
     if path is None:
         return []
-    said = [_last_words(item) for item in PromptSet.load(path, field)]
-    known = set(said) & {_last_words(item) for item in measured}
+    if not isinstance(path, str):
+        raise InputError(f"{field}: {path!r} is not the name of a file")
+    said = [item.messages()[-1]["content"] for item in PromptSet.load(path, field)]
+    known = {" ".join(text.split()) for text in said} & {text for item in measured for text in _asked_in(item)}
     if known:
         raise InputError(f"{field}: {path} holds {len(known)} of the prompts that are measured")
     return said
 
 
-def _last_words(item: PromptItem) -> str:
-    return item.messages()[-1]["content"]
+def _asked_in(item: PromptItem) -> list[str]:
+    """All that a user says in a conversation, however it is spaced."""
+    said = [message["content"] for message in item.messages() if message["role"] == "user"]
+    return [" ".join(text.split()) for text in (*said, *item.followups)]
 
 
 def check_drafted(name: str, size: int | None, target: Target) -> None:

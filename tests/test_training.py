@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -114,6 +115,8 @@ def test_a_draft_counts_as_long_as_it_was_right_so_far() -> None:
 def test_a_head_says_the_same_in_other_units(three_layers: bool) -> None:
     texts, trained = thoughts("llama", three_layers)[:4], eagle_head("llama", three_layers)
     head = copy.deepcopy(trained)
+    norm = head.body.layers[0].post_attention_layernorm
+    eps = norm.variance_epsilon
     units = Units(0.1, torch.linspace(0.5, 4.0, 96) if three_layers else torch.tensor(2.5), 2.5)
     with torch.no_grad():
         before = foretell(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
@@ -122,7 +125,9 @@ def test_a_head_says_the_same_in_other_units(three_layers: bool) -> None:
         after = foretell(head, EMBEDDINGS, Batch.of(texts, head, units), UNROLL)
     for one, other in zip(before, after, strict=True):
         assert torch.allclose(one.made, other.made, atol=1e-4)
+    assert norm.variance_epsilon == pytest.approx(eps / 2.5**2)
     units.leave(head)
+    assert norm.variance_epsilon == pytest.approx(eps)
     for name, tensor in trained.state_dict().items():
         assert torch.allclose(tensor, head.state_dict()[name], rtol=1e-4)
 
@@ -135,8 +140,10 @@ def test_units_are_the_sizes_of_what_answers_are_made_from() -> None:
     units = Units.of(eagle_head("llama", True), EMBEDDINGS, texts)
     states = torch.cat([text.features[text.begin :] for text in texts])
     embedded = EMBEDDINGS(torch.cat([text.tokens[text.begin :] for text in texts])).detach()
-    assert units.embeddings == pytest.approx(float(embedded.square().mean().sqrt()))
-    assert units.states == pytest.approx(float(states[:, -32:].square().mean().sqrt()))
-    for place in range(3):
-        some = slice(32 * place, 32 * place + 32)
-        assert torch.allclose(units.read[some], states[:, some].square().mean().sqrt())
+    sizes = [embedded, states[:, -32:], *(states[:, place : place + 32] for place in (0, 32, 64))]
+    found = [units.embeddings, units.states, *units.read[::32].tolist()]
+    for some, unit in zip(sizes, found, strict=True):
+        size = float(some.square().mean().sqrt())
+        assert 2**-0.5 <= unit / size <= 2**0.5
+        assert math.frexp(unit)[0] == 0.5  # a power of two
+    assert torch.equal(units.read.view(3, 32), units.read[::32, None].expand(3, 32))

@@ -29,7 +29,7 @@ LINEAR = Makeup("linear")
 
 @pytest.fixture
 def shelf(tiny_target: Target, tmp_path: Path) -> Shelf:
-    return Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24), tmp_path, 0)
+    return Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), tmp_path, 0)
 
 
 def test_bridges_are_fitted_once(shelf: Shelf, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_bridges_are_fitted_once(shelf: Shelf, tiny_target: Target, monkeypatch:
     found = [shelf.bridge(mask, LINEAR) for mask in masks]
     assert any(found)
     monkeypatch.setattr("searches.bridging.Calibration", None)  # whoever fits again fails
-    again = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24), shelf._folder.parents[1], 0)
+    again = Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), shelf._folder.parents[1], 0)
     assert [again.bridge(mask, LINEAR) for mask in masks] == found
     for mask, folder in zip(masks, found, strict=True):
         if folder:
@@ -70,7 +70,7 @@ def test_bridges_that_memory_cannot_hold_are_left_out(
         assert shelf.aids(mask, LINEAR).bridges == 0
         assert shelf.bridge(SkipMask.parse("layers:2", tiny_target.layers), LINEAR) == ""
         assert "layers:2 is left out" in capsys.readouterr().out  # the states are there, so other masks are tried
-    again = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24), shelf._folder.parents[1], 0)
+    again = Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), shelf._folder.parents[1], 0)
     again.bridge(mask, LINEAR)
     assert list(shelf._folder.glob("*/head.json"))  # nothing of it was kept, so it is fitted where there is room
 

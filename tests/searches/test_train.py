@@ -51,7 +51,9 @@ def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path, la
     about = json.loads((tmp_path / "h" / "head.json").read_text())
     assert about["training"]["steps_done"] == 60
     assert about["training"]["positions"] >= 400
+    assert about["training"]["spared"] == []  # of so few texts
     assert about["shape"]["vocabulary"] == 64
+    weights = (tmp_path / "h" / "head.safetensors").read_bytes()
     target = load_target(str(model), dtype="float32", device="cpu")
     config = SpeculativeConfig.from_dict({"kind": kind, "head": str(tmp_path / "h"), "draft_length": 2})
     plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=24)
@@ -64,6 +66,7 @@ def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path, la
     again = launch("train", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "h" / "head.json").read_text())["training"] == about["training"]
+    assert (tmp_path / "h" / "head.safetensors").read_bytes() == weights
 
 
 def test_some_texts_are_spared_to_judge_by(model: Path, tmp_path: Path, launch: Launch) -> None:
@@ -211,6 +214,7 @@ def test_the_disk_must_hold_what_a_training_writes(
         ("learning_rate=2.0", "learning_rate"),
         ("learning_rate=-1", "learning_rate"),
         ("begin_like=nothing.jsonl", "begin_like"),
+        ("begin_like=5", "begin_like"),
         ("vocabulary=0", "vocabulary"),
         ("vocabulary=-5", "vocabulary"),
         ("vocabulary=x", "vocabulary"),

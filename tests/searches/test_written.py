@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from layerskip import PromptError, PromptSet, load_target
 from layerskip.own_texts import OwnText
 from layerskip.sampling import Sampling
 from searches.application import InputError
+from searches.turns import turn
 from searches.written import asked_texts, begun_like, write_texts
 from tests.drafters.heads import tiny
 from tests.tiny import save_tiny
@@ -55,13 +56,23 @@ def test_two_programs_write_the_same_texts_once(tmp_path: Path) -> None:
     assert len(file.read_text(encoding="utf-8").splitlines()) == len(alone)
 
 
+def test_who_needs_the_same_waits(tmp_path: Path) -> None:
+    texts = ask(tmp_path / "one", 30)
+    (made,) = (tmp_path / "one" / "texts").glob("*.jsonl")
+    with ThreadPoolExecutor(1) as other, turn(tmp_path / "two" / "texts" / made.name):
+        coming = other.submit(ask, tmp_path / "two", 30)
+        with pytest.raises(TimeoutError):
+            coming.result(timeout=1)
+    assert coming.result() == texts
+
+
 def test_texts_do_not_begin_like_what_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "served.jsonl"
     file.write_text('{"prompt": "What is served?"}\n{"messages": [{"role": "user", "content": "And measured?"}]}\n')
     assert begun_like("begin_like", None, PromptSet.of(["a"])) == []
     assert begun_like("begin_like", str(file), PromptSet.of(["a"])) == ["What is served?", "And measured?"]
     with pytest.raises(InputError, match="^begin_like: .* holds 1 of the prompts that are measured"):
-        begun_like("begin_like", str(file), PromptSet.of(["a", "And measured?"]))
+        begun_like("begin_like", str(file), PromptSet.of(["a", "And  measured?\n"]))
     with pytest.raises(PromptError, match="^begin_like: cannot read"):
         begun_like("begin_like", str(tmp_path / "nothing.jsonl"), PromptSet.of(["a"]))
 
