@@ -2,7 +2,7 @@
 
 Whoever wants to foretell a model needs much of what that model says. A chat model is let to write the user's turn first, as
 in Magpie (arXiv 2406.08464), section 2; any other begins with nothing. What it asks by itself is not what it is asked, so
-every other text begins as one of some given prompts does and goes on from there.
+every other text begins as one of some prompts does, where there are such, and goes on from there.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from layerskip.training import Batch, agreements, fit_linear, foretell, loss_of,
 from layerskip.units import NATURAL, Units
 
 from .application import InputError, check_flag, check_number, check_whole, run
-from .bridging import shape_of, train_bridges
+from .bridging import shape_of, shown, train_bridges
 from .learner import Learner, check_learning, room
 from .objective import check_seed
 from .tracking import Tracker
@@ -131,10 +131,9 @@ def _train_head(
     weights = head.weights() if isinstance(head, EagleHead) else dict(head.state_dict())
     save_head(folder, kind, head.shape.to_dict(), weights, target, training)
     tracker.log_file(folder / "head.json")
-    print(f"accepted on held-out prompts, token by token: {', '.join(f'{rate:.2f}' for rate in accepted)}")
+    print(f"accepted on held-out prompts, token by token: {shown(accepted)}")
     if spared:
-        shown = ", ".join(f"{rate:.2f}" for rate in spared)
-        print(f"on other texts like those that it learnt from: {shown}; begin_like makes those more like what is served")
+        print(f"on other texts like those that it learnt from: {shown(spared)}; begin_like makes them like what is served")
     print(f"wrote {folder}; decode with kind={kind} head={folder}")
     return folder
 

@@ -19,11 +19,9 @@ def turn(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
     try:
-        lock.acquire(blocking=False)
+        held = lock.acquire(blocking=False)
     except filelock.Timeout:
         print(f"waiting for another program, which writes {path}", flush=True)
-        lock.acquire()
-    try:
+        held = lock.acquire()
+    with held:
         yield
-    finally:
-        lock.release()

@@ -22,6 +22,7 @@ from layerskip.own_texts import OwnText
 from layerskip.passages import Passage
 from layerskip.prompts import PromptItem
 from layerskip.readout import choose_tokens
+from layerskip.rules import check_type
 
 from .application import InputError
 from .kept import Kept
@@ -86,13 +87,13 @@ def begun_like(field: str, path: str | None, measured: PromptSet) -> list[str]:
         measured: prompts that are searched or measured on, which drafts must not know from their training.
 
     Raises:
+        ConfigError: the path is no text.
         InputError: a prompt of the file is among those.
         PromptError: the file holds no prompts.
     """
     if path is None:
         return []
-    if not isinstance(path, str):
-        raise InputError(f"{field}: {path!r} is not the name of a file")
+    check_type(field, path, str)
     said = [item.messages()[-1]["content"] for item in PromptSet.load(path, field)]
     known = {" ".join(text.split()) for text in said} & {text for item in measured for text in _asked_in(item)}
     if known:
