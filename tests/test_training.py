@@ -132,6 +132,27 @@ def test_a_head_says_the_same_in_other_units(three_layers: bool) -> None:
         assert torch.allclose(tensor, head.state_dict()[name], rtol=1e-4)
 
 
+def test_units_leave_biases_of_attention_alone() -> None:
+    torch.manual_seed(0)
+    trained = EagleHead(replace(EagleShape.of(TARGET), attention_bias=True))
+    attention = trained.body.layers[0].self_attn
+    trained.load_state_dict(eagle_head("llama").state_dict(), strict=False)  # which has no biases there
+    with torch.no_grad():
+        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+            part.bias.normal_()
+    head, units = copy.deepcopy(trained), Units(0.1, torch.tensor(2.5), 2.5)
+    units.enter(head)
+    texts = thoughts("llama")[:4]
+    with torch.no_grad():
+        before = foretell(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
+        after = foretell(head, EMBEDDINGS, Batch.of(texts, head, units), UNROLL)
+        attention.v_proj.bias += 1
+        biased = foretell(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
+    for one, other, moved in zip(before, after, biased, strict=True):
+        assert torch.allclose(one.made, other.made, atol=1e-4)
+        assert not torch.allclose(one.made, moved.made, atol=1e-2)
+
+
 def test_units_are_the_sizes_of_what_answers_are_made_from() -> None:
     texts = [
         replace(text, features=text.features * torch.tensor([2.0, 3.0, 5.0, 7.0]).repeat_interleave(32))

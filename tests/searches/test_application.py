@@ -122,8 +122,6 @@ def test_a_benchmark_refuses_a_foreign_export(
     overrides = [
         "target=local",
         f"target.path={tiny_folder}",
-        "draft_mask=null",
-        "contenders.draft_model=null",
         f"config={export}",
         f"outputs={outputs}",
     ]

@@ -27,9 +27,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
         "measure.prompts=6",
         "measure.max_new_tokens=48",
         "draft_mask=layers:2-3",
-        "contenders.layer_skip.mask=layers:2-3",
         "+contenders.loose={kind:prompt_lookup,accept:{kind:threshold,threshold:0.0}}",
-        "peers.transformers_early_exit.exit_layer=2",
         f"config={folder / 'best.json'}",
         f"outputs={folder / 'outputs'}",
         cwd=folder,
@@ -50,6 +48,10 @@ def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  #
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
     assert results["transformers_assistant"]["draft_share"] == 0  # nobody asked it
+
+
+def test_a_self_draft_leaves_out_the_second_half_of_any_model(record: dict) -> None:  # type: ignore[type-arg]
+    assert record["record"]["configs"]["layer_skip"]["mask"] == "layers:2-3"  # of four
 
 
 def test_what_changes_the_output_says_so_in_record_tables_and_mlflow(record: dict) -> None:  # type: ignore[type-arg]

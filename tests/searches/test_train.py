@@ -153,6 +153,10 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     steps = sorted(metric.step for metric in logged)
     assert len(steps) == len(set(steps))  # nothing was done again
     assert set(range(1, 61)) - {before} <= set(steps)
+    assert launch("train", *overrides, f"outputs={tmp_path}", f"head={tmp_path / 'h'}", cwd=tmp_path).returncode == 0
+    whole = load_file(tmp_path / "h" / "head.safetensors")
+    for name, tensor in load_file(tmp_path / "killed" / "h" / "head.safetensors").items():
+        assert torch.allclose(tensor, whole[name], rtol=1e-4, atol=1e-6), name
     other = launch("train", *killed, "learning_rate=0.5", cwd=tmp_path)
     assert other.returncode == 2
     assert "error: head: " in other.stderr
