@@ -10,6 +10,7 @@ none does, plain decoding wins.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from layerskip.measurement import CONFIDENCE, Sample
 
 from .bench import BASELINE, Bench
 from .kept import Kept
-from .objective import MeasureSettings
+from .objective import MeasureSettings, moved
 from .standings import Standing, is_lossless, ranking
 
 LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
@@ -83,11 +84,19 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Finals:
-    """The finalists, fastest first, plain decoding's own figures, and the seconds that measuring took."""
+    """What held-out prompts say.
+
+    Args:
+        finalists: the fastest first.
+        baseline: plain decoding's own figures.
+        seconds: that measuring took.
+        drifted: on how many prompts plain decoding's pace was off its median by more than ``measure.drift``.
+    """
 
     finalists: tuple[Finalist, ...]
     baseline: dict[str, Any]
     seconds: float
+    drifted: int = 0
 
     @property
     def winner(self) -> Finalist:
@@ -150,7 +159,9 @@ def measure_finals(
     ]
     finalists.sort(key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"]))
     seconds = sum(sample.prefill_seconds + sample.decode_seconds for row in rows for sample in row.values())
-    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds)
+    usual = statistics.median(row[BASELINE].tokens_per_second for row in rows)
+    drifted = sum(moved(row[BASELINE], usual, settings.drift) for row in rows)
+    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds, drifted)
 
 
 def _order(finalist: Finalist) -> tuple[bool, float]:

@@ -224,16 +224,12 @@ class Objective:
         """The row, or another measurement of its prompt where the machine's pace was not its usual one."""
         prompt_id = row[BASELINE].prompt_id
         known = self._known_pace(trial.study, prompt_id)
-        if len(known) >= _LEAST_PACES and not self._is_steady(row, known):
+        if len(known) >= _LEAST_PACES and moved(row[BASELINE], statistics.median(known), self.settings.drift):
             trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
             again = PromptSet(tuple(item for item in prompts if item.id == prompt_id))
             (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, seed)
         known.append(row[BASELINE].tokens_per_second)
         return row
-
-    def _is_steady(self, row: dict[str, Sample], known: list[float]) -> bool:
-        pace, usual = row[BASELINE].tokens_per_second, statistics.median(known)
-        return not pace or not usual or max(pace / usual, usual / pace) <= 1 + self.settings.drift
 
     def _known_pace(self, study: optuna.Study, prompt_id: str) -> list[float]:
         """Plain decoding's tokens per second on a prompt, in this study so far."""
@@ -267,6 +263,12 @@ class Objective:
         # Last, because a constraint is first-write-wins.
         trial.set_constraint("out_of_memory", float(reason == "out of memory"))
         trial.set_constraint("output_changed", float(changed))
+
+
+def moved(plain: Sample, usual: float, drift: float) -> bool:
+    """Whether plain decoding's pace on a prompt is off the usual one by more than a share; an empty output has none."""
+    pace = plain.tokens_per_second
+    return bool(pace and usual) and max(pace / usual, usual / pace) > 1 + drift
 
 
 def check_seed(seed: object) -> None:

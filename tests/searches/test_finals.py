@@ -61,6 +61,19 @@ def test_who_was_trained_since_takes_part_as_well() -> None:
     assert {finalist.config for finalist in finals.finalists} == {closed, trained}
 
 
+def test_the_report_says_on_how_many_prompts_the_machine_moved() -> None:
+    fast = _lookup(4)
+    bench = Known({fast: 1.5})
+    study = run_known(bench, fast)
+    still = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
+    assert "pace moved" not in report.summary(study, still)
+    first = bench.calls
+    bench.drift = lambda call: {first + 3: 1.5, first + 5: 0.5, first + 7: 1.2}.get(call, 1.0)
+    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
+    assert finals.drifted == 2
+    assert "moved on 2 held-out prompts" in report.summary(study, finals)
+
+
 def test_the_report_says_what_the_winner_is_worth_and_what_it_cost() -> None:
     fast = _lookup(4)
     bench = Known({fast: 1.5})
