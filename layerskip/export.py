@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from .attachments import attach, locate
 from .config import ConfigError, SpeculativeConfig
 from .files import write_json
@@ -130,9 +132,12 @@ class Export:
             if self.target[name] != value:
                 raise ExportError(f"target.{name}: the export is for {self.target[name]}, this model has {value}")
 
-    def custom_generate(self) -> Callable[..., Any]:
+    def custom_generate(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[..., Any]:
         """The decoding method for ``model.generate(**inputs, custom_generate=export.custom_generate())``.
 
         It refuses a model that the export is not for.
+
+        Args:
+            tokenizer: the model's; needed where it drafts with a model of another one.
         """
-        return custom_generate(self.config, self.check)
+        return custom_generate(self.config, self.check, tokenizer)

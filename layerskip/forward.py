@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
 
 def forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:
@@ -38,6 +38,11 @@ def forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions
     output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **limit)
     logits: Tensor = output.logits
     return logits[0, -last:]
+
+
+def readable(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Tokens ``[n]`` as a draft model can read them: a tokenizer may know more than a model has embeddings for."""
+    return tokens.clamp_max(model.get_input_embeddings().weight.size(0) - 1)  # type: ignore[operator]
 
 
 @functools.cache

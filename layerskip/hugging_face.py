@@ -13,6 +13,7 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -43,7 +44,9 @@ _UNDERSTOOD = ("attention_mask", "past_key_values", "position_ids", "use_cache",
 
 
 def custom_generate(
-    config: SpeculativeConfig, check: Callable[[Target], None] | None = None
+    config: SpeculativeConfig,
+    check: Callable[[Target], None] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
     """A decoding method for ``model.generate(**inputs, custom_generate=...)``.
 
@@ -55,6 +58,7 @@ def custom_generate(
     Args:
         config: how to decode.
         check: raises where a model is not the one that the configuration is for.
+        tokenizer: the target's, which drafts of another one ask for; generate keeps its own from methods like this one.
 
     Returns:
         The method. It raises ValueError, naming what it is, for what speculative decoding here does not do: batches,
@@ -72,7 +76,7 @@ def custom_generate(
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         _refuse(input_ids, generation_config, model_kwargs)
-        target = Target(model)
+        target = Target(model, tokenizer)
         if model not in known:
             if check is not None:
                 check(target)

@@ -58,10 +58,16 @@ class Decoder:
     def __init__(self, target: Target, drafter: Drafter, accept: AcceptRule = EXACT) -> None:
         self.target, self.drafter, self.accept = target, Clocked(drafter, target.device), accept
 
+    @property
+    def learns(self) -> bool:
+        """Whether what the drafter learns from a prompt helps it, or not, with the next ones."""
+        return isinstance(self.drafter.drafter, Learner)
+
     def forget(self) -> None:
         """Let the drafter forget what it has learnt from earlier prompts."""
-        if isinstance(self.drafter.drafter, Learner):
-            self.drafter.drafter.forget()
+        drafter = self.drafter.drafter
+        if isinstance(drafter, Learner):
+            drafter.forget()
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
@@ -123,6 +129,7 @@ def interleave(
     task: Task,
     repeats: int = 1,
     without: Collection[str] = (),
+    before: PromptSet | None = None,
 ) -> Iterator[dict[str, Sample]]:
     """Let contenders decode the same prompts; the first one's outputs are what the others' must equal.
 
@@ -135,6 +142,7 @@ def interleave(
         task: what each is asked; the seed also fixes their order.
         repeats: how often every prompt is decoded.
         without: those that decode no more, never the first one; it may grow from prompt to prompt.
+        before: prompts that whoever learns decodes first, unmeasured, where a comparison goes on.
 
     Yields:
         One sample per contender, of the same prompt.
@@ -146,6 +154,8 @@ def interleave(
         for contender in contenders.values():
             if isinstance(contender, Learner):
                 contender.forget()
+        if before is not None:
+            _let_learn(target, before, contenders, task)
         for index, item in enumerate(prompts):
             left = {name: contender for name, contender in contenders.items() if name not in without}
             names = list(left)
@@ -154,6 +164,14 @@ def interleave(
             yield _one_prompt(target, item, left, names, asked, checks)
             if checks is not None:
                 checks = dict.fromkeys(checks, Losslessness(0))  # one comparison counts once
+
+
+def _let_learn(target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task) -> None:
+    """Decode prompts with those who learn from them."""
+    learners = {name: found for name, found in contenders.items() if isinstance(found, Decoder) and found.learns}
+    for index, item in enumerate(prompts if learners else ()):
+        asked = Task(task.sampling, task.max_new_tokens, task.seed + index)
+        _one_prompt(target, item, learners, list(learners), asked, dict.fromkeys(learners, Losslessness(0)))
 
 
 def _warm_up(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .config import ConfigError
 from .heads import load_head
+from .rules import check_integer
 from .target import Target
 
 KIND = "medusa"
@@ -29,12 +30,23 @@ class MedusaShape:
         heads: how many there are; head i foretells the token i + 2 places behind the hidden state's own.
         modules: the target's sub-module that they read.
         vocabulary: how many of the target's tokens are drafted from; None for all of them.
+
+    Raises:
+        ConfigError: no heads can be made from it.
     """
 
     hidden: int
     heads: int
     modules: tuple[str, ...]
     vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "heads"):
+            check_integer(name, getattr(self, name), 1)
+        if len(self.modules) != 1 or not isinstance(self.modules[0], str):
+            raise ConfigError("modules: are not the name of what they read")
+        if self.vocabulary is not None:
+            check_integer("vocabulary", self.vocabulary, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -78,11 +90,14 @@ def load_medusa(folder: str | Path, target: Target) -> MedusaHeads:
     """
     fields, weights = load_head(folder, KIND, target)
     try:
-        heads = MedusaHeads(MedusaShape.from_dict(fields), weights.pop("tokens", None))
+        shape = MedusaShape.from_dict(fields)
+        heads = MedusaHeads(shape, weights.pop("tokens", None))
         heads.load_state_dict(weights, strict=False)
         found = {name for name in heads.state_dict() if name != "tokens"}
-    except (TypeError, KeyError, RuntimeError) as error:
+    except (ConfigError, TypeError, KeyError, RuntimeError) as error:
         raise ConfigError(f"head: {folder} is damaged: {' '.join(str(error).split())[:200]}") from error
+    if unread := set(shape.modules) - {name for name, _ in target.model.named_modules()}:
+        raise ConfigError(f"head: {folder} is damaged: {target.name} has no {min(unread)} that it could read")
     if found != set(weights):
         raise ConfigError(f"head: {folder} is damaged: {', '.join(sorted(found ^ set(weights))[:3])}")
     return heads.to(target.device, target.model.dtype).eval()

@@ -36,6 +36,7 @@ class Bench(Protocol):
         repeats: int,
         seed: int,
         without: Collection[str] = (),
+        before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
         """Measure configurations and plain decoding, interleaved.
 
@@ -45,6 +46,7 @@ class Bench(Protocol):
             repeats: how often every prompt is decoded.
             seed: of orders and draws.
             without: configurations that are measured no more; it may grow from prompt to prompt.
+            before: prompts that whoever learns from one for the next decodes first, unmeasured.
 
         Yields:
             After every prompt one sample per name, ``baseline`` among them.
@@ -83,9 +85,10 @@ class ModelBench:
         repeats: int,
         seed: int,
         without: Collection[str] = (),
+        before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
         """Decode with each, in an order drawn anew for every prompt; raises as :func:`build_drafter`."""
         entries = {BASELINE: SpeculativeConfig(), **configs}
         contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
         task = Task(self.sampling, self.max_new_tokens, seed)
-        return interleave(self.target, prompts, contenders, task, repeats, without)
+        return interleave(self.target, prompts, contenders, task, repeats, without, before)

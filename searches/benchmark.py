@@ -152,12 +152,14 @@ def _check_datastores(owner: str, config: SpeculativeConfig, target: Target, pro
 
 
 def _present(group: DictConfig) -> dict[str, Any]:
-    """Those that are not left out, with null or for want of a draft model or a head."""
-    return {
-        str(name): fields
-        for name, fields in group.items()
-        if fields is not None and all(fields.get(name, "") is not None for name in ("draft", "head"))
-    }
+    """Those that are not left out, with null or, said in a line, for want of a draft model or a head."""
+    found = {str(name): fields for name, fields in group.items() if fields is not None}
+    for name in list(found):
+        wanting = [part for part in ("draft", "head") if found[name].get(part, "") is None]
+        if wanting:
+            print(f"{name}: left out, for want of a {wanting[0]}")
+            del found[name]
+    return found
 
 
 def _ensure_draft(config: DictConfig, target: Target) -> None:

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from layerskip import ConfigError, MaskError, Sampling, SkipMask, Target
+from layerskip import ConfigError, MaskError, Sampling, SkipMask, Target, UnsupportedModel
 from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration, Fit
 from layerskip.bridge_training import BridgeTraining
@@ -87,13 +87,14 @@ def train_bridges(
         learnt: what tells this training from others.
         tracker: for losses and rates.
     """
-    shape = shape_of(config, target)
+    shape, asked = shape_of(config, target), digest(learnt)
     passages = passages_of(texts)
     if not passages:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leave no text of two tokens to learn from")
     scanner = Scanner(target, [p for p in judges if p.starts > 0], Sampling(), int(config.unroll))
     if not any(passage.limit(0) > 0 for passage in scanner.passages):
         raise InputError(f"held_out_tokens: {config.held_out_tokens} leave nothing to draft")
+    scanner.check()  # bridges learn in such rows, too
     empty = _judged(scanner, shape, None, tokens)
     print(f"{shape.mask}, empty: accepted on held-out prompts, token by token: {shown(empty)}", flush=True)
     neighbour = None if config.warm_start is None else load_bridges(str(config.warm_start), target)
@@ -109,6 +110,7 @@ def train_bridges(
     learner = BridgeLearner(
         config, shape, target, passages, scanner, tokens, file, digest(learnt), calibration, memory, neighbour
     )
+    learner.asked = asked
     if learner.fit is not None:
         fit = learner.fit
         print(f"closed form, {fit.rows} positions in {fit.seconds:.1f} s: {shown(learner.judge())}", flush=True)
@@ -134,6 +136,8 @@ def calibrate(target: Target, passages: list[Passage], most_bytes: int, field: s
     """What bridges are fitted to, within a budget that a field of a configuration sets."""
     try:
         return Calibration(target, passages, most_bytes, memory=memory)
+    except UnsupportedModel:
+        raise
     except ValueError as error:
         raise InputError(f"{field}: {str(error).removeprefix('most_bytes: ')}") from None
 

@@ -1,11 +1,11 @@
 """Does a claimed speedup hold? What an export says of itself against a new measurement: confirmed, weaker or refuted.
 
 A configuration that drafts claims to change no output, to be faster than plain decoding, and to be as fast as its evidence
-says, if it has any. All three have to hold for ``confirmed``. ``refuted`` is kept for what no noise explains: an output that
-changed, an interval wholly below plain decoding, a claim further out of the interval's reach than machines differ from day
-to day, evidence that contradicts itself. In between lies ``weaker``; an interval that still has 1 inside when the budget
-ends is there too, since it speaks neither for nor against the claim. So is a claim out of reach that is of other prompts, as
-kinds of work differ further than machines do.
+says, if it has any, but for what machines differ from day to day. All three have to hold for ``confirmed``. ``refuted`` is
+kept for what no noise explains: an output that changed, an interval wholly below plain decoding, a claim further out of the
+interval's reach than machines differ, evidence that contradicts itself. In between lies ``weaker``; an interval that still
+has 1 inside when the budget ends is there too, since it speaks neither for nor against the claim. So is a claim out of reach
+that is of other prompts, as kinds of work differ further than machines do.
 
 A lossy configuration does not claim to keep the output, so it is ``weaker`` at best, whatever its output was here. A changed
 one refutes it only where its evidence says that on these prompts it was kept.

@@ -2,7 +2,7 @@
 
 ``python -m searches.compare`` lets each strategy of :mod:`searches.strategies` search on the same target, seed by seed, then
 measures what they claimed, when they claimed it, on held-out prompts side by side, and draws best held-out speedup against
-seconds spent. Finished searches and measured prompts are kept; the same command goes on.
+seconds spent. Finished searches are kept, and what was measured of their claims, four at a time; the same command goes on.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _search(
             raise InputError("target: it cannot be scanned; leave swift and ours out of strategies")
         return found
 
-    race = Race(bench, prompts, target.layers, float(config.seconds), seed, space, oracle)
+    race = Race(bench, prompts, target.layers, float(config.seconds), seed, space, oracle, proposals=scanning.proposals)
     try:
         STRATEGIES[name](race)
     except TimeUp:
@@ -186,8 +186,9 @@ def table(record: Mapping[str, Any]) -> str:
     lines = ["| strategy | seed | measured | final held-out speedup | ours reached it in |", "|---|---|---|---|---|"]
     shares = {(row["strategy"], row["seed"]): row["share_of_its_seconds"] for row in record["verdict"]}
     for search in record["searches"]:
-        share = shares.get((search["strategy"], search["seed"]), 0.0)
-        said = "" if search["strategy"] == _OURS else "never" if share is None else f"{share:.1%} of its seconds"
+        own = search["strategy"], search["seed"]
+        share = shares.get(own)
+        said = "" if own not in shares else "never" if share is None else f"{share:.1%} of its seconds"
         final = f"{search['curve'][-1]['held_out_speedup']:.3f}" if search["curve"] else "nothing claimed"
         lines.append(f"| {search['strategy']} | {search['seed']} | {search['measured']} | {final} | {said} |")
     where, target = record["environment"], record["target"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import optuna
-
 from layerskip import Target, TargetError, load_target
 
 
@@ -18,11 +16,3 @@ def load_local(path: str, dtype: str = "auto", device: str = "auto", trust_remot
     if not os.path.isdir(path) and not os.path.isfile(path):
         raise TargetError(f"target.path: there is no folder or file {path}")
     return load_target(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-
-
-def gp_sampler(n_startup_trials: int, seed: int) -> optuna.samplers.GPSampler:
-    """Optuna's Gaussian process, with TPE for the parameters that only some trials have."""
-    rest = optuna.samplers.TPESampler(seed=seed, n_startup_trials=n_startup_trials, multivariate=True, group=True)
-    return optuna.samplers.GPSampler(
-        seed=seed, independent_sampler=rest, n_startup_trials=n_startup_trials, warn_independent_sampling=False
-    )

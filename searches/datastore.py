@@ -20,7 +20,8 @@ from layerskip import PromptSet, Target
 from layerskip.datastore import Datastore
 from layerskip.passages import continue_prompts
 
-from .application import InputError, run
+from .application import InputError, check_flag, check_whole, run
+from .objective import check_seed
 
 _TEXTS = (".txt", ".md", ".jsonl")
 _SHOWN = 5  # continuations of a phrase
@@ -29,6 +30,12 @@ _LENGTH = 8  # tokens of each
 
 def datastore(config: DictConfig) -> Datastore:
     """Build or inspect a datastore; see ``conf/datastore.yaml``."""
+    check_whole("max_new_tokens", config.max_new_tokens)
+    check_seed(config.seed)
+    check_flag("own", config.own)
+    for name in ("corpus", "output", "inspect"):
+        if config[name] is not None and not isinstance(config[name], str):
+            raise InputError(f"{name}: {config[name]!r} is not a path")
     target: Target = instantiate(config.target)
     found = Datastore.load(config.inspect, target) if config.inspect is not None else _build(config, target)
     print(describe(found))
@@ -139,6 +146,8 @@ def followers(found: Datastore, phrase: str, target: Target) -> str:
     readings = {tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (phrase, f" {phrase}")}
     if () in readings:
         raise InputError("ngram: has no tokens")
+    # Where the space is a token of its own, one reading ends with the other and would count the same places again.
+    readings -= {one for one in readings for other in readings if one != other and one[-len(other) :] == other}
     times = sum(len(found.places(ngram)) for ngram in readings)
     counts = Counter(tuple(part) for ngram in readings for part in found.continuations(ngram, _LENGTH, 10_000))
     lines = [f"{phrase!r} occurs {times} times", "", "| followed by | times |", "|---|---|"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from scipy.stats import theilslopes
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
 from layerskip.files import digest
@@ -25,7 +26,7 @@ from layerskip.measurement import CONFIDENCE, Sample
 from .bench import BASELINE, Bench
 from .kept import Kept
 from .objective import MeasureSettings, moved
-from .standings import Standing, is_lossless, ranking
+from .standings import Standing, contenders, is_lossless
 
 LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
 _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
@@ -90,7 +91,7 @@ class Finals:
         finalists: the fastest first.
         baseline: plain decoding's own figures.
         seconds: that measuring took.
-        drifted: on how many prompts plain decoding's pace was off its median by more than ``measure.drift``.
+        drifted: on how many prompts plain decoding's pace was off what is usual by more than ``measure.drift``.
     """
 
     finalists: tuple[Finalist, ...]
@@ -126,7 +127,7 @@ def measure_finals(
         on_prompt: called for every prompt, kept or measured.
         also: further finalists, with what the search knew of those that they were made of.
     """
-    chosen = {str(i): standing for i, standing in enumerate([*ranking(study)[: settings.finalists], *also])}
+    chosen = {str(i): standing for i, standing in enumerate([*contenders(study, settings.finalists), *also])}
     configs = {name: standing.config for name, standing in chosen.items()}
     asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed]
     kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")
@@ -159,9 +160,22 @@ def measure_finals(
     ]
     finalists.sort(key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"]))
     seconds = sum(sample.prefill_seconds + sample.decode_seconds for row in rows for sample in row.values())
-    usual = statistics.median(row[BASELINE].tokens_per_second for row in rows)
-    drifted = sum(moved(row[BASELINE], usual, settings.drift) for row in rows)
-    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds, drifted)
+    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds, _drifted(rows, settings.drift))
+
+
+def _drifted(rows: Sequence[Row], drift: float) -> int:
+    """On how many prompts plain decoding's pace was not what others' lead to expect.
+
+    It is slower behind long prompts, and how long one is shows in its prefill.
+    """
+    plain = [row[BASELINE] for row in rows if row[BASELINE].tokens_per_second]
+    lengths, paces = [sample.prefill_seconds for sample in plain], [1 / sample.tokens_per_second for sample in plain]
+    if len(set(lengths)) > 1:
+        slope, level, *_ = theilslopes(paces, lengths)
+    else:
+        slope, level = 0.0, statistics.median(paces or [1.0])
+    expected = [level + slope * length for length in lengths]
+    return sum(moved(sample, 1 / pace, drift) for sample, pace in zip(plain, expected, strict=True) if pace > 0)
 
 
 def _order(finalist: Finalist) -> tuple[bool, float]:
@@ -177,9 +191,12 @@ def _rows(
     seed: int,
     kept: Kept,
 ) -> Iterator[Row]:
-    """Rows of prompts, in order, of all that are not gone by then; only what is not kept is measured."""
-    missing = PromptSet(tuple(item for item in prompts if f"{repeat} {item.id}" not in kept))
-    measured = bench.compare(configs, missing, 1, seed, gone) if len(missing) else iter(())
+    """Rows of prompts, in order, of all that are not gone by then; only what is not kept is measured, and whoever learns has
+    learnt from the others by then."""
+    known, missing = (
+        PromptSet(tuple(item for item in prompts if (f"{repeat} {item.id}" in kept) is there)) for there in (True, False)
+    )
+    measured = bench.compare(configs, missing, 1, seed, gone, known) if len(missing) else iter(())
     for item in prompts:
         name = f"{repeat} {item.id}"
         if name not in kept:

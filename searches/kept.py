@@ -34,9 +34,9 @@ class Kept:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, name: str, value: Any) -> None:
-        """Keep a value under a new name."""
-        if self._path is not None:
+    def add(self, name: str, value: Any, lasting: bool = True) -> None:
+        """Keep a value under a new name; one that is not lasting for the time of this process alone."""
+        if self._path is not None and lasting:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([name, value]) + "\n")

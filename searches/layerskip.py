@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import time
 from pathlib import Path
 
 import optuna
@@ -20,6 +19,7 @@ from tqdm import tqdm
 from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.attachments import attached
 from layerskip.environment import environment
+from layerskip.memory import out_of_memory, release
 
 from . import report
 from .application import InputError, run
@@ -27,20 +27,20 @@ from .bench import ModelBench
 from .finals import Finals, measure_finals
 from .foresight import foresee
 from .interrupt import is_interrupt
+from .makeup import makeups
 from .objective import Objective
 from .plan import Plan, default_name, describe
 from .prior import Prior
 from .proposals import propose_all
 from .scan_oracle import ScanOracle
-from .shelf import makeups
 from .stability import SeedStability, across_seeds
-from .standings import Standing, incumbent, ranking
+from .standings import Standing, contenders, incumbent, ranking
 from .starts import starting_points
 from .study import (
     SETTINGS,
-    add_foresight,
     as_before,
     finished,
+    foreseeing,
     locked,
     open_database,
     open_journal,
@@ -97,11 +97,10 @@ def _composed(config: DictConfig) -> str:
 def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> Finals:
     tune, held_out = plan.prompts.split()
     measuring, settings = plan.measuring, plan.settings
-    start = time.monotonic()
-    oracle = _foresee(plan, tune, folder)
-    bridged = _bridged(oracle, plan)
-    proposed = _propose(oracle, bridged, plan)
-    add_foresight(study, time.monotonic() - start)
+    with foreseeing(study):
+        oracle = _foresee(plan, tune, folder)
+        bridged = _bridged(oracle, plan)
+        proposed = _propose(oracle, bridged, plan)
     prepare(study)
     for trial in finished(study):
         tracker.record(trial)
@@ -124,9 +123,8 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
                 print(report.summary(study, None))
             raise
     final_prompts = held_out.take(measuring.held_out_prompts)
-    start = time.monotonic()
-    trained = _train_finalists(plan, study)
-    add_foresight(study, time.monotonic() - start)
+    with foreseeing(study):
+        trained = _train_finalists(plan, study)
     rounds = len(final_prompts) * measuring.held_out_repeats
     with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:
         finals = measure_finals(study, bench, final_prompts, measuring, plan.seed, folder, bar.update, trained)
@@ -138,8 +136,22 @@ def _train_finalists(plan: Plan, study: optuna.Study) -> list[Standing]:
     """The finalists that are bridged once more, with trained bridges."""
     if plan.space.shelf is None or not plan.space.shelf.trains:
         return []
-    leading = [standing for standing in ranking(study)[: plan.measuring.finalists] if standing.config.bridge]
-    return [dataclasses.replace(standing, config=plan.space.shelf.trained(standing.config)) for standing in leading]
+    found = []
+    for standing in contenders(study, plan.measuring.finalists):
+        if standing.config.bridge:
+            reason = ""
+            try:
+                found.append(dataclasses.replace(standing, config=plan.space.shelf.trained(standing.config)))
+            except InputError as error:  # what was searched for so long shall be measured all the same
+                reason = str(error)
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                reason = "out of memory"
+            if reason:
+                release()
+                print(f"bridging: bridges of {standing.config.label()} stay as they were fitted: {reason}")
+    return found
 
 
 def _foresee(plan: Plan, tune: PromptSet, folder: Path) -> ScanOracle | None:

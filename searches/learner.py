@@ -39,6 +39,18 @@ def check_learning(config: DictConfig) -> None:
     check_number("save_seconds", config.save_seconds)
 
 
+def refuse_another(folder: Path, asked: str) -> None:
+    """Refuse a folder where another training is known to be kept; of one whose first seconds were interrupted nobody knows.
+
+    Raises:
+        InputError: there is one.
+    """
+    file = folder / "training.pt"
+    found = torch.load(file, weights_only=True, mmap=True, map_location="cpu").get("asked") if file.exists() else None
+    if found and found != asked:
+        raise InputError(f"head: {folder} holds another training; name another folder")
+
+
 def room(module: nn.Module) -> int:
     """Bytes on the disk that a module's training takes: its state, twice while it is being kept, and what comes of it."""
     numbers = sum(parameter.numel() for parameter in module.parameters())
@@ -57,6 +69,8 @@ class Learner(ABC):
         identity: of the training; the file of another is refused.
     """
 
+    asked = ""  # what its configuration asks for, for who would rather know before texts are written; "" where nobody says
+
     def __init__(self, config: DictConfig, module: nn.Module, texts: int, file: Path, identity: str) -> None:
         self.config, self.module, self.texts, self.file, self.identity = config, module, texts, file, identity
         self.device = next(module.parameters()).device
@@ -74,6 +88,7 @@ class Learner(ABC):
             start = time.monotonic()
             self.begin()
             self.seconds = self._begun = time.monotonic() - start
+            self.save()  # reading and a closed form take minutes
 
     @abstractmethod
     def begin(self) -> None:
@@ -134,7 +149,8 @@ class Learner(ABC):
     def save(self) -> None:
         """Keep everything, whole or not at all."""
         state: dict[str, Any] = {"head": self.module.state_dict(), "optimiser": self.optimiser.state_dict()}
-        state |= {"step": self.step, "seconds": self.seconds, "begun": self._begun, "identity": self.identity}
+        state |= {"step": self.step, "seconds": self.seconds, "begun": self._begun}
+        state |= {"identity": self.identity, "asked": self.asked}
         with whole(self.file) as partial:
             torch.save(state, partial)
 

@@ -154,7 +154,7 @@ def run(layers: int, first: int, length: int) -> SkipMask:
 def _ask_runs(search: MaskSearch) -> None:
     """Contiguous runs of whole layers: every other start with ever doubled lengths, then the best with their ends moved.
 
-    A long run may pay where none of its parts does, so no run is left out for what shorter ones are worth. Far apart starts
+    A long run may pay where none of its parts does, so none is left out for what shorter ones are worth. Far apart starts
     come first, so that a budget which does not reach for all has looked everywhere.
     """
     begin, end = search.skippable[0], search.skippable[-1] + 1

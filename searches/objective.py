@@ -55,7 +55,9 @@ class MeasureSettings:
             this share.
         held_out_prompts: held-out prompts of the finals; None takes all.
         held_out_repeats: how often the finals decode each of them at most.
-        finalists: distinct configurations that are measured again on held-out prompts.
+        finalists: distinct configurations that are measured again on held-out prompts, beside the best of other makes.
+        warming: other tune prompts that who learns from prompt to prompt decodes before each trial, unmeasured, as it would
+            have decoded some in use.
     """
 
     max_new_tokens: int = 48
@@ -67,13 +69,14 @@ class MeasureSettings:
     held_out_prompts: int | None = None
     held_out_repeats: int = 1
     finalists: int = 5
+    warming: int = 6
 
     def __post_init__(self) -> None:
         check_number("measure.drift", self.drift)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "drift" and (value is not None or not field.name.endswith("prompts")):
-                check_whole(f"measure.{field.name}", value, 0 if field.name == "survivor_repeats" else 1)
+                check_whole(f"measure.{field.name}", value, 0 if field.name in ("survivor_repeats", "warming") else 1)
 
 
 class Objective:
@@ -104,6 +107,9 @@ class Objective:
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
         self._pace: dict[str, list[float]] = {}
         self._first_ids = frozenset(item.id for item in prompts.take(settings.prompts))
+        measured = self._first_ids.union(item.id for item in prompts.take(settings.survivor_prompts))
+        others = [item for item in prompts.take(None) if item.id not in measured]
+        self._warming = PromptSet(tuple(others[: settings.warming]))
 
     def __call__(self, trial: optuna.Trial) -> float:
         """Measure, report prompt by prompt, and return the speedup.
@@ -170,16 +176,17 @@ class Objective:
         more = [item for item in self.prompts.take(settings.survivor_prompts) if item.id not in self._first_ids]
         if config.kind == "none":
             more = []  # plain decoding is measured beside every other trial
-        prompts = PromptSet((*first, *more))
+        prompts = every = PromptSet((*first, *more))
         for repeat in range(settings.repeats + settings.survivor_repeats):
             if repeat >= settings.repeats and not (len(prompts) > few and self._is_level(trial.study, config, rows)):
                 break
             seed = self.seed + trial.number + len(rows)
             # One comparison for all, as some drafters learn from prompt to prompt.
-            for number, row in enumerate(self.bench.compare({_CANDIDATE: config}, prompts, 1, seed), 1):
+            for number, row in enumerate(self.bench.compare({_CANDIDATE: config}, prompts, 1, seed, (), self._warming), 1):
                 rows.append(self._steady(trial, config, prompts, row, seed + len(rows)))
                 self.on_prompt()
-                trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), len(rows) - 1)
+                # One step for each prompt of each repeat: the pruner compares what trials reported at the same one.
+                trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), repeat * len(every) + number - 1)
                 if repeat == 0 and number == few:
                     if more and not self._is_level(trial.study, config, rows):
                         prompts = first
@@ -212,7 +219,7 @@ class Objective:
             return False
         led = []
         for row in rows:
-            own, plain = leader.seconds.get(row[BASELINE].prompt_id, (0.0, 0.0))
+            own, plain, _ = leader.seconds.get(row[BASELINE].prompt_id, (0.0, 0.0, 0))
             if own and plain:
                 seconds = row[BASELINE].decode_seconds * own / plain  # at the machine's pace of now
                 led.append(row | {BASELINE: dataclasses.replace(row[BASELINE], decode_seconds=seconds)})
@@ -221,13 +228,17 @@ class Objective:
     def _steady(
         self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, row: dict[str, Sample], seed: int
     ) -> dict[str, Sample]:
-        """The row, or another measurement of its prompt where the machine's pace was not its usual one."""
+        """The row, or another measurement of its prompt where the machine's pace was not its usual one.
+
+        Who learns from prompt to prompt knows as much at the second one as at the first.
+        """
         prompt_id = row[BASELINE].prompt_id
         known = self._known_pace(trial.study, prompt_id)
         if len(known) >= _LEAST_PACES and moved(row[BASELINE], statistics.median(known), self.settings.drift):
             trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
-            again = PromptSet(tuple(item for item in prompts if item.id == prompt_id))
-            (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, seed)
+            place = [item.id for item in prompts].index(prompt_id)
+            earlier, again = PromptSet((*self._warming, *prompts.items[:place])), PromptSet((prompts.items[place],))
+            (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, seed, (), earlier)
         known.append(row[BASELINE].tokens_per_second)
         return row
 

@@ -98,8 +98,8 @@ def _measured(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def search_seconds(study: optuna.Study, finals: Finals) -> float:
-    """What the search took, foretelling before it and measuring its finalists included."""
-    trials = sum(trial.user_attrs.get("seconds", 0.0) for trial in finished(study))
+    """What the search took, foretelling before it, interrupted trials and measuring its finalists included."""
+    trials = sum(trial.user_attrs.get("seconds", 0.0) for trial in study.get_trials(deepcopy=False))
     return float(study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + trials + finals.seconds)
 
 

@@ -23,8 +23,9 @@ from layerskip.replay import Branching, Counts, count, replay_lookup
 from layerskip.scan import Scan, Scanner
 
 from .kept import Kept
+from .makeup import Makeup
 from .oracle import Choice, Choices, Prediction
-from .shelf import Makeup, Shelf
+from .shelf import Shelf
 from .stability import Stability, stability
 
 _ROWS = 256  # of a pass that is worth sharing
@@ -94,7 +95,7 @@ class ScanOracle:
         """One pass over the screen's positions for each mask that was not asked about before."""
         for some in self._portions(self._new(masks, self._agreements)):
             for scan in self._screen.scan(some, depth=1, bridges=self._bridges(some), tokens=self._tokens):
-                self._agreements.add(scan.mask.format(), scan.agreement)
+                self._agreements.add(scan.mask.format(), scan.agreement, self._lasting(scan.mask))
         return [float(self._agreements[mask.format()]) for mask in masks]
 
     def predict(self, masks: Iterable[SkipMask]) -> list[Prediction]:
@@ -150,6 +151,10 @@ class ScanOracle:
             return None
         return [self._shelf.load(self._shelf.bridge(mask, self.makeup), mask) for mask in masks]
 
+    def _lasting(self, mask: SkipMask) -> bool:
+        """Whether what a scan says of a mask is so on any day: its bridges may only have found no memory today."""
+        return self._shelf is None or not self._shelf.lacks(mask, self.makeup)
+
     def _count(self, mask: SkipMask, draft_length: int, stop: StopRule, branching: Branching) -> Counts:
         """The counts of one choice beside those that every mask is tried with."""
         name = json.dumps([mask.format(), draft_length, stop.to_dict(), *dataclasses.astuple(branching)])
@@ -158,7 +163,7 @@ class ScanOracle:
                 (self._scans[mask],) = self._scanner.scan([mask], bridges=self._bridges([mask]), tokens=self._tokens)
                 self._forget()
             counts = self._scanner.counts(self._scans[mask], draft_length, stop, branching)
-            self._others.add(name, _sum(counts).to_list())
+            self._others.add(name, _sum(counts).to_list(), self._lasting(mask))
         return Counts.from_list(self._others[name])
 
     def _forget(self) -> None:
@@ -210,9 +215,8 @@ class ScanOracle:
                 self._scans[scan.mask] = scan
                 self._forget()
                 seconds_in_all = seconds + time.monotonic() - start
-                self._counts.add(
-                    scan.mask.format(), {"agreement": scan.agreement, "counts": found, "seconds": seconds_in_all}
-                )
+                kept = {"agreement": scan.agreement, "counts": found, "seconds": seconds_in_all}
+                self._counts.add(scan.mask.format(), kept, self._lasting(scan.mask))
 
     def _portions(self, masks: list[SkipMask]) -> Iterator[list[SkipMask]]:
         """Masks that are scanned together: several where passes have room for many rows, which a CPU gains nothing by."""

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from layerskip import Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.costs import NO_AIDS, Aids
@@ -24,33 +24,20 @@ from layerskip.draft_head import save_draft_tokens
 from layerskip.files import digest
 from layerskip.memory import out_of_memory, release
 from layerskip.own_texts import OwnText
+from layerskip.scan import Scanner
 from layerskip.texts import Memory
 
 from .application import InputError, check_number, check_whole
 from .bridging import BridgeLearner, calibrate
+from .makeup import Makeup
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
-BRIDGES = ("none", "mean", "linear")
 _RECIPE = 4  # of fitting, training and draft heads; what was made otherwise is made anew
 _STEPS = 10**6  # time ends training
 _REMEMBERED = 16  # masks whose bridges are at hand
+_CHECKED = 2  # texts in which rows must see what decoding does
 _SAVED = 30.0  # seconds between savings
 _TRAINED_TOKENS = 16384  # that training looks at where drafts are from the whole vocabulary: enough to learn by
-
-
-@dataclass(frozen=True)
-class Makeup:
-    """How a mask drafts: what stands in for what it skips, and from how many tokens it drafts.
-
-    Args:
-        bridge: ``none``, ``mean`` or ``linear``.
-        rank: of linear bridges; 0 for full maps.
-        tokens: the size of the draft head; 0 for the whole vocabulary.
-    """
-
-    bridge: str = "none"
-    rank: int = 0
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,12 +130,22 @@ class Shelf:
         """The folder of a mask's bridges; empty where none are asked for, or where they would not make the draft better."""
         if makeup.bridge == "none" or not mask.gaps:
             return ""
-        folder = self._folder / digest([mask.format(), makeup.bridge, makeup.rank])[:16]
-        if not self._beyond.isdisjoint((folder, self._folder)):
+        folder = self._place(mask, makeup)
+        if self._out_of_reach(folder):
             return ""
         if not (folder / "head.json").exists() and not self._fit(mask, makeup, folder):
             return ""
         return str(folder) if _about(folder)["helps"] else ""
+
+    def lacks(self, mask: SkipMask, makeup: Makeup) -> bool:
+        """Whether a mask's bridges are asked for and could not be fitted, as memory did not suffice."""
+        return makeup.bridge != "none" and bool(mask.gaps) and self._out_of_reach(self._place(mask, makeup))
+
+    def _place(self, mask: SkipMask, makeup: Makeup) -> Path:
+        return self._folder / digest([mask.format(), makeup.bridge, makeup.rank])[:16]
+
+    def _out_of_reach(self, folder: Path) -> bool:
+        return not self._beyond.isdisjoint((folder, self._folder))
 
     def trained(self, config: SpeculativeConfig) -> SpeculativeConfig:
         """A bridged configuration with its bridges trained by gradient, from their closed form on, or from those of the
@@ -231,8 +228,10 @@ class Shelf:
 
     @functools.cached_property
     def _calibration(self) -> Calibration:
-        budget = self._settings.calibration_bytes
-        return calibrate(self.target, passages_of(self._texts), budget, "bridging.calibration_bytes", self._memory)
+        budget, passages = self._settings.calibration_bytes, passages_of(self._texts)
+        longest = sorted(passages, key=lambda passage: passage.starts)[-_CHECKED:]
+        Scanner(self.target, longest, Sampling(), depth=2).check()
+        return calibrate(self.target, passages, budget, "bridging.calibration_bytes", self._memory)
 
     @functools.cached_property
     def _memory(self) -> Memory | None:
@@ -256,7 +255,11 @@ class Shelf:
                 raise
             # Where not even the texts' states fit, no mask's bridges can be fitted.
             self._beyond.add(folder if "_calibration" in vars(self) else self._folder)
-        if not self._beyond.isdisjoint((folder, self._folder)):
+        except UnsupportedModel as error:
+            self._beyond.add(self._folder)
+            print(f"bridge: all are left out: {error}")
+            return False
+        if self._out_of_reach(folder):
             release()
             print(f"bridge: {makeup.bridge} for {mask.format()} is left out: out of memory")
             return False
@@ -282,14 +285,3 @@ def _distance(one: BridgeShape, other: BridgeShape) -> int:
     masks = [SkipMask.parse(shape.mask, shape.layers) for shape in (one, other)]
     mine, theirs = ((*mask.attention, *mask.mlp) for mask in masks)
     return sum(a != b for a, b in zip(mine, theirs, strict=True))
-
-
-def makeups(bridges: Sequence[str], ranks: Sequence[int], heads: Sequence[int]) -> list[Makeup]:
-    """All that a space can make of a mask, empty skips over the whole vocabulary first."""
-    found = [
-        Makeup(bridge, rank, tokens)
-        for bridge in bridges
-        for rank in (ranks if bridge == "linear" else (0,))
-        for tokens in heads
-    ]
-    return list(dict.fromkeys([Makeup(), *found]))

@@ -83,6 +83,7 @@ class SimulatedBench:
         repeats: int,
         seed: int,
         without: Collection[str] = (),
+        before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
         """Decode with each, in an order drawn anew for every prompt.
 

@@ -14,7 +14,7 @@ import optuna
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 
-from .shelf import Makeup
+from .makeup import Makeup
 
 if TYPE_CHECKING:
     from .space import SearchSpace

@@ -14,7 +14,8 @@ from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig
 
 from .application import InputError, check_flag, check_list, check_whole
 from .head_drafts import head_params, suggest_head
-from .shelf import BRIDGES, Shelf
+from .makeup import BRIDGES
+from .shelf import Shelf
 from .skipping import LEAST_PROBABILITY, skip_params, stop_params, suggest_skip, suggest_stop
 
 KINDS = (

@@ -1,8 +1,9 @@
 """Who leads? Every configuration's replicates pooled, however many trials measured it.
 
-A sampler repeats itself and an incumbent is measured again, so one lucky trial must not decide: speedups are ratios of all
-tokens and seconds that were ever measured with a configuration, hopeless and flagged rounds included. Prompts differ more
-than configurations do, so two of them are compared on the prompts that both decoded.
+A sampler repeats itself and an incumbent is measured again, so one lucky trial must not decide: speedups are ratios of
+seconds over all prompts that were ever measured with a configuration, each at the mean of its replicates, hopeless and
+flagged rounds included. Prompts differ more than configurations do, so two of them are compared on the prompts that both
+decoded, and no prompt weighs more for having been decoded more often.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 
+_OTHERS = 2  # contenders of other makes than the best few
+_NEAR = 0.1  # they may be so much slower than the leader
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
@@ -29,14 +32,15 @@ class Standing:
         complete: trials that measured it to the end.
         lossless: whether every one of them kept the output.
         last: the number of the last trial that was about it, measured or not.
-        seconds: by prompt: what decoding took, and what plain decoding would have taken at the pace of the same pairs.
+        seconds: by prompt: what decoding took, what plain decoding would have taken at the pace of the same pairs, both
+            over all replicates, and how many these are.
     """
 
     config: SpeculativeConfig
     complete: int = 0
     lossless: bool = True
     last: int = -1
-    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    seconds: dict[str, tuple[float, float, int]] = field(default_factory=dict)
 
     @property
     def keeps(self) -> bool:
@@ -50,8 +54,8 @@ class Standing:
 
     def speedup_on(self, prompts: Collection[str]) -> float:
         """Pooled speedup on some prompts; 1.0 where nothing of them was decoded."""
-        found = [pair for prompt, pair in self.seconds.items() if prompt in prompts]
-        own, plain = (sum(pair[i] for pair in found) for i in (0, 1))
+        found = [pooled for prompt, pooled in self.seconds.items() if prompt in prompts]
+        own, plain = (sum(pooled[i] / pooled[2] for pooled in found) for i in (0, 1))
         return plain / own if own else 1.0
 
     def add(self, table: Mapping[str, list[Any]]) -> None:
@@ -59,8 +63,8 @@ class Standing:
         columns = ("prompt_id", "tokens_per_second", "decode_seconds", "baseline_tokens_per_second")
         for prompt, rate, seconds, baseline in zip(*(table[name] for name in columns), strict=True):
             if rate and baseline:
-                own, plain = self.seconds.get(prompt, (0.0, 0.0))
-                self.seconds[prompt] = own + seconds, plain + rate * seconds / baseline
+                own, plain, times = self.seconds.get(prompt, (0.0, 0.0, 0))
+                self.seconds[prompt] = own + seconds, plain + rate * seconds / baseline, times + 1
 
 
 def configuration(trial: FrozenTrial) -> SpeculativeConfig:
@@ -94,6 +98,29 @@ def ranking(study: optuna.Study) -> list[Standing]:
     found = standings(study.get_trials(deepcopy=False, states=FINISHED))
     chosen = [s for s in found.values() if s.complete and s.keeps and s.config.kind != "none"]
     return sorted(chosen, key=functools.cmp_to_key(_compare), reverse=True)
+
+
+def contenders(study: optuna.Study, count: int) -> list[Standing]:
+    """The best few, best first, and behind them the best of other makes that are about as fast.
+
+    A few prompts often rank five lookups of neighbouring lengths above a drafter whose worth differs from prompt to prompt.
+    """
+    ranked = ranking(study)
+    chosen = ranked[:count]
+    for standing in ranked[count:]:
+        if len(chosen) < count + _OTHERS and _make(standing) not in map(_make, chosen) and _is_near(standing, ranked[0]):
+            chosen.append(standing)
+    return chosen
+
+
+def _make(standing: Standing) -> tuple[str, ...]:
+    config = standing.config
+    return config.kind, *(member.kind for member in config.members)
+
+
+def _is_near(standing: Standing, leader: Standing) -> bool:
+    common = standing.seconds.keys() & leader.seconds.keys()
+    return standing.speedup_on(common) >= (1 - _NEAR) * leader.speedup_on(common)
 
 
 def _compare(one: Standing, other: Standing) -> int:

@@ -20,7 +20,7 @@ from layerskip import Measurement, PromptSet, SkipMask, SpeculativeConfig, StopR
 from layerskip.measurement import Sample
 
 from .bench import BASELINE, Bench
-from .composition import gp_sampler
+from .gaussian import GaussianProcess
 from .oracle import Oracle
 from .proposals import ProposalSettings, propose
 from .space import SearchSpace
@@ -45,6 +45,7 @@ class Race:
         space: which layers may be skipped, where a strategy protects some.
         foresee: makes an oracle; its time counts.
         clock: seconds since some moment.
+        proposals: how many masks ours asks its oracle about.
         claims: when what was claimed.
         measured: how many measurements there were.
         speedups: of every configuration that was measured.
@@ -58,6 +59,7 @@ class Race:
     space: SearchSpace
     foresee: Callable[[], Oracle]
     clock: Callable[[], float] = time.monotonic
+    proposals: ProposalSettings = field(default_factory=ProposalSettings)
     claims: list[tuple[float, SpeculativeConfig]] = field(default_factory=list)
     measured: int = 0
     speedups: dict[SpeculativeConfig, float] = field(default_factory=dict)
@@ -136,7 +138,7 @@ def default_tpe(race: Race) -> None:
 
 def draft_verify(race: Race) -> None:
     """A Gaussian process over 2L numbers, drafts stopped by the adaptive threshold."""
-    study = optuna.create_study(direction="maximize", sampler=gp_sampler(n_startup_trials=10, seed=race.seed))
+    study = optuna.create_study(direction="maximize", sampler=GaussianProcess(n_startup_trials=10, seed=race.seed))
     longest = race.space.skip_length[1]
     while True:
         trial = study.ask()
@@ -150,7 +152,7 @@ def swift(race: Race, ratio: float = 0.45, every: int = 25) -> None:
     source = random.Random(race.seed)
     parts = [(kind, layer) for kind in ("attention", "mlp") for layer in race.space.skippable]
     count = min(len(parts), round(ratio * 2 * race.layers))
-    study = optuna.create_study(direction="maximize", sampler=gp_sampler(n_startup_trials=1, seed=race.seed))
+    study = optuna.create_study(direction="maximize", sampler=GaussianProcess(n_startup_trials=1, seed=race.seed))
     ranges: dict[str, optuna.distributions.BaseDistribution]
     ranges = {f"{kind}_{layer}": optuna.distributions.FloatDistribution(0.0, 1.0) for kind, layer in parts}
     best, turn = -1.0, 0
@@ -179,11 +181,11 @@ def swift(race: Race, ratio: float = 0.45, every: int = 25) -> None:
             race.claim(_skip(mask, race.space.skip_length[1], StopRule("threshold", 0.8)))
 
 
-def ours(race: Race, settings: ProposalSettings | None = None) -> None:
+def ours(race: Race) -> None:
     """What looks fastest is claimed as soon as it does, then what is foretold to be fastest, then what is measured to be:
     the leader again and again, as it may lead by luck."""
     oracle = race.foresee()
-    found = propose(oracle, race.space, settings or ProposalSettings(), race.check, on_best=race.claim)
+    found = propose(oracle, race.space, race.proposals, race.check, on_best=race.claim)
     race.claim(found[0].config)
     for prediction in found:
         race.measure(prediction.config)

@@ -177,9 +177,16 @@ def study_id(study: optuna.Study) -> str:
     return str(study.user_attrs[_ID])
 
 
-def add_foresight(study: optuna.Study, seconds: float) -> None:
-    """Count time that was spent before the first trial; a resumed study adds to what it spent before."""
-    study.set_user_attr(FORESIGHT_SECONDS, study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + seconds)
+@contextlib.contextmanager
+def foreseeing(study: optuna.Study) -> Iterator[None]:
+    """Count the seconds of a block, which no trial is about, as the search's, also where it is interrupted."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        with undisturbed():
+            spent = study.user_attrs.get(FORESIGHT_SECONDS, 0.0)
+            study.set_user_attr(FORESIGHT_SECONDS, spent + time.monotonic() - start)
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:
@@ -215,12 +222,15 @@ def run_trials(
             while not _waiting(study) and (config := next(coming, None)) is not None:
                 study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
             trial = study.ask()
+        begun = time.monotonic()
         try:
             value = objective(trial)
         except optuna.TrialPruned:
             done = tell(trial, state=TrialState.PRUNED)
         except BaseException:
-            tell(trial, state=TrialState.FAIL)
+            with undisturbed():
+                trial.set_user_attr("seconds", time.monotonic() - begun)  # spent all the same
+                study.tell(trial, state=TrialState.FAIL)
             raise
         else:
             done = tell(trial, value)
@@ -230,7 +240,7 @@ def run_trials(
 def _challenge_leader(study: optuna.Study, space: SearchSpace, every: int) -> None:
     """Queue the leader once more, so that it does not lead by luck: its replicates are pooled."""
     leaders = ranking(study)[:1]
-    if not leaders or len(finished(study)) - leaders[0].last <= every:
+    if not leaders or sum(trial.number >= leaders[0].last for trial in finished(study)) <= every:
         return
     params = space.params(leaders[0].config)
     if all(trial.system_attrs.get("fixed_params") != params for trial in _waiting(study)):

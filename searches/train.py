@@ -33,7 +33,7 @@ from layerskip.units import NATURAL, Units
 
 from .application import InputError, check_flag, check_number, check_whole, run
 from .bridging import shape_of, shown, train_bridges
-from .learner import Learner, check_learning, room
+from .learner import Learner, check_learning, refuse_another, room
 from .objective import check_seed
 from .tracking import Tracker
 from .turns import turn
@@ -54,6 +54,7 @@ _RECIPE = 7  # of what follows and of layerskip.training; a training goes on onl
 _MEASURED = 32  # texts that say how large hidden states are
 _SPARED = 32  # texts at most, one of twenty, that no weight is learnt from
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
+_BRIDGES = 600.0  # seconds that a mask's bridges are trained for, unless the configuration says
 _LEARNING = (
     "steps",
     "max_seconds",
@@ -70,6 +71,8 @@ def train(config: DictConfig) -> Path | None:
     """Train a head or bridges; see ``conf/train.yaml``. Returns their folder, or None where they are not worth keeping."""
     _check(config)
     kind, sampling = str(config.drafter.kind), instantiate(config.sampling)
+    if kind == "layer_skip" and config.max_seconds is None:
+        config.max_seconds = _BRIDGES
     prompts: PromptSet = instantiate(config.prompts)
     held_out = prompts.split()[1]
     like = begun_like("begin_like", config.begin_like, prompts)
@@ -82,6 +85,7 @@ def train(config: DictConfig) -> Path | None:
         shape = shape_of(config, target)
         learnt |= {"bridges": shape.to_dict(), **{name: config[name] for name in ("calibration_bytes", "training_bytes")}}
     folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
+    refuse_another(folder, digest(learnt))
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
     tracker.open_study(folder.name, digest(learnt), learnt, environment(target.device), role="training")
     with tracker.closing():
@@ -121,6 +125,7 @@ def _train_head(
     judges = [_thought(target, passage, modules) for passage in continued]
     identity = digest([learnt, head.shape.to_dict()])
     learner = _HeadLearner(config, head, target, store, judges, folder / "training.pt", identity)
+    learner.asked = digest(learnt)
     learner.learn_all(tracker)
     learner.end()
     accepted = learner.judge()

@@ -126,9 +126,9 @@ def test_a_head_whose_description_is_damaged_is_refused(target: Target, folder: 
         {"tokens": None},
         {"tokens": torch.arange(1000, 1040)},
         {"tokens": torch.arange(40) - 1},
-        {"tokens": torch.rand(40)},
-        {"fc.bias": torch.rand(3)},
-        {"further": torch.rand(3)},
+        {"tokens": torch.linspace(0.1, 0.9, 40)},
+        {"fc.bias": torch.linspace(0.1, 0.9, 3)},
+        {"further": torch.linspace(0.1, 0.9, 3)},
     ],
     ids=str,
 )
@@ -150,6 +150,14 @@ def test_a_damaged_medusa_head_is_refused(target: Target, tmp_path: Path) -> Non
     save_head(tmp_path / "half", "medusa", heads.shape.to_dict(), weights, target, {})
     with pytest.raises(ConfigError, match="^head: .* is damaged"):
         load_medusa(tmp_path / "half", target)
+
+
+@pytest.mark.parametrize("change", [{"modules": []}, {"modules": ["model.layers.99"]}, {"heads": 0}, {"vocabulary": "x"}])
+def test_a_medusa_head_whose_shape_is_damaged_is_refused(target: Target, tmp_path: Path, change: dict[str, object]) -> None:
+    heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
+    save_head(tmp_path, "medusa", heads.shape.to_dict() | change, dict(heads.state_dict()), target, {})
+    with pytest.raises(ConfigError, match=rf"^head: {tmp_path} is damaged: [^\n]*$"):
+        load_medusa(tmp_path, target)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])

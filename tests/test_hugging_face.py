@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from layerskip import Export, ExportError, SpeculativeConfig, Target
+from layerskip import Export, ExportError, SpeculativeConfig, Target, TargetError
 from tests.families import build
 
 CONFIGS = [
@@ -55,6 +56,16 @@ def _both(target: Target, config: SpeculativeConfig, **options: Any) -> tuple[li
     assert ours.dtype == theirs.dtype
     assert ours[:, : PROMPT.shape[1]].equal(PROMPT)
     return ours[0, PROMPT.shape[1] :].tolist(), theirs[0, PROMPT.shape[1] :].tolist()
+
+
+def test_drafts_of_another_tokenizer_are_told_the_targets(tiny_target: Target, tiny_folder: Path) -> None:
+    other = SpeculativeConfig("cross_tokenizer", draft=str(tiny_folder), draft_length=2)
+    for config in (other, SpeculativeConfig("cascade", members=(CONFIGS[2], other))):
+        method = Export(Export.describe(tiny_target), config).custom_generate(tiny_target.tokenizer)
+        ours = _generate(tiny_target.model, custom_generate=method, **GREEDY)
+        assert ours.equal(_generate(tiny_target.model, **GREEDY))
+        with pytest.raises(TargetError, match="^draft: .* has no tokenizer"):
+            _generate(tiny_target.model, custom_generate=_method(tiny_target, config), **GREEDY)
 
 
 @kinds

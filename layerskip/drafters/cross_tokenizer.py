@@ -7,6 +7,7 @@ drafts from the tokens that both vocabularies have, so that q is known token by 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
-from ..forward import forward
+from ..forward import forward, readable
 from ..sampling import Chooser, upload, widen
 from ..translation import Translation, common_prefix
 from ..verify import Verdict
@@ -68,7 +69,7 @@ class CrossTokenizer(Stopped):
         self._cache = KVCache(self.layers, room, static_shapes, device)
         self._fed = self._known[:-1]
         if self._fed:
-            forward(self.model, upload(self._fed, device), self._cache, last=1)
+            forward(self.model, readable(self.model, upload(self._fed, device)), self._cache, last=1)
         self._cache.length = len(self._fed)
 
     def draft(self, context: Context, limit: int) -> Draft:
@@ -80,13 +81,14 @@ class CrossTokenizer(Stopped):
         if not known or len(known) + length > self._cache.max_length:
             return Draft.empty(device)
         self._cache.length = min(common_prefix(self._fed, known), len(known) - 1)
-        pending = upload(known[self._cache.length :], device)
+        pending = readable(self.model, upload(known[self._cache.length :], device))
         chain = draft_chain(self.model, self._cache, pending, length, self._law, self.stopper)
         drafted = chain.tokens.tolist()
         self._fed = [*known, *drafted[:-1]]
         if chain.probs is not None:
             return self._law.translate(chain.tokens, chain.probs)
-        tokens = self.translation.to_target(context.tokens, known, drafted)[:limit]
+        spelled = self.translation.to_target(context.tokens, known, drafted)[:limit]
+        tokens = list(itertools.takewhile(lambda token: token < self._law.width, spelled))
         return Draft(upload(tokens, device)) if tokens else Draft.empty(device)
 
     def observe(self, verdict: Verdict) -> None:
@@ -106,8 +108,8 @@ class _Shared(Chooser):
     def __init__(self, chooser: Chooser, vocabulary: int, translation: Translation, device: torch.device) -> None:
         super().__init__(replace(chooser.sampling, repetition_penalty=1.0), vocabulary, device)
         self.generator = chooser.generator
-        self._width = chooser.vocabulary
-        own, theirs = zip(*(p for p in translation.shared if p[0] < self._width and p[1] < vocabulary), strict=True)
+        self.width = chooser.vocabulary
+        own, theirs = zip(*(p for p in translation.shared if p[0] < self.width and p[1] < vocabulary), strict=True)
         self._own, self._theirs = upload(own, device), upload(theirs, device)
         self._in_target = torch.full((vocabulary,), -1, device=device).index_copy(0, self._theirs, self._own)
 
@@ -121,5 +123,5 @@ class _Shared(Chooser):
 
     def translate(self, tokens: Tensor, probs: Tensor) -> Draft:
         """Drawn tokens ``[K]`` and their laws ``[K, V']`` as the target's."""
-        found = widen(probs.index_select(1, self._theirs), self._own, self._width)
+        found = widen(probs.index_select(1, self._theirs), self._own, self.width)
         return Draft(self._in_target.index_select(0, tokens), probs=found)

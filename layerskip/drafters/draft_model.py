@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
 from ..draft_head import DraftHead
-from ..forward import forward
+from ..forward import forward, readable
 from ..sampling import Chooser, upload
 from ..verify import Verdict
 from .base import Context, Said
@@ -44,7 +43,6 @@ class DraftModel(Stopped):
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
         self._head = head
-        self._readable = int(model.get_input_embeddings().weight.size(0))  # type: ignore[operator]
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt."""
@@ -53,7 +51,7 @@ class DraftModel(Stopped):
             self._head.begin()
         self._device = next(self.model.parameters()).device
         self._cache = KVCache(self.layers, cache.max_length, cache.static_shapes, self._device)
-        forward(self.model, self._known(upload(prompt, self._device)), self._cache, last=1)
+        forward(self.model, readable(self.model, upload(prompt, self._device)), self._cache, last=1)
         self._cache.length = self._verified = len(prompt)
         self.stopper.start()
 
@@ -62,13 +60,9 @@ class DraftModel(Stopped):
         self._verified = len(context.tokens)
         missing = len(context.tokens) - self._cache.length
         pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
-        pending, limit = self._known(pending), min(limit, self.draft_length)
+        pending, limit = readable(self.model, pending), min(limit, self.draft_length)
         drafted = None if self._head is None else self._head.follow(context.tokens)
         return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, drafted=drafted)
-
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Tokens that the model can read: of two models of one tokenizer, one may be padded with more that no text uses."""
-        return tokens.clamp_max(self._readable - 1)
 
     def observe(self, verdict: Verdict) -> None:
         """Forget the keys and values of rejected tokens."""

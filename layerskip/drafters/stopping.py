@@ -1,8 +1,7 @@
 """When does a drafter that knows its confidence stop early?
 
 A fixed threshold, or the adaptive one of Draft & Verify (arXiv 2309.08168), section 3.3. The token whose confidence fell
-below the threshold stays in the draft: dropping it would make its presence depend on its own value, which is not lossless
-when sampling, and verifying one more token costs next to nothing.
+below the threshold stays in the draft: it has been drafted by then, and verifying one more token costs next to nothing.
 """
 
 from __future__ import annotations

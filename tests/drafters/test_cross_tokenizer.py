@@ -18,7 +18,7 @@ from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.sampling import Sampling
 from layerskip.target import Target, TargetError, load_target
 from layerskip.translation import Translation, UnalignedTokenizers
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, target_of, toy_target
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, target_of, toy_target
 from tests.drafters.test_draft_model import _like
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
 
@@ -75,6 +75,19 @@ class TestOtherLetters(DrafterContract):
         first, again = (decode(target, drafter, PROMPTS[2], GREEDY, LENGTH) for _ in range(2))
         drafter.forget()
         assert decode(target, drafter, PROMPTS[2], GREEDY, LENGTH).stats == first.stats != again.stats
+
+
+class TestUnevenVocabularies(DrafterContract):
+    """Each tokenizer knows a letter that its model, or the target, does not: one cannot be read, one cannot be said."""
+
+    samplings = SAMPLINGS[:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        size, end = target.vocabulary, "b" if target is toy_target() else None
+        letters = LETTERS[:size]
+        model = _respelled(_like(target), [0, *reversed(range(1, size))])
+        translation = Translation(_spelling(letters + "A", end=end), _spelling("A" + letters[::-1], end=end))
+        return CrossTokenizer(model, target.layers, size, translation, 3, StopRule())
 
 
 def test_texts_are_spelled_as_each_tokenizer_does() -> None:

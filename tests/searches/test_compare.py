@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from layerskip import PromptSet, SpeculativeConfig, mask
-from searches.compare import verdict
+from searches.compare import table, verdict
 from searches.space import SearchSpace
 from searches.strategies import STRATEGIES, Race, TimeUp
 from tests.searches.conftest import Launch
@@ -64,6 +64,18 @@ def test_the_verdict_is_when_ours_was_as_good() -> None:
     searches = [search("ours", (5, 0.9), (10, 1.1)), search("random", (1, 1.0), (90, 1.05)), search("swift", (1, 1.2))]
     found = {row["strategy"]: row["share_of_its_seconds"] for row in verdict(searches, 100.0)}
     assert found == {"random": 0.1, "swift": None}
+
+
+def test_the_table_compares_nothing_with_a_search_that_did_not_run() -> None:
+    def search(name: str, *curve: dict[str, float]) -> dict[str, object]:
+        return {"strategy": name, "seed": 0, "measured": 1, "curve": list(curve)}
+
+    point = {"seconds": 1.0, "held_out_speedup": 1.1}
+    searches = [search("random", point), search("swift")]
+    record = {"searches": searches, "verdict": verdict(searches, 9.0), "seconds": 9.0, "date": "today"}  # type: ignore[arg-type]
+    text = table(record | {"environment": {"device_name": "x"}, "target": {"name": "t", "dtype": "d"}})
+    assert "| random | 0 | 1 | 1.100 |  |" in text
+    assert "| swift | 0 | 1 | nothing claimed |  |" in text
 
 
 def test_the_program_races_and_goes_on(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:

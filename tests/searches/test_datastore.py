@@ -39,6 +39,14 @@ def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path
     assert f"{about['tokens']:,} tokens of 4 texts from {corpus} and the target's own outputs" in seen.stdout
 
 
+def test_a_place_is_counted_once(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    """The test's tokenizer has a token for the space, so that the phrase behind one ends with the phrase without."""
+    (tmp_path / "a.txt").write_text("the cat sat")
+    built = (f"corpus={tmp_path / 'a.txt'}", f"output={tmp_path / 'store'}", "ngram=cat")
+    done = launch("datastore", *_common(tiny_folder, tmp_path), *built, cwd=tmp_path)
+    assert "'cat' occurs 1 times" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -50,6 +58,12 @@ def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path
         (["corpus=blank.txt"], "output: names no folder for the datastore"),
         (["corpus=blank.txt", "output=empty"], "output: empty exists already"),
         (["inspect=empty"], "datastore: cannot read empty: "),
+        (["own=true", "output=store", "max_new_tokens=0"], "max_new_tokens: "),
+        (["own=true", "output=store", "max_new_tokens=many"], "max_new_tokens: "),
+        (["own=true", "output=store", "seed=x"], "seed: "),
+        (["own=perhaps", "output=store"], "own: "),
+        (["corpus=2024", "output=store"], "corpus: 2024 is not a path"),
+        (["inspect=5"], "inspect: 5 is not a path"),
     ],
 )
 def test_bad_input_ends_in_one_line(

@@ -74,6 +74,26 @@ def test_the_report_says_on_how_many_prompts_the_machine_moved() -> None:
     assert "moved on 2 held-out prompts" in report.summary(study, finals)
 
 
+def test_long_prompts_are_not_taken_for_a_slow_machine() -> None:
+    class Longer(Known):
+        """Every prompt is longer than the one before it, and takes as much longer to prefill and to decode."""
+
+        @staticmethod
+        def _sample(prompt_id: str, seconds: float) -> Sample:
+            longer = int(prompt_id.split()[-1]) / 12
+            sample = Known._sample(prompt_id, seconds)
+            return replace(sample, prefill_seconds=0.1 + longer, decode_seconds=seconds * (1 + longer))
+
+    fast = _lookup(4)
+    bench = Longer({fast: 1.5})
+    prompts = PromptSet(tuple(replace(item, id=f"held-out {place}") for place, item in enumerate(PROMPTS)))
+    study = run_known(Known({fast: 1.5}), fast)
+    assert measure_finals(study, bench, prompts, MeasureSettings(finalists=1), 0).drifted == 0
+    first = bench.calls
+    bench.drift = lambda call: 2.0 if call == first + 3 else 1.0
+    assert measure_finals(study, bench, prompts, MeasureSettings(finalists=1), 0).drifted == 1
+
+
 def test_the_report_says_what_the_winner_is_worth_and_what_it_cost() -> None:
     fast = _lookup(4)
     bench = Known({fast: 1.5})

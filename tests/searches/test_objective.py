@@ -121,9 +121,9 @@ def test_finals_are_measured_once(tiny_target: Target, tmp_path: Path) -> None:
     class Watched:
         layers, exact = bench.layers, bench.exact
 
-        def compare(self, configs: Any, prompts: PromptSet, repeats: int, seed: int, without: Any) -> Any:
+        def compare(self, configs: Any, prompts: PromptSet, *rest: Any) -> Any:
             measured.extend(item.id for item in prompts)
-            return bench.compare(configs, prompts, repeats, seed, without)
+            return bench.compare(configs, prompts, *rest)
 
     again = measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, tmp_path)
     assert measured == [item.id for item in PROMPTS][1:]

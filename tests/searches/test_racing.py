@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import optuna
 import pytest
@@ -14,12 +16,14 @@ from layerskip import PromptSet, SpeculativeConfig
 from layerskip.lossless import Losslessness
 from layerskip.measurement import Sample
 from layerskip.stats import DecodeStats, Round
+from searches import report
 from searches.bench import BASELINE
+from searches.finals import Finals
 from searches.objective import DRIFTED, MeasureSettings, Objective
 from searches.prior import Judgement
 from searches.space import SearchSpace
-from searches.standings import Standing, configuration, ranking
-from searches.study import StudySettings, finished, run_trials
+from searches.standings import Standing, configuration, contenders, ranking
+from searches.study import StudySettings, finished, foreseeing, run_trials
 
 PROMPTS = PromptSet.of([f"prompt {i}" for i in range(8)])
 SETTINGS = MeasureSettings(prompts=3, survivor_prompts=5, survivor_repeats=0)
@@ -47,6 +51,7 @@ class Known:
         repeats: int,
         seed: int,
         without: Collection[str] = (),
+        before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
         for _ in range(repeats):
             for item in prompts:
@@ -116,6 +121,93 @@ def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
     assert bench.calls == 21
     assert trials[-1].user_attrs["table"]["baseline_tokens_per_second"] == [10.0] * 5
     assert trials[-1].value == pytest.approx(1.5)
+
+
+def test_no_prompt_weighs_more_for_having_been_decoded_more_often() -> None:
+    def table(*speedups: float) -> dict[str, list[Any]]:
+        names = [f"p{place}" for place in range(len(speedups))]
+        seconds = [1 / speedup for speedup in speedups]
+        rates = [10 * speedup for speedup in speedups]
+        return {
+            "prompt_id": names,
+            "tokens_per_second": rates,
+            "decode_seconds": seconds,
+            "baseline_tokens_per_second": [10.0] * len(names),
+        }
+
+    once, often = Standing(_lookup(4)), Standing(_lookup(5))
+    once.add(table(4.0, 1.0, 1.0))
+    often.add(table(4.0, 1.0, 1.0))
+    for _ in range(5):
+        often.add(table(4.0))
+    assert often.speedup == pytest.approx(once.speedup) == pytest.approx(3 / 2.25)
+
+
+def test_the_best_of_another_make_contends_where_it_is_about_as_fast() -> None:
+    recycling = SpeculativeConfig("token_recycling", 4)
+    lookups = [_lookup(length) for length in range(4, 9)]
+    for pace, many in ((1.45, 3), (1.2, 2)):
+        bench = Known({lookup: 1.5 + place / 100 for place, lookup in enumerate(lookups)} | {recycling: pace})
+        space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup", "token_recycling"])
+        study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+        objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
+        run_trials(study, objective, StudySettings(n_trials=6, remeasure=100), lambda trial: None, [*lookups, recycling])
+        found = [standing.config for standing in contenders(study, 2)]
+        assert found == [*reversed(lookups[-2:]), recycling][:many]
+
+
+def test_who_learns_knows_as_much_when_a_prompt_is_measured_again() -> None:
+    config = _lookup(4)
+    told: list[list[str]] = []
+
+    class Watched(Known):
+        def compare(
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *rest: Any
+        ) -> Iterator[dict[str, Sample]]:
+            if rest:
+                told.append([item.id for item in rest[1]])
+            return super().compare(configs, prompts, repeats, seed)
+
+    bench = Watched({config: 1.5}, drift=lambda call: 2.0 if call == 17 else 1.0)
+    run_known(bench, config, config, config, config)
+    names = [item.id for item in PROMPTS.take(None)]
+    others, measured = names[5:], names[:5]
+    # Every trial begins with prompts that are not measured; the one that was measured again had others before it, too.
+    assert told == [others] * 4 + [[*others, *measured[:2]]]
+
+
+def test_a_leader_is_due_after_so_many_trials_however_many_were_interrupted() -> None:
+    fast, others = _lookup(4), [_lookup(length) for length in range(5, 12)]
+    bench = Known({fast: 1.5})
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for _ in range(20):  # as Ctrl-C leaves them
+        study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)
+    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=6, remeasure=3), lambda trial: None, [fast, *others])
+    tried = [SpeculativeConfig.from_dict(trial.user_attrs["config"]) for trial in finished(study)]
+    assert [place for place, config in enumerate(tried) if config == fast] == [0, 4]
+
+
+def test_seconds_of_an_interrupted_trial_count() -> None:
+    class Broken(Known):
+        def compare(self, *_: Any) -> Iterator[dict[str, Sample]]:
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(Broken({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [_lookup(4)])
+
+    def foresee() -> None:
+        with foreseeing(study):
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        foresee()
+    assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.1
 
 
 def test_the_leader_is_challenged_and_its_luck_pooled() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -17,10 +18,15 @@ from layerskip.prompts import PromptSet
 from layerskip.scan import Scanner
 from searches.application import InputError
 from searches.bridging import BridgeLearner
+from searches.layerskip import _train_finalists
+from searches.makeup import Makeup, makeups
+from searches.objective import MeasureSettings
 from searches.oracle import Choices
 from searches.scan_oracle import ScanOracle
-from searches.shelf import BridgingSettings, Makeup, Shelf, makeups
+from searches.shelf import BridgingSettings, Shelf
 from searches.space import SearchSpace
+from searches.standings import Standing
+from tests.families import build
 from tests.searches.conftest import Launch
 from tests.searches.programs import journal_study, quick
 
@@ -82,6 +88,54 @@ def test_states_that_memory_cannot_hold_are_read_once(
     for number in (1, 2):
         assert shelf.bridge(SkipMask.parse(f"layers:{number}", tiny_target.layers), LINEAR) == ""
     assert capsys.readouterr().out.count("out of memory") == 1
+
+
+def test_what_a_mask_is_worth_without_the_bridges_that_it_should_have_is_not_kept(
+    shelf: Shelf, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passages = continue_prompts(tiny_target, PromptSet.of(["Say one."]), Sampling(), 10)
+    scanner = Scanner(tiny_target, passages, Sampling(), depth=3)
+    layers = tiny_target.layers
+    prices = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0))
+
+    def oracle(made: Shelf) -> ScanOracle:
+        plain = ScanOracle(scanner, scanner.sample(8), prices, Choices((1, 3)), tmp_path / "scans")
+        return plain.made_up(LINEAR, made)
+
+    mask = SkipMask.parse("layers:1-2", layers)
+    with monkeypatch.context() as patch:
+        patch.setattr("layerskip.bridge_fit.regress", lambda *_: torch.empty(2**60))
+        blind = oracle(shelf)
+        blind.predict([mask])
+        blind.agreements([mask])
+    assert not list((tmp_path / "scans").rglob("*.jsonl"))
+    oracle(Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), shelf._folder.parents[1], 0)).predict([mask])
+    assert list((tmp_path / "scans").rglob("counts.jsonl"))
+
+
+def test_finalists_that_cannot_be_trained_are_measured_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trained(config: SpeculativeConfig) -> SpeculativeConfig:
+        raise InputError("training_bytes: 10 hold not even one text") if config.draft_length == 1 else MemoryError
+
+    found = [Standing(SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b")) for length in (1, 2)]
+    monkeypatch.setattr("searches.layerskip.contenders", lambda *_: found)
+    plan = SimpleNamespace(
+        space=SimpleNamespace(shelf=SimpleNamespace(trains=True, trained=trained)), measuring=MeasureSettings()
+    )
+    assert _train_finalists(plan, None) == []  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert "stay as they were fitted: training_bytes: 10 hold not even one text" in said
+    assert "stay as they were fitted: out of memory" in said
+
+
+def test_models_whose_rows_cannot_be_told_apart_are_not_bridged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = Target(build("gpt_neo"))
+    shelf = Shelf(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), tmp_path, 0)
+    for number in (0, 1):
+        assert shelf.bridge(SkipMask.parse(f"layers:{number}", target.layers), LINEAR) == ""
+    assert capsys.readouterr().out.count("bridge: all are left out: GPTNeoForCausalLM") == 1
 
 
 def test_choices_lead_to_made_up_masks_and_back(shelf: Shelf, tiny_target: Target) -> None:

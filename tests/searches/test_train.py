@@ -137,7 +137,9 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     state = tmp_path / "killed" / "h" / "training.pt"
     process = subprocess.Popen(command("train", *killed), env=environment(), cwd=tmp_path, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
-    while not state.exists() and process.poll() is None and time.monotonic() < deadline:
+    while process.poll() is None and time.monotonic() < deadline:
+        if state.exists() and torch.load(state, weights_only=True)["step"]:  # kept once before the first one
+            break
         time.sleep(0.02)
     process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -160,6 +162,11 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     other = launch("train", *killed, "learning_rate=0.5", cwd=tmp_path)
     assert other.returncode == 2
     assert "error: head: " in other.stderr
+    written = (tmp_path / "killed" / "texts").stat().st_mtime_ns
+    more = launch("train", *killed, "tokens=5000", cwd=tmp_path)  # told before any of these is written
+    assert (more.returncode, more.stderr.count("\n")) == (2, 1), more.stderr
+    assert "holds another training" in more.stderr
+    assert (tmp_path / "killed" / "texts").stat().st_mtime_ns == written
 
 
 def test_a_disk_that_fills_up_ends_in_one_line_and_the_training_goes_on_later(
