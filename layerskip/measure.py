@@ -60,8 +60,9 @@ class Decoder:
 
     @property
     def learns(self) -> bool:
-        """Whether what the drafter learns from a prompt helps it, or not, with the next ones."""
-        return isinstance(self.drafter.drafter, Learner)
+        """Whether the drafter keeps something from one prompt for the next."""
+        drafter = self.drafter.drafter
+        return isinstance(drafter, Learner) and drafter.learns
 
     def forget(self) -> None:
         """Let the drafter forget what it has learnt from earlier prompts."""

@@ -82,7 +82,12 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Learner(Protocol):
-    """What keeps something from one prompt for the next, and can be made to forget it."""
+    """What may keep something from one prompt for the next, and can be made to forget it."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether it does keep something, as it is set up."""
+        ...
 
     def forget(self) -> None:
         """Be as if there had been no prompt before."""

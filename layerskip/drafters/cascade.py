@@ -54,6 +54,11 @@ class Cascade:
         self._drafted = None
         return Draft.empty(context.last.device)
 
+    @property
+    def learns(self) -> bool:
+        """Whether any member does."""
+        return any(isinstance(member, Learner) and member.learns for member in self.members)
+
     def forget(self) -> None:
         """Let every member forget."""
         for member in self.members:

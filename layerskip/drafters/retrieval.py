@@ -33,6 +33,8 @@ class Retrieval:
         memory: so many tokens of earlier texts are kept, some hundred bytes each; the oldest texts go first.
     """
 
+    learns = True
+
     def __init__(
         self,
         datastore: Datastore | None,

@@ -32,6 +32,11 @@ class Stopped:
 
     stopper: Stopper
 
+    @property
+    def learns(self) -> bool:
+        """Whether an adaptive stop rule carries on."""
+        return self.stopper.rule.kind == "adaptive" and self.stopper.rule.carry
+
     def forget(self) -> None:
         """Drop what an adaptive stop rule carried on."""
         self.stopper.forget()

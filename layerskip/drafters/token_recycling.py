@@ -30,6 +30,8 @@ class TokenRecycling:
         least_probability: a branch ends where the probabilities on it multiply to less.
     """
 
+    learns = True
+
     def __init__(self, draft_length: int, tree_tokens: int, candidates: int, least_probability: float) -> None:
         self.draft_length = draft_length
         self.tree_tokens = tree_tokens
