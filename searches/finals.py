@@ -2,10 +2,10 @@
 
 All are measured interleaved, prompt by prompt, and who learns from one learns for the next. After every few prompts a
 configuration leaves whose paired interval lies wholly below the leader's pace; it ends when one is left and every prompt was
-decoded, or the budget of repeats is spent. Those that cannot be told from the fastest by then tie with it, and the simplest
-of them wins: no model before a model, fewer skips, a shorter draft. A configuration beats plain decoding when the whole
-interval of its held-out speedup lies above 1, at a confidence that leaves 95 % for all finalists together (Bonferroni); if
-none does, plain decoding wins.
+decoded, or the budget of repeats is spent. Those that cannot be told from the fastest by then, and seem hardly slower, tie
+with it, and the simplest of them wins: no model before a model, fewer skips, a shorter draft. A configuration beats plain
+decoding when the whole interval of its held-out speedup lies above 1, at a confidence that leaves 95 % for all finalists
+together (Bonferroni); if none does, plain decoding wins.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
 _BLOCK = 6  # prompts between two looks at who is behind
 _LOOKS = 1.25  # so many times the prompts of the last look are decoded before the next one
 _LEAVING = 0.999  # confidence at which a configuration leaves; well above the verdict's, as it is looked at again and again
+_LEVEL = 0.03  # few prompts cannot tell a tenth either, which simplicity is not worth
 _SIMPLEST = (
     *("none", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip"),
     *("medusa", "eagle", "draft_model", "cross_tokenizer"),
@@ -50,7 +51,7 @@ class Finalist:
         search_speedup: pooled over its trials.
         held_out: as :meth:`layerskip.Measurement.to_dict` gives it.
         low: the lower end of its interval, where all finalists' intervals together hold with 95 %.
-        ties: whether it cannot be told from the fastest.
+        ties: whether it cannot be told from the fastest, and seems about as fast.
         stayed: whether it was measured to the end.
     """
 
@@ -213,6 +214,6 @@ def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], na
 
 
 def _ties(rows: Sequence[Row], fastest: str, name: str) -> bool:
-    """Whether a configuration cannot be told from the fastest on the prompts that both decoded."""
-    both = [row for row in rows if name in row and fastest in row]
-    return Measurement.of(both, fastest, name).interval()[1] >= 1.0
+    """Whether a configuration cannot be told from the fastest on the prompts that both decoded, and seems about as fast."""
+    found = Measurement.of([row for row in rows if name in row and fastest in row], fastest, name)
+    return found.speedup >= 1 - _LEVEL and found.interval()[1] >= 1.0

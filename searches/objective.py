@@ -230,15 +230,16 @@ class Objective:
     ) -> dict[str, Sample]:
         """The row, or another measurement of its prompt where the machine's pace was not its usual one.
 
-        Who learns from prompt to prompt knows as much at the second one as at the first.
+        Who learns from prompt to prompt knows at the second one what as many prompts have taught it as before any trial.
         """
         prompt_id = row[BASELINE].prompt_id
         known = self._known_pace(trial.study, prompt_id)
         if len(known) >= _LEAST_PACES and moved(row[BASELINE], statistics.median(known), self.settings.drift):
             trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
             place = [item.id for item in prompts].index(prompt_id)
-            earlier, again = PromptSet((*self._warming, *prompts.items[:place])), PromptSet((prompts.items[place],))
-            (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, seed, (), earlier)
+            earlier = (*self._warming, *prompts.items[:place])[-self.settings.warming or None :]
+            again = PromptSet((prompts.items[place],))
+            (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, seed, (), PromptSet(earlier))
         known.append(row[BASELINE].tokens_per_second)
         return row
 

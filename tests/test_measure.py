@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from layerskip import DecodeStats, Measurement, PromptSet, Round, Sampling, SpeculativeConfig, Target, load_target, measure
+from layerskip import (
+    DecodeStats,
+    Measurement,
+    PromptSet,
+    Round,
+    Sampling,
+    SpeculativeConfig,
+    StopRule,
+    Target,
+    load_target,
+    measure,
+)
 from layerskip.cache import KVCache
 from layerskip.decode import Continuation
 from layerskip.draft import Draft
@@ -224,6 +235,43 @@ def test_tokens_that_prefill_gave_are_not_credited_to_decoding(tiny_target: Targ
     assert (peer.tokens, peer.decoded_tokens, peer.prefill_seconds, peer.decode_seconds) == (9, 6, 1.0, 3.0)
     assert (ours.tokens_per_second, peer.tokens_per_second) == (2.0, 2.0)
     assert ours.stats == DecodeStats((Round(2, 1, 2),))
+
+
+@pytest.mark.parametrize(
+    ("config", "learns"),
+    [
+        (SpeculativeConfig("token_recycling", 3, least_probability=0.0), True),
+        (SpeculativeConfig("retrieval", 3), True),
+        (SpeculativeConfig("layer_skip", 3, mask="layers:1", stop=StopRule("adaptive", 0.6)), True),
+        (SpeculativeConfig("layer_skip", 3, mask="layers:1", stop=StopRule("adaptive", 0.6, carry=False)), False),
+        (SpeculativeConfig("layer_skip", 3, mask="layers:1"), False),
+        (SpeculativeConfig("prompt_lookup", 3), False),
+    ],
+    ids=str,
+)
+def test_who_learns_from_prompts_before_knows_what_it_would_have_known(
+    tiny_target: Target, config: SpeculativeConfig, learns: bool
+) -> None:
+    decoded: list[str] = []
+
+    class Watched(Decoder):
+        def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> Continuation:
+            decoded.append(tiny_target.decode(list(prompt)))
+            return super().__call__(prompt, task, on_prefill)
+
+    def contenders() -> dict[str, Contender]:
+        return {"plain": Decoder.of(tiny_target, SpeculativeConfig()), "ours": Watched.of(tiny_target, config)}
+
+    found = contenders()["ours"]
+    assert isinstance(found, Decoder)
+    assert found.learns == learns
+    prompts = PromptSet((*PROMPTS.take(2), *PROMPTS.take(2)))  # the second two are known to whoever learns
+    early, late = PromptSet(prompts.items[:2]), PromptSet(prompts.items[2:])
+    rows = list(interleave(tiny_target, prompts, contenders(), TASK))
+    decoded.clear()
+    again = list(interleave(tiny_target, late, contenders(), TASK, before=early))
+    assert [row["ours"].stats for row in again] == [row["ours"].stats for row in rows[2:]]
+    assert len(decoded) == 1 + len(late) + (len(early) if learns else 0)  # the first one warms up
 
 
 def test_a_conversations_times_are_added_up(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,32 @@ def test_who_is_behind_leaves_and_a_tie_goes_to_the_simpler() -> None:
     assert [finalist.config for finalist in finals.finalists if not finalist.stayed] == [slow]
 
 
+def test_what_seems_a_tenth_slower_does_not_tie_though_prompts_cannot_tell() -> None:
+    """Where the complex one is faster by a factor on some prompts, and slower on the others."""
+    simple, complex_ = _lookup(4), _lookup(8)
+
+    class Mixed(Known):
+        def compare(
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, *rest: Any
+        ) -> Iterator[dict[str, Sample]]:
+            for number, item in enumerate(prompts):
+                self.speedups = {simple: 1.5, complex_: 3.0 if number % 4 == 0 else self.pace}
+                yield from super().compare(configs, PromptSet((item,)), *rest)
+
+        pace = 1.4
+
+    bench = Mixed({})
+    study = run_known(bench, simple, complex_)
+    settings = MeasureSettings(finalists=2)
+    finals = measure_finals(study, bench, PROMPTS, settings, 0)
+    assert finals.winner.config == complex_
+    rows = {finalist.config: finalist for finalist in finals.finalists}
+    assert rows[simple].held_out["speedup"] < 0.96 * rows[complex_].held_out["speedup"]
+    assert not rows[simple].ties
+    bench.pace = 1.31  # as fast in all, within a few hundredths
+    assert measure_finals(study, bench, PROMPTS, settings, 0).winner.config == simple
+
+
 def test_measuring_ends_once_one_is_left() -> None:
     fast, slow = _lookup(4), _lookup(6)
     bench = Known({fast: 1.5, slow: 1.2})
