@@ -16,6 +16,7 @@ from searches.study import StudySettings
 
 LEAVES = sorted(path.relative_to(CONF) for path in Path(CONF).glob("*/*.yaml"))
 NEEDED = {
+    "drafter/layer_skip": ["contenders.layer_skip.mask=layers:15-29"],  # else as deep as the model, which nobody knows here
     "target/hub": ["target.name=some/model"],
     "target/local": ["target.path=/some/folder"],
     "prompts/jsonl": ["prompts.path=some.jsonl"],
