@@ -66,9 +66,8 @@ class Decoder:
 
     def forget(self) -> None:
         """Let the drafter forget what it has learnt from earlier prompts."""
-        drafter = self.drafter.drafter
-        if isinstance(drafter, Learner):
-            drafter.forget()
+        if isinstance(self.drafter.drafter, Learner):
+            self.drafter.drafter.forget()
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:

@@ -153,12 +153,13 @@ def _check_datastores(owner: str, config: SpeculativeConfig, target: Target, pro
 
 def _present(group: DictConfig) -> dict[str, Any]:
     """Those that are not left out, with null or, said in a line, for want of a draft model or a head."""
-    found = {str(name): fields for name, fields in group.items() if fields is not None}
-    for name in list(found):
-        wanting = [part for part in ("draft", "head") if found[name].get(part, "") is None]
+    found = {}
+    for name, fields in group.items():
+        wanting = [part for part in ("draft", "head") if fields is not None and fields.get(part, "") is None]
         if wanting:
-            print(f"{name}: left out, for want of a {wanting[0]}")
-            del found[name]
+            print(f"{name!s}: left out, for want of a {wanting[0]}")
+        elif fields is not None:
+            found[str(name)] = fields
     return found
 
 

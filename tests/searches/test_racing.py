@@ -22,7 +22,7 @@ from searches.finals import Finals
 from searches.objective import DRIFTED, MeasureSettings, Objective
 from searches.prior import Judgement
 from searches.space import SearchSpace
-from searches.standings import Standing, configuration, contenders, ranking
+from searches.standings import Standing, configuration, ranking
 from searches.study import StudySettings, finished, foreseeing, run_trials
 
 PROMPTS = PromptSet.of([f"prompt {i}" for i in range(8)])
@@ -123,39 +123,6 @@ def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
     assert trials[-1].value == pytest.approx(1.5)
 
 
-def test_no_prompt_weighs_more_for_having_been_decoded_more_often() -> None:
-    def table(*speedups: float) -> dict[str, list[Any]]:
-        names = [f"p{place}" for place in range(len(speedups))]
-        seconds = [1 / speedup for speedup in speedups]
-        rates = [10 * speedup for speedup in speedups]
-        return {
-            "prompt_id": names,
-            "tokens_per_second": rates,
-            "decode_seconds": seconds,
-            "baseline_tokens_per_second": [10.0] * len(names),
-        }
-
-    once, often = Standing(_lookup(4)), Standing(_lookup(5))
-    once.add(table(4.0, 1.0, 1.0))
-    often.add(table(4.0, 1.0, 1.0))
-    for _ in range(5):
-        often.add(table(4.0))
-    assert often.speedup == pytest.approx(once.speedup) == pytest.approx(3 / 2.25)
-
-
-def test_the_best_of_another_make_contends_where_it_is_about_as_fast() -> None:
-    recycling = SpeculativeConfig("token_recycling", 4)
-    lookups = [_lookup(length) for length in range(4, 9)]
-    for pace, many in ((1.45, 3), (1.2, 2)):
-        bench = Known({lookup: 1.5 + place / 100 for place, lookup in enumerate(lookups)} | {recycling: pace})
-        space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup", "token_recycling"])
-        study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-        objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
-        run_trials(study, objective, StudySettings(n_trials=6, remeasure=100), lambda trial: None, [*lookups, recycling])
-        found = [standing.config for standing in contenders(study, 2)]
-        assert found == [*reversed(lookups[-2:]), recycling][:many]
-
-
 def test_who_learns_knows_as_much_when_a_prompt_is_measured_again() -> None:
     config = _lookup(4)
     told: list[list[str]] = []
@@ -208,25 +175,6 @@ def test_seconds_of_an_interrupted_trial_count() -> None:
     with pytest.raises(KeyboardInterrupt):
         foresee()
     assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.1
-
-
-def test_the_leader_is_challenged_and_its_luck_pooled() -> None:
-    lucky, solid = _lookup(4), _lookup(5)
-
-    class Lucky(Known):
-        def compare(
-            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
-        ) -> Iterator[dict[str, Sample]]:
-            first = not any(config == lucky for config, _ in self.asked)
-            self.speedups = {solid: 1.4, lucky: 1.6 if first or len(self.asked) < 5 else 1.0}
-            return super().compare(configs, prompts, repeats, seed)
-
-    bench = Lucky({})
-    others = [_lookup(length) for length in range(6, 12)]
-    study = run_known(bench, lucky, solid, *others, remeasure=3, trials=14)
-    leader = ranking(study)[0]
-    assert leader.config == solid
-    assert next(standing.complete for standing in ranking(study) if standing.config == lucky) >= 2
 
 
 def test_the_leader_is_measured_again_before_all_starting_points_are_tried() -> None:
