@@ -26,7 +26,7 @@ _MARK = "\u2063user\u2063"  # stands for what a user says
 _ASKED_TOKENS = 64  # of a prompt
 _ASKING = Sampling(1.0, min_p=0.05)  # of prompts: top_p would sort the vocabulary, which took as long again as the model
 _PATIENCE = 8  # batches without a prompt
-_BEGUN = (0.1, 0.6)  # of a given prompt's words; how it goes on varies
+_BEGUN = (0.1, 1.0)  # of a given prompt's words; how it goes on varies
 _BEGUN_TOKENS = 256  # at most, as all texts of a batch take the room of the longest
 
 

@@ -29,6 +29,7 @@ from .application import InputError
 from .bridging import BridgeLearner, calibrate, made_of, rates
 from .foresight import ScanSettings, cost_profile
 from .kept import Kept
+from .learner import TrainingFile
 from .oracle import Choices
 from .tracking import Tracker
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
@@ -181,8 +182,7 @@ class BridgePoints:
                 self.passages,
                 self.scanner,
                 largest,
-                folder / "training.pt",
-                identity,
+                TrainingFile(folder / "training.pt", identity),
                 lambda: self.calibration,
                 self._memory,
             )

@@ -26,7 +26,7 @@ from layerskip.scan import Scan, Scanner
 from layerskip.texts import Memory
 
 from .application import InputError
-from .learner import Learner
+from .learner import Learner, TrainingFile
 from .written import passages_of
 
 if TYPE_CHECKING:
@@ -101,16 +101,13 @@ def train_bridges(
     if neighbour is not None:
         Bridges(shape).warm(neighbour)  # refuses now what is of another kind or size
         learnt = learnt | {"warm_start": digest([tensor.float().tolist() for tensor in neighbour.state_dict().values()])}
-    file = folder / "training.pt"
+    file = TrainingFile(folder / "training.pt", digest(learnt), asked)
     memory = Memory(int(config.remembered_bytes))
 
     def calibration() -> Calibration:
         return calibrate(target, passages, int(config.calibration_bytes), "calibration_bytes", memory)
 
-    learner = BridgeLearner(
-        config, shape, target, passages, scanner, tokens, file, digest(learnt), calibration, memory, neighbour
-    )
-    learner.asked = asked
+    learner = BridgeLearner(config, shape, target, passages, scanner, tokens, file, calibration, memory, neighbour)
     if learner.fit is not None:
         fit = learner.fit
         print(f"closed form, {fit.rows} positions in {fit.seconds:.1f} s: {shown(learner.judge())}", flush=True)
@@ -157,8 +154,7 @@ class BridgeLearner(Learner):
         passages: list[Passage],
         scanner: Scanner | None,
         tokens: Tensor | None,
-        file: Path,
-        identity: str,
+        file: TrainingFile,
         calibration: Callable[[], Calibration],
         memory: Memory | None,
         neighbour: Bridges | None = None,
@@ -174,7 +170,7 @@ class BridgeLearner(Learner):
         fit = int(config.training_bytes) // longest
         if not fit:
             raise InputError(f"training_bytes: {config.training_bytes} hold not even one text, which takes {longest}")
-        super().__init__(config, self.bridges, len(passages), file, identity)
+        super().__init__(config, self.bridges, len(passages), file)
         self.texts_per_step = min(self.texts_per_step, fit)
 
     def begin(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,23 @@ def check_learning(config: DictConfig) -> None:
     check_number("save_seconds", config.save_seconds)
 
 
+@dataclass(frozen=True)
+class TrainingFile:
+    """Where a training is kept, and what tells it from others.
+
+    Args:
+        path: of the file.
+        identity: of everything that the training depends on.
+        asked: the part of it that is known before texts are written; "" where nobody wants to know so early.
+    """
+
+    path: Path
+    identity: str
+    asked: str = ""
+
+
 def refuse_another(folder: Path, asked: str) -> None:
-    """Refuse a folder where another training is known to be kept; of one whose first seconds were interrupted nobody knows.
+    """Refuse a folder where another training is known to be kept, before texts are written for this one.
 
     Raises:
         InputError: there is one.
@@ -65,22 +81,19 @@ class Learner(ABC):
         config: of ``conf/train.yaml``.
         module: what learns, in float32 and on its device.
         texts: how many texts there are to learn from.
-        file: where everything is kept.
-        identity: of the training; the file of another is refused.
+        file: where everything is kept; that of another training is refused.
     """
 
-    asked = ""  # what its configuration asks for, for who would rather know before texts are written; "" where nobody says
-
-    def __init__(self, config: DictConfig, module: nn.Module, texts: int, file: Path, identity: str) -> None:
-        self.config, self.module, self.texts, self.file, self.identity = config, module, texts, file, identity
+    def __init__(self, config: DictConfig, module: nn.Module, texts: int, file: TrainingFile) -> None:
+        self.config, self.module, self.texts, self.file = config, module, texts, file
         self.device = next(module.parameters()).device
         self.texts_per_step = min(int(config.texts_per_step), texts)
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds, self._begun = 0, 0.0, 0.0
-        if file.exists():
-            state: dict[str, Any] = torch.load(file, weights_only=True, map_location=self.device)
-            if state.get("identity") != identity:
-                raise InputError(f"head: {file.parent} holds another training; name another folder")
+        if file.path.exists():
+            state: dict[str, Any] = torch.load(file.path, weights_only=True, map_location=self.device)
+            if state.get("identity") != file.identity:
+                raise InputError(f"head: {file.path.parent} holds another training; name another folder")
             module.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds, self._begun = state["step"], state["seconds"], state.get("begun", 0.0)
@@ -150,8 +163,8 @@ class Learner(ABC):
         """Keep everything, whole or not at all."""
         state: dict[str, Any] = {"head": self.module.state_dict(), "optimiser": self.optimiser.state_dict()}
         state |= {"step": self.step, "seconds": self.seconds, "begun": self._begun}
-        state |= {"identity": self.identity, "asked": self.asked}
-        with whole(self.file) as partial:
+        state |= {"identity": self.file.identity, "asked": self.file.asked}
+        with whole(self.file.path) as partial:
             torch.save(state, partial)
 
     def _places(self) -> list[int]:

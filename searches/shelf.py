@@ -29,6 +29,7 @@ from layerskip.texts import Memory
 
 from .application import InputError, check_number, check_whole
 from .bridging import BridgeLearner, calibrate
+from .learner import TrainingFile
 from .makeup import Makeup
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
@@ -173,8 +174,7 @@ class Shelf:
                 passages_of(self._texts),
                 None,
                 self.tokens(makeup.tokens or _TRAINED_TOKENS),
-                folder / "training.pt",
-                identity,
+                TrainingFile(folder / "training.pt", identity),
                 lambda: self._calibration,
                 self._memory,
                 self._neighbour(shape),

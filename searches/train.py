@@ -9,6 +9,7 @@ trains the bridges of that mask instead.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from layerskip.units import NATURAL, Units
 
 from .application import InputError, check_flag, check_number, check_whole, run
 from .bridging import shape_of, shown, train_bridges
-from .learner import Learner, check_learning, refuse_another, room
+from .learner import Learner, TrainingFile, check_learning, refuse_another, room
 from .objective import check_seed
 from .tracking import Tracker
 from .turns import turn
@@ -123,9 +124,8 @@ def _train_head(
     if not len(store):
         raise InputError(f"feature_bytes: {config.feature_bytes} hold not even one text")
     judges = [_thought(target, passage, modules) for passage in continued]
-    identity = digest([learnt, head.shape.to_dict()])
-    learner = _HeadLearner(config, head, target, store, judges, folder / "training.pt", identity)
-    learner.asked = digest(learnt)
+    file = TrainingFile(folder / "training.pt", digest([learnt, head.shape.to_dict()]), digest(learnt))
+    learner = _HeadLearner(config, head, target, store, judges, file)
     learner.learn_all(tracker)
     learner.end()
     accepted = learner.judge()
@@ -183,8 +183,7 @@ class _HeadLearner(Learner):
         target: Target,
         store: FeatureStore,
         judges: list[Thought],
-        file: Path,
-        identity: str,
+        file: TrainingFile,
     ) -> None:
         self.head, self.store, self._judges = head.to(target.device).float().train(), store, judges
         self.embeddings = target.model.get_input_embeddings()
@@ -194,10 +193,11 @@ class _HeadLearner(Learner):
         self._units = NATURAL
         if isinstance(head, EagleHead):
             self._units = units = Units.of(head, self.embeddings, (store[place] for place in range(min(_MEASURED, texts))))
-            identity = digest([identity, units.embeddings, units.read.tolist(), units.states])
-            if file.exists():
+            identity = digest([file.identity, units.embeddings, units.read.tolist(), units.states])
+            file = replace(file, identity=identity)
+            if file.path.exists():
                 units.enter(head)  # what is no weight; the weights are read from the file
-        super().__init__(config, self.head, texts, file, identity)
+        super().__init__(config, self.head, texts, file)
 
     def begin(self) -> None:
         """EAGLE's linear map in closed form."""

