@@ -38,7 +38,8 @@ def asked_texts(config: DictConfig, target: Target, sampling: Sampling, like: Se
 
 
 def _kind_of_texts(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
-    kind = {"recipe": _LIKE_RECIPE if like else _RECIPE, "target": target.digest, "sampling": sampling.to_dict(), "like": list(like)}
+    kind = {"recipe": _LIKE_RECIPE if like else _RECIPE, "target": target.digest}
+    kind |= {"sampling": sampling.to_dict(), "like": list(like)}
     return kind | {name: config[name] for name in _TEXTS}
 
 
