@@ -27,7 +27,8 @@ _ASKED_TOKENS = 64  # of a prompt
 _ASKING = Sampling(1.0, min_p=0.05)  # of prompts: top_p would sort the vocabulary, which took as long again as the model
 _PATIENCE = 8  # batches without a prompt
 _BEGUN = (0.1, 1.0)  # of a given prompt's words; how it goes on varies
-_BEGUN_TOKENS = 256  # at most, as all texts of a batch take the room of the longest
+_BEGUN_TOKENS = 256
+_PADDED = 2  # times a prompt's own length, at most
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,28 @@ def _prompt(target: Target, opening: list[int], begin: list[int], tokens: list[i
 
 @torch.inference_mode()
 def _generate(target: Target, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int) -> list[list[int]]:
-    """New tokens of each prompt, its end of sequence included, all in one batch of transformers' own ``generate``."""
-    if not prompts:
-        return []
+    """New tokens of each prompt, its end of sequence included, those of about the same length at once."""
+    said: list[list[int]] = [[] for _ in prompts]
+    for places in _alike(prompts):
+        found = _generate_batch(target, [prompts[place] for place in places], sampling, max_new_tokens)
+        for place, tokens in zip(places, found, strict=True):
+            said[place] = tokens
+    return said
+
+
+def _alike(prompts: list[list[int]]) -> list[list[int]]:
+    """Places of the prompts by length, in batches: who is more than twice as long as another would have it padded."""
+    batches: list[list[int]] = []
+    for place in sorted(range(len(prompts)), key=lambda place: len(prompts[place])):
+        if batches and len(prompts[place]) <= _PADDED * len(prompts[batches[-1][0]]):
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches
+
+
+def _generate_batch(target: Target, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int) -> list[list[int]]:
+    """The same by one call of transformers' own ``generate``."""
     longest = max(map(len, prompts))
     rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=target.device)
     seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=target.device)

@@ -29,7 +29,7 @@ from .kept import Kept
 from .turns import turn
 
 _TEXTS = ("max_new_tokens", "batch", "seed")
-_RECIPE, _LIKE_RECIPE = 2, 3  # of layerskip.own_texts, and where texts begin like prompts; those of another are written anew
+_RECIPE = 3  # of layerskip.own_texts; texts of another are written anew
 
 
 def asked_texts(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def asked_texts(config: DictConfig, target: Target, sampling: Sampling, like: Se
 
 
 def _kind_of_texts(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
-    kind = {"recipe": _LIKE_RECIPE if like else _RECIPE, "target": target.digest}
+    kind = {"recipe": _RECIPE, "target": target.digest}
     kind |= {"sampling": sampling.to_dict(), "like": list(like)}
     return kind | {name: config[name] for name in _TEXTS}
 
