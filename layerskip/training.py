@@ -34,19 +34,28 @@ class Batch:
         tokens: ``[B, n]`` int64.
         read: ``[B, n, F]``: the hidden states behind each that a head reads, in its units.
         final: ``[B, n, H]``: those that the target's output layer reads.
-        answers: ``[B, n]`` bool: whether a token belongs to an answer.
+        sought: ``[B, n]`` bool: whether a token is one to be foretold.
         units: the head's.
     """
 
     tokens: Tensor
     read: Tensor
     final: Tensor
-    answers: Tensor
+    sought: Tensor
     units: Units
 
     @classmethod
-    def of(cls, texts: Sequence[Thought], head: EagleHead | MedusaHeads, units: Units = NATURAL) -> Batch:
-        """Pad some texts, whose features are those of :func:`stored_modules`."""
+    def of(
+        cls, texts: Sequence[Thought], head: EagleHead | MedusaHeads, units: Units = NATURAL, whole: bool = False
+    ) -> Batch:
+        """Pad some texts.
+
+        Args:
+            texts: with the features of :func:`stored_modules`.
+            head: that shall foretell them.
+            units: the head's.
+            whole: whether prompts are to be foretold, too: what the target would have said there is as good to learn from.
+        """
         width = head.shape.hidden
         longest = max(text.tokens.shape[0] for text in texts)
 
@@ -55,11 +64,13 @@ class Batch:
 
         device = next(head.parameters()).device
         place = torch.arange(longest)
-        answers = torch.stack([(place >= text.begin) & (place < text.tokens.shape[0]) for text in texts])
+        begins = [1 if whole else text.begin for text in texts]
+        ends = [text.tokens.shape[0] for text in texts]
+        sought = torch.stack([(place >= begin) & (place < end) for begin, end in zip(begins, ends, strict=True)])
         features = pad([text.features for text in texts]).float()
         read = features[..., : width * len(head.shape.modules)]
         tokens = pad([text.tokens for text in texts])
-        return cls(tokens, read / units.read, features[..., -width:], answers.to(device), units)
+        return cls(tokens, read / units.read, features[..., -width:], sought.to(device), units)
 
 
 def stored_modules(modules: tuple[str, ...], final: str) -> tuple[str, ...]:
@@ -74,7 +85,7 @@ class Foretold:
     Args:
         made: ``[n, H]``: the hidden states that it has the target's output layer read.
         final: ``[n, H]`` float32: those that the target has it read.
-        own: ``[n]`` int64: the token that the target says.
+        own: ``[n]`` int64: the token that follows, which in an answer is the one that the target says.
         alive: ``[B, m]`` bool: the rows that the n are of, in order.
         nears: whether the one is meant to come near the other.
     """
@@ -87,7 +98,7 @@ class Foretold:
 
 
 def foretell(head: EagleHead | MedusaHeads, embeddings: nn.Module, batch: Batch, steps: int) -> list[Foretold]:
-    """What a head says of the next tokens, from every hidden state whose next token is an answer's.
+    """What a head says of the next tokens, from every hidden state whose next token is sought.
 
     Args:
         head: EAGLE's or Medusa's.
@@ -106,7 +117,7 @@ def foretell(head: EagleHead | MedusaHeads, embeddings: nn.Module, batch: Batch,
     for step in range(min(steps, len(hidden))):
         # Row i of a step stands for the hidden state behind token i + step + 1, which says token i + step + 2.
         ahead = slice(step + 2, step + 2 + rows)
-        alive = batch.answers[:, ahead]
+        alive = batch.sought[:, ahead]
         final = batch.final[:, step + 1 : step + 1 + rows][alive]
         made = hidden[step][alive] * batch.units.states
         found.append(Foretold(made, final, batch.tokens[:, ahead][alive], alive, nears))

@@ -51,7 +51,7 @@ _NUMBERS = (
     "remembered_bytes",
     "held_out_tokens",
 )
-_RECIPE = 7  # of what follows and of layerskip.training; a training goes on only as it began
+_RECIPE = 8  # of what follows and of layerskip.training; a training goes on only as it began
 _MEASURED = 32  # texts that say how large hidden states are
 _SPARED = 32  # texts at most, one of twenty, that no weight is learnt from
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
@@ -213,7 +213,7 @@ class _HeadLearner(Learner):
 
     def loss(self, places: list[int]) -> Tensor:
         """Of what the head says of the next tokens."""
-        batch = Batch.of([self.store[place] for place in places], self.head, self._units)
+        batch = Batch.of([self.store[place] for place in places], self.head, self._units, whole=True)
         alone = isinstance(self.head, EagleHead) and self.progress < _ALONE
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._fast):
             return loss_of(foretell(self.head, self.embeddings, batch, 1 if alone else self.config.unroll), self.readout)

@@ -23,17 +23,18 @@ TARGET = target_of("llama")
 EMBEDDINGS, READOUT = TARGET.model.get_input_embeddings(), Readout(TARGET, None)
 
 
-def test_what_is_wanted_is_what_the_target_says_there() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_wanted_is_what_the_target_says_there(whole: bool) -> None:
     texts = thoughts("llama")[:3]
     head = EagleHead(EagleShape.of(TARGET))
-    found = foretell(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
+    found = foretell(head, EMBEDDINGS, Batch.of(texts, head, whole=whole), UNROLL)
     for step, one in enumerate(found):
         expected, own = [], []
         for text in texts:
             probs = TARGET.model(input_ids=text.tokens[None]).logits[0].softmax(-1)
             longest = max(len(t.tokens) for t in texts) - UNROLL - 1
             for place in range(step + 2, min(len(text.tokens), step + 2 + longest)):
-                if place >= text.begin:
+                if whole or place >= text.begin:
                     expected.append(probs[place - 1])
                     own.append(int(text.tokens[place]))
         assert one.own.tolist() == own
