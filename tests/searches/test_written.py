@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from importlib import resources
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -75,6 +77,21 @@ def test_texts_do_not_begin_like_what_is_measured(tmp_path: Path) -> None:
         begun_like("begin_like", str(file), PromptSet.of(["a", "And  measured?\n"]))
     with pytest.raises(PromptError, match="^begin_like: cannot read"):
         begun_like("begin_like", str(tmp_path / "nothing.jsonl"), PromptSet.of(["a"]))
+
+
+def test_prompts_to_practise_on_are_like_the_packaged_ones_and_none_of_them() -> None:
+    """Eight words in a row that two of them share would be a copy."""
+    file, packaged = resources.files("layerskip") / "data" / "practice.jsonl", PromptSet.packaged()
+    assert len(begun_like("begin_like", str(file), packaged)) >= 100
+    practice = PromptSet.load(str(file), "practice")
+    assert {item.category for item in practice} == {item.category for item in packaged}
+    one, other = ({run for item in prompts for run in _runs(item.content())} for prompts in (practice, packaged))
+    assert not one & other
+
+
+def _runs(text: str) -> Iterator[tuple[str, ...]]:
+    words = text.lower().split()
+    return zip(*(words[place:] for place in range(8)), strict=False)
 
 
 def test_what_texts_begin_like_is_part_of_what_they_are(tmp_path: Path) -> None:
