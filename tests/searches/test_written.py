@@ -85,7 +85,10 @@ def test_prompts_to_practise_on_are_like_the_packaged_ones_and_none_of_them() ->
     assert len(begun_like("begin_like", str(file), packaged)) >= 100
     practice = PromptSet.load(str(file), "practice")
     assert {item.category for item in practice} == {item.category for item in packaged}
-    one, other = ({run for item in prompts for run in _runs(item.content())} for prompts in (practice, packaged))
+    one, other = (
+        {run for item in prompts for message in item.messages() for run in _runs(message["content"])}
+        for prompts in (practice, packaged)
+    )
     assert not one & other
 
 
