@@ -31,7 +31,8 @@ class Standing:
         config: the configuration.
         complete: trials that measured it to the end.
         lossless: whether every one of them kept the output.
-        last: the number of the last trial that was about it, measured or not.
+        first: the number of the first trial that was about it.
+        last: that of the last trial that was about it, measured or not.
         seconds: by prompt: what decoding took, what plain decoding would have taken at the pace of the same pairs, both
             over all replicates, and how many these are.
     """
@@ -39,6 +40,7 @@ class Standing:
     config: SpeculativeConfig
     complete: int = 0
     lossless: bool = True
+    first: int = -1
     last: int = -1
     seconds: dict[str, tuple[float, float, int]] = field(default_factory=dict)
 
@@ -84,7 +86,7 @@ def standings(trials: Iterable[FrozenTrial]) -> dict[SpeculativeConfig, Standing
         if trial.state not in FINISHED:
             continue
         config = configuration(trial)
-        standing = found.setdefault(config, Standing(config))
+        standing = found.setdefault(config, Standing(config, first=trial.number))
         standing.last = max(standing.last, trial.number)
         if "table" in trial.user_attrs:
             standing.add(trial.user_attrs["table"])
@@ -101,15 +103,19 @@ def ranking(study: optuna.Study) -> list[Standing]:
 
 
 def contenders(study: optuna.Study, count: int) -> list[Standing]:
-    """The best few, best first, and behind them the best of other makes that are about as fast.
+    """The best few, best first, and behind them, where about as fast, the best of other makes and the first of the leader's.
 
-    A few prompts often rank five lookups of neighbouring lengths above a drafter whose worth differs from prompt to prompt.
+    A few prompts often rank five lookups of neighbouring lengths above a drafter whose worth differs from prompt to prompt,
+    and five that were tuned on them above the settings that a study tries first, which these prompts did not choose.
     """
     ranked = ranking(study)
     chosen = ranked[:count]
     for standing in ranked[count:]:
         if len(chosen) < count + _OTHERS and _make(standing) not in map(_make, chosen) and _is_near(standing, ranked[0]):
             chosen.append(standing)
+    usual = min((s for s in ranked if _make(s) == _make(ranked[0])), key=lambda standing: standing.first, default=None)
+    if usual is not None and usual not in chosen and _is_near(usual, ranked[0]):
+        chosen.append(usual)
     return chosen
 
 
