@@ -55,8 +55,8 @@ class MeasureSettings:
             this share.
         held_out_prompts: held-out prompts of the finals; None takes all.
         held_out_repeats: how often the finals decode each of them at most.
-        finalists: distinct configurations that are measured again on held-out prompts, beside the best of other makes and the first
-            of the leader's.
+        finalists: distinct configurations that are measured again on held-out prompts, beside the best of other makes and
+            the first of the leader's.
         warming: other tune prompts that who learns from prompt to prompt decodes before each trial, unmeasured, as it would
             have decoded some in use.
     """
