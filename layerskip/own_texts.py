@@ -27,7 +27,7 @@ _ASKED_TOKENS = 64  # of a prompt
 _ASKING = Sampling(1.0, min_p=0.05)  # of prompts: top_p would sort the vocabulary, which took as long again as the model
 _PATIENCE = 8  # batches without a prompt
 _BEGUN = (0.1, 1.0)  # of a given prompt's words; how it goes on varies
-_BEGUN_TOKENS = 256
+_BEGUN_TOKENS = 256  # of it, at most
 _PADDED = 2  # times a prompt's own length, at most
 
 

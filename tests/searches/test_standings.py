@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import optuna
 import pytest
 
 from layerskip import PromptSet, SpeculativeConfig
 from layerskip.measurement import Sample
-from searches.objective import Objective
-from searches.space import SearchSpace
 from searches.standings import Standing, contenders, ranking
-from searches.study import StudySettings, run_trials
-from tests.searches.test_racing import PROMPTS, SETTINGS, Known, run_known
+from tests.searches.test_racing import Known, run_known
 
 
 def _lookup(length: int) -> SpeculativeConfig:
@@ -46,10 +42,7 @@ def test_the_best_of_another_make_and_the_first_of_the_leaders_contend_where_the
     lookups = [_lookup(length) for length in range(4, 9)]
     for pace, many in ((1.45, 3), (1.2, 2)):
         bench = Known({lookup: 1.5 + place / 100 for place, lookup in enumerate(lookups)} | {recycling: pace})
-        space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup", "token_recycling"])
-        study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-        objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
-        run_trials(study, objective, StudySettings(n_trials=6, remeasure=100), lambda trial: None, [*lookups, recycling])
+        study = run_known(bench, *lookups, recycling)
         found = [standing.config for standing in contenders(study, 2)]
         assert found == [*[*reversed(lookups[-2:]), recycling][:many], lookups[0]]
 
