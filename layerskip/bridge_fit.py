@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .bridge import Bridges, BridgeShape
+from .bridge import Bridge, Bridges, BridgeShape
 from .mask import Gap, SkipMask
 from .passages import Passage
 from .regression import learn
@@ -27,6 +27,8 @@ from .texts import Memory, Pack, Start, Texts
 
 _JUDGED, _MOST_JUDGED = 0.2, 2000  # of the rows; the last ones, hence of other passages than the rest
 _FAR = 8.0  # times the median norm: targets beyond it are left out
+_USED = 0.9  # of the budget; the rest is for what allocators round up
+_BESIDE, _REGRESSED = 3, 10  # numbers of the target's dtype, and bytes, that a fit takes for each number of a hidden state
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Calibration:
     Args:
         target: the model.
         passages: its own continuations.
-        most_bytes: of the hidden states, keys and values that are kept; of more passages, evenly spread ones are taken.
+        most_bytes: of all that is kept and that reading and fitting take beside it, logits included; of more passages,
+            evenly spread ones are taken.
         max_rows: rows per pass.
         memory: of texts that the target has read, in which those that are read here are put as well.
 
@@ -91,7 +94,7 @@ class Calibration:
     ) -> None:
         self.target = target
         self._model = RowModel(target.model)
-        self.passages = self._affordable([passage for passage in passages if passage.starts > 1], most_bytes)
+        self.passages = self._affordable([passage for passage in passages if passage.starts > 1], most_bytes, max_rows)
         self._texts = Texts(self._model, target.vocabulary, self.passages, Sampling(), memory=memory)
         self.starts = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts)]
         packs = [self._pack(self.starts[i : i + max_rows]) for i in range(0, len(self.starts), max_rows)]
@@ -114,17 +117,28 @@ class Calibration:
         empty, bridged = self._judge(bridges.mask, None), self._judge(bridges.mask, bridges)
         return Fit(bridges, ridges, empty, bridged, len(self.starts), time.monotonic() - begin)
 
-    def _affordable(self, passages: Sequence[Passage], most_bytes: int) -> tuple[Passage, ...]:
+    def _affordable(self, passages: Sequence[Passage], most_bytes: int, max_rows: int) -> tuple[Passage, ...]:
         """As many passages, evenly spread, as the budget holds."""
-        each = (self.target.layers + 1) * self.target.hidden * self.target.model.dtype.itemsize
+        size, vocabulary = self.target.model.dtype.itemsize, self.target.vocabulary
+        each = self.target.hidden * ((self.target.layers + 1) * size + _BESIDE * size + _REGRESSED)
         kept: list[Passage] = []
         if passages:
-            (one,) = Texts(self._model, self.target.vocabulary, passages[:1], Sampling()).texts
+            (one,) = Texts(self._model, vocabulary, passages[:1], Sampling()).texts
             beside = one.cache.nbytes // one.cache.max_length
-            costs = [(len(p.prompt) + p.max_new_tokens) * beside + p.starts * each for p in passages]
+            lengths = [len(p.prompt) + p.max_new_tokens for p in passages]
+            keys = [
+                max_rows + length * (max_rows // passage.starts + 2)
+                for passage, length in zip(passages, lengths, strict=True)
+            ]
+            costs = [
+                length * (beside + length) + passage.starts * (each + 2 * seen)  # two masks, one of them the model's own
+                for passage, length, seen in zip(passages, lengths, keys, strict=True)
+            ]
             for count in range(len(passages), 0, -1):
                 places = [number * len(passages) // count for number in range(count)]
-                if sum(costs[place] for place in places) <= most_bytes:
+                logits = max(max_rows, *(passages[place].max_new_tokens for place in places)) * vocabulary * (size + 4)
+                shared = beside * max(keys[place] for place in places)
+                if logits + shared + sum(costs[place] for place in places) <= _USED * most_bytes:
                     kept = [passages[place] for place in places]
                     break
         if not kept:
@@ -158,11 +172,8 @@ class Calibration:
             else:
                 plain = self._plain(self._parts[0], gap)
                 pairs = [self._around(part, stream, gap, plain) for part, stream in zip(self._parts, streams, strict=True)]
-            read, given = (torch.cat([pair[i][0] for pair in pairs])[:learnt].float() for i in (0, 1))
-            norms = given.norm(dim=-1)
-            near = norms <= _FAR * norms.median()
-            fit = learn if bridge.shape.width else regress
-            ridges[gap.name] = fit(bridge, read[near], given[near])
+            ridges[gap.name] = _regressed(bridge, pairs, learnt)
+            del pairs
             for number, part in enumerate(self._parts):
                 if gap.kind == "layers":
                     streams[number] = streams[number] + bridge(streams[number])
@@ -244,6 +255,16 @@ class Calibration:
             if left <= 0:
                 break
         return right / judged
+
+
+def _regressed(bridge: Bridge, pairs: list[tuple[Tensor, Tensor]], rows: int) -> float:
+    """Fit a bridge to the first rows of what it reads and should give, part by part; returns the ridge constant."""
+    given = torch.cat([wanted[0] for _, wanted in pairs])[:rows].float()
+    norms = given.norm(dim=-1)
+    near = norms <= _FAR * norms.median()
+    given = given[near]
+    read = torch.cat([hidden[0] for hidden, _ in pairs])[:rows][near].float()
+    return (learn if bridge.shape.width else regress)(bridge, read, given)
 
 
 def _judged(rows: int) -> int:

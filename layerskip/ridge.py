@@ -12,6 +12,7 @@ from .bridge import Bridge, normalised
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _CHOOSING = 0.2  # of the rows: those that the constant is chosen by
+_AT_ONCE = 4096  # rows
 
 
 def regress(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
@@ -49,9 +50,13 @@ class _Moments:
 
     def __init__(self, read: Tensor, wanted: Tensor) -> None:
         self.mean, self.scale, self.middle = read.mean(0), read.std(0).clamp_min(1e-6), wanted.mean(0)
-        inputs = (read - self.mean) / self.scale
-        self._squares = (inputs.T @ inputs).double() / inputs.shape[0]
-        self._products = (inputs.T @ (wanted - self.middle)).double() / inputs.shape[0]
+        self._squares = torch.zeros(read.shape[1], read.shape[1], dtype=torch.float64, device=read.device)
+        self._products = torch.zeros(read.shape[1], wanted.shape[1], dtype=torch.float64, device=read.device)
+        for first in range(0, read.shape[0], _AT_ONCE):  # without a second copy of all rows
+            some = slice(first, first + _AT_ONCE)
+            inputs = (read[some] - self.mean) / self.scale
+            self._squares += (inputs.T @ inputs).double() / read.shape[0]
+            self._products += (inputs.T @ (wanted[some] - self.middle)).double() / read.shape[0]
 
     def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
         """An affine map ``[H, H]``, ``[H]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from layerskip import Export, generate
 from layerskip.attachments import attached
@@ -142,11 +144,18 @@ def test_bridges_begin_as_their_neighbours() -> None:
 
 
 def test_the_memory_of_a_calibration_is_bounded() -> None:
-    target = Target(build("llama"))
-    passages = _passages(target)
-    whole = Calibration(target, passages, 2**24)
-    half = Calibration(target, passages, whole.nbytes // 2)
-    assert half.nbytes <= whole.nbytes // 2
+    """All that tensors take at once, as torch's profiler counts it, while texts are read and bridges fitted."""
+    target, budget = Target(build("llama")), 2**21
+    torch.manual_seed(3)
+    tokens = torch.randint(3, target.vocabulary, (200, 40)).tolist()
+    passages = [Passage(str(i), "own", tuple(p[:10]), tuple(p[10:]), 30) for i, p in enumerate(tokens)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        half = Calibration(target, passages, budget, max_rows=64)
+        half.fit(_shape(target, "layers:1;mlp:2"))
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    assert 0.5 * budget < peak <= budget
+    assert half.nbytes < peak
     assert 1 < len(half.passages) < len(passages)
     with pytest.raises(ValueError, match="^most_bytes: "):
         Calibration(target, passages, 100)
