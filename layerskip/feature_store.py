@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,3 +152,9 @@ def read_features(target: Target, tokens: tuple[int, ...], modules: tuple[str, .
             view, torch.tensor(tokens, device=target.device), KVCache(target.layers, len(tokens), device=target.device), 1
         )
     return features.read()
+
+
+def think(target: Target, tokens: Sequence[int], begin: int, modules: tuple[str, ...]) -> Thought:
+    """A text with what the target thinks of it, read now; ``begin`` is where its answer begins."""
+    features = read_features(target, tuple(tokens), modules)
+    return Thought(torch.tensor(tokens), features.to(torch.bfloat16).cpu(), begin)

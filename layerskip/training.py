@@ -194,6 +194,32 @@ def agreements(found: Sequence[Foretold], readout: Readout) -> list[tuple[int, i
     return counts
 
 
+@torch.no_grad()
+def acceptance(
+    head: EagleHead | MedusaHeads,
+    embeddings: nn.Module,
+    readout: Readout,
+    texts: Iterable[Thought],
+    steps: int,
+    units: Units = NATURAL,
+) -> list[float]:
+    """For each further token of a chain: how often a draft that was right so far is right there, all positions counted.
+
+    Args:
+        head: EAGLE's or Medusa's.
+        embeddings: the target's.
+        readout: the target's output layer over the head's tokens; decoding drafts the text's own, too, and accepts more.
+        texts: with the features of :func:`stored_modules`.
+        steps: how many tokens ahead.
+        units: the head's.
+    """
+    counts = [(0, 0)] * steps
+    for text in texts:
+        tried = agreements(foretell(head, embeddings, Batch.of([text], head, units), steps), readout)
+        counts = [(a + c, b + d) for (a, b), (c, d) in zip(counts, tried or [(0, 0)] * len(counts), strict=True)]
+    return [right / tried if tried else 0.0 for tried, right in counts]
+
+
 def _unroll(head: EagleHead, embeddings: nn.Module, batch: Batch, rows: int, steps: int) -> list[Tensor]:
     """``[B, rows, H]`` of every step."""
     device = batch.tokens.device

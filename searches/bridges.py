@@ -9,7 +9,7 @@ trained and scanned is kept, and the same command goes on.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,13 @@ from tqdm import tqdm
 
 from layerskip import Export, MaskError, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
 from layerskip.drafters.build import build_drafter
+from layerskip.eagle import load_eagle, read_modules
 from layerskip.environment import environment
+from layerskip.feature_store import think
 from layerskip.files import write_json
+from layerskip.passages import Passage
+from layerskip.readout import Readout
+from layerskip.training import acceptance, stored_modules
 
 from .application import InputError, check_list, check_number, check_whole, run
 from .bench import BASELINE, ModelBench
@@ -98,7 +103,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         "trained": {**config.trained, "seconds": config.max_seconds},
         "profile": work.profile.to_dict(),
         "points": [point | {"config": _named(SpeculativeConfig.from_dict(point["config"]))} for point in points],
-        "eagle": _eagle(config.eagle_head, rows),
+        "eagle": _eagle(config.eagle_head, target, work.scanned, rows),
         "measured": measured,
     }
     path = Path(config.record or Path(config.outputs) / "bridges.json")
@@ -160,20 +165,23 @@ def _choose(points: list[dict[str, Any]], most: int) -> dict[str, dict[str, Any]
     return chosen
 
 
-def _eagle(folder: str | None, rows: list[Any]) -> dict[str, Any] | None:
-    """An EAGLE head beside them: its first-token agreement where it drafted, and what a drafted token took."""
+def _eagle(folder: str | None, target: Target, scanned: Sequence[Passage], rows: list[Any]) -> dict[str, Any] | None:
+    """A head beside them: how often its first token is right where masks are scanned, and what a drafted one costs."""
     if folder is None:
         return None
     about = Path(folder) / "head.json"  # one in its authors' layout has none
     training = json.loads(about.read_text(encoding="utf-8"))["training"] if about.is_file() else {}
-    samples = [row["eagle"] for row in rows]
-    tried = [r for sample in samples for r in sample.stats.rounds if r.drafted]
-    plain = [row[BASELINE] for row in rows]
+    head = load_eagle(folder, target).float()
+    modules = stored_modules(head.shape.modules, *read_modules(target))
+    texts = (think(target, (*p.prompt, *p.tokens), len(p.prompt), modules) for p in scanned)
+    (agreement,) = acceptance(head, target.model.get_input_embeddings(), Readout(target, head.tokens), texts, 1)
+    samples, plain = [row["eagle"] for row in rows], [row[BASELINE] for row in rows]
     each = sum(s.decode_seconds for s in plain) / max(1, sum(s.decoded_tokens for s in plain))
-    drafting = sum(s.draft_seconds for s in samples) / max(1, sum(r.drafted for r in tried))
+    drafted = sum(r.drafted for sample in samples for r in sample.stats.rounds)
+    drafting = sum(s.draft_seconds for s in samples) / max(1, drafted)
     return {
         "draft_cost": drafting / each,
-        "agreement": sum(r.accepted > 0 for r in tried) / max(1, len(tried)),
+        "agreement": agreement,
         "training_seconds": training.get("seconds"),
         "positions": training.get("positions"),
     }

@@ -22,14 +22,14 @@ from tqdm import tqdm
 from layerskip import PromptSet, Sampling, Target
 from layerskip.eagle import EagleHead, EagleShape, read_modules
 from layerskip.environment import environment
-from layerskip.feature_store import FeatureStore, Thought, read_features
+from layerskip.feature_store import FeatureStore, Thought, think
 from layerskip.files import digest
 from layerskip.heads import save_head
 from layerskip.medusa import MedusaHeads, MedusaShape
 from layerskip.own_texts import OwnText
 from layerskip.passages import Passage, continue_prompts
 from layerskip.readout import Readout
-from layerskip.training import Batch, agreements, fit_linear, foretell, loss_of, stored_modules
+from layerskip.training import Batch, acceptance, fit_linear, foretell, loss_of, stored_modules
 from layerskip.units import NATURAL, Units
 
 from .application import InputError, check_flag, check_number, check_whole, run
@@ -123,7 +123,7 @@ def _train_head(
         print(f"feature_bytes: {config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
     if not len(store):
         raise InputError(f"feature_bytes: {config.feature_bytes} hold not even one text")
-    judges = [_thought(target, passage, modules) for passage in continued]
+    judges = [think(target, (*p.prompt, *p.tokens), len(p.prompt), modules) for p in continued]
     file = TrainingFile(folder / "training.pt", digest([learnt, head.shape.to_dict()]), digest(learnt))
     learner = _HeadLearner(config, head, target, store, judges, file)
     learner.learn_all(tracker)
@@ -155,13 +155,6 @@ def _check(config: DictConfig) -> None:
     if config.max_seconds is not None:
         check_number("max_seconds", config.max_seconds)
     check_flag("three_layers", config.three_layers)
-
-
-def _thought(target: Target, passage: Passage, modules: tuple[str, ...]) -> Thought:
-    """What the target says to a prompt that nothing is learnt from, with its hidden states."""
-    tokens = (*passage.prompt, *passage.tokens)
-    read = read_features(target, tokens, modules).to(torch.bfloat16)
-    return Thought(torch.tensor(tokens), read.cpu(), len(passage.prompt))
 
 
 def _head(config: DictConfig, kind: str, target: Target, texts: list[OwnText]) -> EagleHead | MedusaHeads:
@@ -222,17 +215,12 @@ class _HeadLearner(Learner):
         """On held-out continuations."""
         return self.accepted(self._judges)
 
-    @torch.no_grad()
     def accepted(self, texts: Iterable[Thought]) -> list[float]:
-        """One pass over each text, from common tokens alone; decoding, with the text's, accepts more."""
+        """One pass over each text, from common tokens alone."""
         self.head.eval()
-        counts = [(0, 0)] * int(self.config.unroll)
-        for text in texts:
-            batch = Batch.of([text], self.head, self._units)
-            tried = agreements(foretell(self.head, self.embeddings, batch, int(self.config.unroll)), self.readout)
-            counts = [(a + c, b + d) for (a, b), (c, d) in zip(counts, tried or [(0, 0)] * len(counts), strict=True)]
+        found = acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._units)
         self.head.train()
-        return [right / tried if tried else 0.0 for tried, right in counts]
+        return found
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ import torch
 
 from layerskip.config import StopRule
 from layerskip.decode import decode
-from layerskip.drafters.base import Drafter
+from layerskip.drafters.base import Drafter, NoDraft
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.eagle import EagleHead
-from layerskip.feature_store import Thought, read_features
+from layerskip.feature_store import Thought, read_features, think
 from layerskip.readout import Readout
 from layerskip.target import Target
-from layerskip.training import Batch, foretell, stored_modules
+from layerskip.training import Batch, acceptance, foretell, stored_modules
 from tests.drafters.contract import (
     GREEDY,
     LENGTH,
@@ -86,6 +86,24 @@ def test_drafts_are_what_training_foretold() -> None:
                 assert token == int(readout(said[step].made[row]).argmax())
                 looked += 1
     assert looked > 60
+
+
+def test_acceptance_is_that_of_drafts_begun_at_every_position() -> None:
+    """One pass over each text, against as many real decodings as it has positions."""
+    target, head, steps = target_of("llama"), eagle_head("llama"), 2
+    modules = stored_modules(head.shape.modules, target.model.base_model_prefix)
+    texts, right, tried = [], [0] * steps, [0] * steps
+    for prompt in PROMPTS[1:]:
+        tokens = (*prompt, *decode(target, NoDraft(), prompt, GREEDY, 24).tokens)
+        texts.append(think(target, tokens, len(prompt) + 1, modules))  # the first token is said before there is a draft
+        for end in range(len(prompt), len(tokens) - steps):
+            drafted = decode(target, _eagle(target, head, steps), tokens[:end], GREEDY, steps + 2).stats.rounds[0].accepted
+            for step in range(min(drafted + 1, steps)):
+                tried[step] += 1
+                right[step] += step < drafted
+    found = acceptance(head, target.model.get_input_embeddings(), Readout(target, head.tokens), texts, steps)
+    assert found == [a / b for a, b in zip(right, tried, strict=True)]
+    assert 0 < found[0] < 1
 
 
 def test_trees_hold_the_likeliest_tokens() -> None:
