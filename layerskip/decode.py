@@ -17,6 +17,7 @@ from .drafters.base import Context, Drafter, Reader, Said
 from .features import Features
 from .forward import forward
 from .lossy import accept_lossy
+from .prefill import Prefill
 from .rules import EXACT, AcceptRule
 from .sampling import Chooser, Sampling, upload
 from .stats import DecodeStats, Round
@@ -56,6 +57,7 @@ def decode(
     eos_ids: frozenset[int] | None = None,
     static_shapes: bool = False,
     accept: AcceptRule = EXACT,
+    prefill: Prefill | None = None,
 ) -> Continuation:
     """Continue a prompt with exactly the tokens that the target alone would give.
 
@@ -72,14 +74,17 @@ def decode(
         eos_ids: what ends the sequence; the target's own where None.
         static_shapes: see :class:`~layerskip.cache.KVCache`.
         accept: which drafted tokens pass; any rule but the exact one changes the output.
+        prefill: the prompt as the target read it before, which is not read again but for a drafter that has to see it.
 
     Raises:
-        ValueError: the prompt is empty or ``max_new_tokens`` is below 1.
+        ValueError: the prompt is empty, the prefill is of one of another length, or ``max_new_tokens`` is below 1.
     """
     if not prompt:
         raise ValueError("prompt: is empty")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
+    if prefill is not None and prefill.cache.length != len(prompt):
+        raise ValueError(f"prefill: is of {prefill.cache.length} tokens, the prompt has {len(prompt)}")
     model, device = decoding_view(target.model), target.device
     cache = KVCache(target.layers, len(prompt) + max_new_tokens + drafter.tree_tokens, static_shapes, device)
     chooser = Chooser(sampling, target.vocabulary, device, seed)
@@ -90,8 +95,11 @@ def decode(
     features = Features(reader.modules if reader is not None else ())
 
     block = upload(prompt, device)
-    with features.of(model):
-        logits = forward(model, block, cache, last=1)
+    if prefill is None or reader is not None:
+        with features.of(model):
+            logits = forward(model, block, cache, last=1)
+    else:
+        logits = prefill.lay(cache)
     verdict = verify(Draft.empty(device), chooser.distribution(logits, block[-1:]), chooser.generator)
     cache.length = len(prompt)
     context = Context(list(prompt), verdict.last)

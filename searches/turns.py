@@ -16,12 +16,27 @@ def turn(path: Path) -> Iterator[None]:
     Args:
         path: a file, or a folder; neither has to exist.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
-    try:
-        held = lock.acquire(blocking=False)
-    except filelock.Timeout:
-        print(f"waiting for another program, which writes {path}", flush=True)
-        held = lock.acquire()
-    with held:
+    with turn_if_free(path) as free:
+        if free:
+            yield
+            return
+    print(f"waiting for another program, which writes {path}", flush=True)
+    with _lock(path):
         yield
+
+
+@contextlib.contextmanager
+def turn_if_free(path: Path) -> Iterator[bool]:
+    """As :func:`turn`, but where somebody else is writing, say so instead of waiting."""
+    try:
+        held = _lock(path).acquire(blocking=False)
+    except filelock.Timeout:
+        yield False
+        return
+    with held:
+        yield True
+
+
+def _lock(path: Path) -> filelock.BaseFileLock:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return filelock.FileLock(path.with_name(f".{path.name}.lock"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from traceback import walk_stack
 from typing import Any
 
@@ -17,6 +18,10 @@ from layerskip.decode import decode
 from layerskip.drafters.base import Drafter, NoDraft
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.draft_model import DraftModel
+from layerskip.drafters.eagle import Eagle
+from layerskip.eagle import EagleHead, EagleShape
+from layerskip.prefill import Prefill
+from layerskip.readout import Readout
 from layerskip.sampling import Sampling
 from layerskip.target import Target
 from tests.families import SKIPPABLE, build
@@ -36,6 +41,10 @@ def _drafter(kind: str, target: Target) -> Drafter:
     if kind == "draft_model":
         model = build("llama", 2, vocab_size=target.vocabulary, num_hidden_layers=2)
         return DraftModel(model, 2, 3, StopRule())
+    if kind == "eagle":
+        torch.manual_seed(0)
+        head = EagleHead(EagleShape.of(target)).eval()
+        return Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
     fields = {
         "none": {},
         "prompt_lookup": {},
@@ -221,6 +230,31 @@ def test_rounds_account_for_every_token(target: Target, kind: str) -> None:
     for round in result.stats.rounds:
         assert round.accepted <= round.drafted
         assert round.committed == round.accepted + 1
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", [*KINDS, "eagle"])
+def test_a_prompt_that_was_read_before_is_continued_alike(target: Target, kind: str, sampling: Sampling) -> None:
+    """Also by what has to see the prompt's hidden states, and as often as it is asked."""
+    prefill = Prefill.of(target, PROMPT)
+    for _ in range(2):
+        drafters = [_drafter(kind, target) for _ in range(2)]
+        found, plain = (
+            decode(target, drafter, PROMPT, sampling, 20, seed=5, prefill=known)
+            for drafter, known in zip(drafters, (prefill, None), strict=True)
+        )
+        assert found == plain
+    assert prefill.cache.length == len(PROMPT)
+
+
+def test_a_prompt_that_was_read_before_is_not_read_again(target: Target) -> None:
+    prefill = Prefill.of(target, PROMPT)
+    other = torch.zeros_like(prefill.logits)
+    for token in (3, 7):
+        said = replace(prefill, logits=other.index_fill(-1, torch.tensor([token]), 1.0))
+        assert decode(target, NoDraft(), PROMPT, GREEDY, 1, prefill=said).tokens == [token]
+    with pytest.raises(ValueError, match="^prefill: is of 8 tokens, the prompt has 7"):
+        decode(target, NoDraft(), PROMPT[1:], GREEDY, 1, prefill=prefill)
 
 
 @pytest.mark.parametrize("length", [0, -1])
