@@ -95,7 +95,7 @@ class BridgePoints:
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
-            "recipe": 5,
+            "recipe": 6,
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling, like),
             "calibration_bytes": config.calibration_bytes,

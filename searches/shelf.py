@@ -33,7 +33,7 @@ from .learner import TrainingFile
 from .makeup import Makeup
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
-_RECIPE = 4  # of fitting, training and draft heads; what was made otherwise is made anew
+_RECIPE = 5  # of fitting, training and draft heads; what was made otherwise is made anew
 _STEPS = 10**6  # time ends training
 _REMEMBERED = 16  # masks whose bridges are at hand
 _CHECKED = 2  # texts in which rows must see what decoding does
