@@ -152,10 +152,11 @@ def run(layers: int, first: int, length: int) -> SkipMask:
 
 
 def _ask_runs(search: MaskSearch) -> None:
-    """Contiguous runs of whole layers: every other start with ever doubled lengths, then the best with their ends moved.
+    """Contiguous runs of whole layers: all that there are, where half of what is left of the budget holds them.
 
-    A long run may pay where none of its parts does, so none is left out for what shorter ones are worth. Far apart starts
-    come first, so that a budget which does not reach for all has looked everywhere.
+    Where it does not, every other start with ever doubled lengths, then the best with their ends moved. A long run may pay
+    where none of its parts does, so none is left out for what shorter ones are worth. Far apart starts come first, so that a
+    budget which does not reach for all has looked everywhere.
     """
     begin, end = search.skippable[0], search.skippable[-1] + 1
     found: dict[tuple[int, int], float] = {}
@@ -166,6 +167,10 @@ def _ask_runs(search: MaskSearch) -> None:
         found.update(zip(new, search.ask(run(search.layers, a, b - a) for a, b in new), strict=True))
 
     enough = search.left // 2  # for what comes behind
+    every = [(first, last) for first in search.skippable for last in range(first + 1, end + 1)]
+    if len(every) <= enough:
+        ask(every, enough)
+        return
     for offset in (0, 4, 2, 6):
         for first in search.skippable[offset::8]:
             ask(((first, min(end, first + 2**power)) for power in range(1, (end - first).bit_length() + 1)), enough)
