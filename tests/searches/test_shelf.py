@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,6 +148,18 @@ def test_choices_lead_to_made_up_masks_and_back(shelf: Shelf, tiny_target: Targe
     configs = [space.suggest(study.ask()) for _ in range(40)]
     assert {shelf.makeup(config).tokens for config in configs} == {0, 40}
     assert {shelf.makeup(config).bridge for config in configs} == {"none", "mean", "linear"}
+    for config in configs:
+        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
+
+
+def test_draft_models_may_draft_from_few_tokens(shelf: Shelf, tiny_target: Target) -> None:
+    plain = SearchSpace(tiny_target.layers, ["draft_model"], 1, 0, drafts=["some/draft"], draft_heads=[0, 40])
+    assert plain.bridged
+    assert not replace(plain, drafts=[]).bridged
+    space = replace(plain, shelf=shelf)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.kind == "draft_model"]
+    assert {shelf.makeup(config).tokens for config in configs} == {0, 40}
     for config in configs:
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
