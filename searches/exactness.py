@@ -140,8 +140,8 @@ def _decode(
     for (length, stop), drafter in drafters.items():
         out = decode(target, drafter, passage.prompt, scanner.sampling, new, prefill=prefill)
         rounds += out.stats.rounds
-        if list(out.stats.rounds) != foretold[length, stop] or tuple(out.tokens) != passage.tokens:
-            same = tuple(out.tokens) == passage.tokens
+        same = tuple(out.tokens) == passage.tokens
+        if list(out.stats.rounds) != foretold[length, stop] or not same:
             differing.append(
                 {"prompt": passage.prompt_id, "draft_length": length, "threshold": stop.threshold, "output": same}
             )

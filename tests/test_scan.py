@@ -269,21 +269,24 @@ def test_continuations_are_made_once(tiny_target: Target, tmp_path: object) -> N
 
 
 def test_smollm2_is_replayed(smollm2: Target) -> None:
-    """Random masks with draft lengths and stop rules, each time on the next of a few prompts.
+    """Random masks with draft lengths and stop rules, each time on the next tune prompt.
 
-    ``python -m searches.exactness`` takes every mask with every pair of length and threshold on all of them.
+    ``LAYERSKIP_ALL_PROMPTS=1`` takes 20 masks, each with all 32 pairs of length and stop rule and thereby on all tune
+    prompts, instead of a few; ``python -m searches.exactness`` takes every pair of length and threshold on every prompt.
     """
-    passages = list(continue_prompts(smollm2, PromptSet.packaged().split()[0].take(3), GREEDY, 16))
+    count, new = (20, 16) if EVERYTHING else (3, 16)
+    tune = PromptSet.packaged().split()[0].take(None if EVERYTHING else 3)
+    passages = list(continue_prompts(smollm2, tune, GREEDY, new))
     scanner = Scanner(smollm2, passages, GREEDY, depth=8)
     source = random.Random(0)
-    masks = [_random_mask(smollm2.layers, source, share) for share in (0.03, 0.08, 0.2)]
+    masks = [_random_mask(smollm2.layers, source, source.choice((0.03, 0.08, 0.2))) for _ in range(count)]
     stops = [StopRule(), *(StopRule("threshold", value) for value in (0.2, 0.5, 0.8))]
     pairs = list(itertools.product(range(1, 9), stops))
     source.shuffle(pairs)
     turns = itertools.cycle(pairs)
     prompts = itertools.cycle(range(len(passages)))
     for scan in scanner.scan(masks, floor=0.2):
-        for length, stop in itertools.islice(turns, 3):
+        for length, stop in itertools.islice(turns, len(pairs) if EVERYTHING else 3):
             index = next(prompts)
             config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
             real = _rounds(smollm2, [passages[index]], config, GREEDY)[0]
