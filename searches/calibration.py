@@ -2,12 +2,13 @@
 
 ``python -m searches.calibration`` counts how often the rule that names winners calls one where nothing is to be won, and how
 often the interval of a measurement holds the long-run speedup; ``planted.seeds=100`` adds whole searches for a planted
-truth. It prints a table, writes JSON, and ends with exit code 1 where a bar is missed.
+truth, which are kept one by one: the same command goes on, also twice at once. It prints a table, writes JSON, and ends with
+exit code 1 where a bar is missed.
 """
 
 from __future__ import annotations
 
-import functools
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
-from layerskip.files import write_json
+from layerskip.files import digest, write_json
 
 from .application import InputError, check_whole, run
 from .bars import Count, table
@@ -31,9 +32,11 @@ from .landscape import Landscape
 from .objective import check_seed
 from .planted import Outcome, PlantedSettings, Search, find_planted, summarise
 from .simulation import Machine, SimulatedBench
+from .turns import in_turns
 from .works import draw_prompts
 
 _ONE, _OTHER = "one", "other"
+_ROOT = Path(__file__).parents[1]
 
 
 def calibrate(config: DictConfig) -> list[Count]:
@@ -134,7 +137,7 @@ def cover(config: DictConfig) -> list[Count]:
 
 
 def _plant(config: DictConfig, settings: PlantedSettings) -> list[Outcome]:
-    """Search planted truths."""
+    """Search planted truths; each search is kept for as long as neither its settings nor this program change."""
     parts = config.planted.search
     search = Search(
         space=lambda layers: instantiate(parts.space, layers=layers),
@@ -142,10 +145,24 @@ def _plant(config: DictConfig, settings: PlantedSettings) -> list[Outcome]:
         pruner=instantiate(parts.pruner),
         **{name: instantiate(parts[name]) for name in ("study", "measure", "proposals")},
     )
-    jobs = [(False, seed) for seed in range(settings.seeds)] + [(True, seed) for seed in range(settings.hopeless)]
-    find = functools.partial(find_planted, settings=settings, search=search)
-    with tqdm(jobs, unit="search", desc="planted", disable=None) as bar:
-        return [find(config.seed + seed, hopeless) for hopeless, seed in bar]
+    asked = OmegaConf.masked_copy(config.planted, ["layers", "prompts", "search"])
+    sources = [
+        path.read_bytes().hex() for root in ("layerskip", "searches") for path in sorted(_ROOT.glob(f"{root}/**/*.py"))
+    ]
+    folder = Path(config.outputs) / "planted" / digest([OmegaConf.to_container(asked, resolve=True), sources])[:12]
+    jobs = [(False, config.seed + seed) for seed in range(settings.seeds)]
+    jobs += [(True, config.seed + seed) for seed in range(settings.hopeless)]
+    files = {(hopeless, seed): folder / f"{'hopeless' if hopeless else 'hopeful'}-{seed}.json" for hopeless, seed in jobs}
+    with tqdm(total=len(jobs), unit="search", desc="planted", disable=None) as bar:
+
+        def find(job: tuple[bool, int]) -> Outcome:
+            if not files[job].exists():
+                write_json(files[job], asdict(find_planted(job[1], job[0], settings, search)))
+            bar.update()
+            return Outcome(**json.loads(files[job].read_text(encoding="utf-8")))
+
+        found = in_turns(files, find)
+    return [found[job] for job in jobs]
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from .application import InputError, check_list, check_number, check_whole, run
 from .heading import heading
 from .kept import Kept
 from .objective import check_seed
-from .turns import turn, turn_if_free
+from .turns import in_turns
 
 DIFFERS = 1
 _COUNTS = ("decodings", "rounds", "drafted", "accepted")
@@ -66,16 +66,8 @@ def exactness(config: DictConfig) -> dict[str, Any]:
     ]
     folder = outputs / "exactness" / digest(asked)[:12]
     files = {mask: folder / f"{digest(mask.format())[:16]}.jsonl" for mask in masks}
-    found: dict[SkipMask, list[dict[str, Any]]] = {}
     with tqdm(total=len(masks) * len(passages), unit="prompt", desc="decoding", disable=None) as bar:
-        for mask, file in files.items():
-            with turn_if_free(file) as free:
-                if free:
-                    found[mask] = _compare(scanner, mask, pairs, Kept(file), bar)
-        for mask in masks:
-            if mask not in found:  # another process is at it, and finishes it unless it is killed
-                with turn(files[mask]):
-                    found[mask] = _compare(scanner, mask, pairs, Kept(files[mask]), bar)
+        found = in_turns(files, lambda mask: _compare(scanner, mask, pairs, Kept(files[mask]), bar))
     record = heading("layerskip.exactness/1", target) | {
         "prompts": {"count": len(prompts), "digest": prompts.digest},
         "max_new_tokens": new,

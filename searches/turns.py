@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import filelock
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
+
+
+def in_turns(paths: Mapping[Key, Path], work: Callable[[Key], Found]) -> dict[Key, Found]:
+    """Share work with processes that have the same to do: first what none of them is at, then what they were at.
+
+    Args:
+        paths: what the work on each key writes.
+        work: does it, or finds it written already.
+    """
+    found: dict[Key, Found] = {}
+    for key, path in paths.items():
+        with turn_if_free(path) as free:
+            if free:
+                found[key] = work(key)
+    for key, path in paths.items():
+        if key not in found:  # another process is at it, and finishes it unless it is killed
+            with turn(path):
+                found[key] = work(key)
+    return found
 
 
 @contextlib.contextmanager

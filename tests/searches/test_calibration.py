@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from layerskip import Measurement
 from searches.application import run
 from searches.bars import Count, table
 from searches.calibration import calibrate
+from searches.planted import Outcome
 
 FEW = ("itself.comparisons=40", "itself.prompts=12", "coverage.resamplings=40", "coverage.prompts=[12]")
 
@@ -72,19 +74,14 @@ def test_a_real_target_is_compared_with_itself(tiny_folder: Path, tmp_path: Path
     assert [(count["times"], count["of"]) for count in record["counts"]] == [(0, 2)]
 
 
+PLANTED = (
+    *("itself.comparisons=1", "coverage.resamplings=0", "planted.seeds=2", "planted.hopeless=1", "planted.layers=8"),
+    *("planted.prompts=60", "planted.least_hits=0", "planted.search.study.n_trials=12"),
+)
+
+
 def test_searches_are_judged_by_what_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = (
-        "itself.comparisons=1",
-        "coverage.resamplings=0",
-        "planted.seeds=2",
-        "planted.hopeless=1",
-        "planted.layers=8",
-        "planted.prompts=60",
-        "planted.least_hits=0",
-        "planted.search.study.n_trials=12",
-        f"outputs={tmp_path}",
-    )
-    assert _end(monkeypatch, *overrides) == 0
+    assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
     record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
     assert [count["of"] for count in record["counts"]] == [1, 3, 2]
     for search in record["searches"]:
@@ -92,6 +89,28 @@ def test_searches_are_judged_by_what_was_planted(tmp_path: Path, monkeypatch: py
         assert search["winner_speedup"] <= search["measured_speedup"] or search["winner"] == "no drafting"
         assert not search["slower"]
     assert (record["searches"][2]["best"], record["searches"][2]["winner"]) == ("no drafting", "no drafting")
+
+
+def test_searches_are_kept_until_the_program_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def interrupted(seed: int, hopeless: bool, *settings: Any) -> Outcome:
+        asked.append((seed, hopeless))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return Outcome(seed, hopeless, "a", 1.5, "b", 1.4, 1.5, 0.0)
+
+    monkeypatch.setattr("searches.calibration.find_planted", interrupted)
+    assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 130
+    assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
+    assert asked == [(0, False), (1, False), (1, False), (0, True)]
+    record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
+    assert [(search["seed"], search["hopeless"]) for search in record["searches"]] == [(0, False), (1, False), (0, True)]
+    assert _end(monkeypatch, *PLANTED, "planted.seeds=3", f"outputs={tmp_path}") == 0
+    assert asked[4:] == [(2, False)]
+    monkeypatch.setattr("searches.calibration._ROOT", tmp_path)
+    assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
+    assert asked[5:] == [(0, False), (1, False), (0, True)]
 
 
 @pytest.mark.parametrize(
