@@ -66,7 +66,8 @@ class SpeculativeConfig:
         least_probability: for all kinds of trees: a branch ends where its probability falls below it, in [0, 1]; for
             ``layer_skip``: a sibling has at least this probability.
         bridge: for ``layer_skip``: the folder of what stands in for the skipped sub-layers of this mask; empty for nothing.
-        draft_head: for ``layer_skip`` and ``draft_model``: the folder of the tokens that may be drafted; empty for all.
+        draft_head: for ``layer_skip`` and ``draft_model``: the folder of the tokens that may be drafted; for
+            ``cross_tokenizer``: of the draft's own; empty for all.
         siblings: for ``layer_skip``: so many other tokens may be verified beside each drafted one; 0 drafts chains.
         head: for ``eagle`` and ``medusa``: the folder of a trained head.
         draft: for ``draft_model`` and ``cross_tokenizer``: a hub id, folder or GGUF file, as ``load_target`` takes them.
@@ -107,7 +108,7 @@ class SpeculativeConfig:
         "eagle": ("head", "draft_length", "stop", "candidates", "tree_tokens", "least_probability"),
         "medusa": ("head", "draft_length", "candidates", "tree_tokens", "least_probability"),
         "draft_model": ("draft", "draft_head", "draft_length", "stop"),
-        "cross_tokenizer": ("draft", "draft_length", "stop"),
+        "cross_tokenizer": ("draft", "draft_head", "draft_length", "stop"),
         "cascade": ("members",),
     }
 
@@ -213,10 +214,11 @@ class SpeculativeConfig:
         lossy = "" if self.lossless else f", LOSSY: {self.accept.kind}"
         if self.kind == "cascade":
             return "cascade: " + ", then ".join(member.label() for member in self.members) + lossy
+        few = f", {PurePath(self.draft_head).name}" if self.draft_head else ""
         detail = {
             "layer_skip": (self.mask or "nothing skipped")
             + (f", bridged by {PurePath(self.bridge).name}" if self.bridge else "")
-            + (f", {PurePath(self.draft_head).name}" if self.draft_head else "")
+            + few
             + (f", {self.siblings} siblings from {self.least_probability:g}" if self.siblings else ""),
             "prompt_lookup": f"{self.ngram_min}-{self.ngram_max}-gram, {self.match} match",
             "retrieval": f"{self.ngram_min}-{self.ngram_max}-gram, {self.datastore or 'own texts'}, trees of "
@@ -225,8 +227,8 @@ class SpeculativeConfig:
             "lookahead": f"window of {self.window}, {self.candidates} candidates",
             "eagle": self.head + (f", trees of {self.tree_tokens}, {self.candidates} wide" if self.candidates > 1 else ""),
             "medusa": f"{self.head}, trees of {self.tree_tokens}, {self.candidates} candidates",
-            "draft_model": self.draft + (f", {PurePath(self.draft_head).name}" if self.draft_head else ""),
-            "cross_tokenizer": self.draft,
+            "draft_model": self.draft + few,
+            "cross_tokenizer": self.draft + few,
         }[self.kind]
         stop = "" if self.stop.kind == "length" else f", {self.stop.kind} {self.stop.threshold:g}"
         return f"{self.kind.replace('_', ' ')} ({detail}; length {self.draft_length}{stop}{lossy})"

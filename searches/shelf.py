@@ -31,7 +31,7 @@ from .application import InputError, check_number, check_whole
 from .bridging import BridgeLearner, calibrate
 from .learner import TrainingFile
 from .makeup import Makeup
-from .written import asked_texts, drafted_tokens, passages_of, write_texts
+from .written import asked_texts, drafted_tokens, passages_of, respelled_tokens, write_texts
 
 _RECIPE = 5  # of fitting, training and draft heads; what was made otherwise is made anew
 _STEPS = 10**6  # time ends training
@@ -187,12 +187,20 @@ class Shelf:
 
     def head(self, size: int) -> str:
         """The folder of the draft head of so many tokens; empty for the whole vocabulary."""
-        tokens = self.tokens(size)
+        return self._head(self.target, self.tokens(size), f"head-{size}")
+
+    def head_of(self, draft: str, size: int) -> str:
+        """As :meth:`head`, of a draft model's own tokens, which spell otherwise what the target says."""
+        model = self.target.load_draft(draft, same_tokenizer=False)
+        tokens = respelled_tokens(model, self.target, self._texts, size) if size else None
+        return self._head(model, tokens, f"head-{size}-{model.digest[:12]}")
+
+    def _head(self, owner: Target, tokens: Tensor | None, name: str) -> str:
         if tokens is None:
             return ""
-        folder = self._folder / f"head-{len(tokens)}"
+        folder = self._folder / name
         if not (folder / "head.json").exists():
-            save_draft_tokens(folder, tokens, self.target, {"tokens": len(tokens), "texts": self._asked})
+            save_draft_tokens(folder, tokens, owner, {"tokens": len(tokens), "texts": self._asked})
         return str(folder)
 
     def tokens(self, size: int) -> Tensor | None:

@@ -51,7 +51,7 @@ class SearchSpace:
         siblings: the most other tokens that ``layer_skip`` may verify beside each drafted one; 0 searches chains alone.
         bridges: what may stand in for skipped sub-layers: ``none``, ``mean``, ``linear``.
         ranks: of linear bridges; 0 is a full map.
-        draft_heads: sizes of the vocabulary that self-drafts and draft models of the same have; 0 is all of it.
+        draft_heads: sizes of the vocabulary that self-drafts and draft models have; 0 is all of it.
         stops: the stop rules of ``layer_skip``, ``draft_model`` and ``cross_tokenizer``.
         lookup_length: shortest and longest draft of ``prompt_lookup``.
         ngram: shortest and longest n-gram of ``prompt_lookup`` and ``retrieval``.
@@ -146,7 +146,7 @@ class SearchSpace:
     @property
     def bridged(self) -> bool:
         """Whether anything may stand in for what is skipped, or drafts may be from few tokens."""
-        few = any(self.draft_heads) and not {"layer_skip", "draft_model"}.isdisjoint(self.arms)
+        few = any(self.draft_heads) and not {"layer_skip", *self.models}.isdisjoint(self.arms)
         return few or ("layer_skip" in self.arms and set(self.bridges) != {"none"})
 
     @property
@@ -231,9 +231,10 @@ class SearchSpace:
             draft = str(trial.suggest_categorical(f"{prefix}draft", tuple(self.models[kind])))
             length = trial.suggest_int(f"{prefix}model_length", *self.model_length)
             found = SpeculativeConfig(kind, length, draft=draft, stop=suggest_stop(trial, f"{prefix}model", self.stops))
-            if kind == "draft_model" and self.shelf is not None:
-                tokens = int(trial.suggest_categorical("model_draft_head", tuple(self.draft_heads)))
-                found = replace(found, draft_head=self.shelf.head(tokens))
+            if self.shelf is not None:
+                tokens = int(trial.suggest_categorical(f"{prefix}model_draft_head", tuple(self.draft_heads)))
+                head = self.shelf.head(tokens) if kind == "draft_model" else self.shelf.head_of(draft, tokens)
+                found = replace(found, draft_head=head)
             return found
         return SpeculativeConfig()
 
@@ -271,8 +272,8 @@ class SearchSpace:
             prefix = _MODEL_PREFIXES[config.kind]
             found |= {f"{prefix}draft": config.draft, f"{prefix}model_length": config.draft_length}
             found |= stop_params(config.stop, f"{prefix}model")
-            if config.kind == "draft_model" and self.shelf is not None:
-                found["model_draft_head"] = self.shelf.makeup(config).tokens
+            if self.shelf is not None:
+                found[f"{prefix}model_draft_head"] = self.shelf.makeup(config).tokens
         if self.allow_lossy and config.kind != "none":
             found["accept"] = config.accept.kind
             if config.accept.kind == "threshold":

@@ -6,7 +6,7 @@ asks for more has those that are there first among them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from layerskip.passages import Passage
 from layerskip.prompts import PromptItem
 from layerskip.readout import choose_tokens
 from layerskip.rules import check_type
+from layerskip.translation import Translation
 
 from .application import InputError
 from .kept import Kept
@@ -121,11 +122,23 @@ def check_drafted(name: str, size: int | None, target: Target) -> None:
 
 def drafted_tokens(target: Target, texts: list[OwnText], size: int | None) -> Tensor | None:
     """``[v]`` int64: the tokens that are drafted from, those that the target says most; None for all."""
-    if size is None or size >= target.vocabulary:
+    return _commonest(target, (text.tokens[text.begin :] for text in texts), size)
+
+
+def respelled_tokens(draft: Target, target: Target, texts: list[OwnText], size: int) -> Tensor | None:
+    """As :func:`drafted_tokens`, the tokens of a draft model that spells otherwise what the target says."""
+    assert target.tokenizer is not None
+    assert draft.tokenizer is not None
+    translation = Translation(target.tokenizer, draft.tokenizer)
+    return _commonest(draft, (translation.to_draft(text.tokens[text.begin :]) for text in texts), size)
+
+
+def _commonest(owner: Target, answers: Iterable[Sequence[int]], size: int | None) -> Tensor | None:
+    if size is None or size >= owner.vocabulary:
         return None
-    said = torch.tensor([token for text in texts for token in text.tokens[text.begin :]])
-    counts = torch.bincount(said, minlength=target.vocabulary)
-    return choose_tokens(counts, size, _always(target))
+    said = torch.tensor([token for answer in answers for token in answer if token < owner.vocabulary])
+    counts = torch.bincount(said, minlength=owner.vocabulary)
+    return choose_tokens(counts, size, _always(owner))
 
 
 def _always(target: Target) -> list[int]:

@@ -79,8 +79,7 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
             return Medusa(heads, Readout(target, heads.tokens), config.draft_length, *tree)
         case "draft_model":
             draft = _draft_model(config, target)
-            view = twin(draft.model) if config.draft_head else decoding_view(draft.model)
-            head = _narrowed(view, draft.model, config, target)
+            view, head = _narrowed_draft(draft, config, target)
             return DraftModel(view, draft.layers, config.draft_length, config.stop, head)
         case "cross_tokenizer":
             draft = _draft_model(config, target, same_tokenizer=False)
@@ -90,19 +89,28 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
                 translation = Translation(target.tokenizer, draft.tokenizer)
             except UnalignedTokenizers as error:
                 raise ConfigError(f"draft: {config.draft} cannot draft for {target.name}: {error}") from error
-            view, width = decoding_view(draft.model), draft.vocabulary
-            return CrossTokenizer(view, draft.layers, width, translation, config.draft_length, config.stop)
+            view, head = _narrowed_draft(draft, config, draft)
+            if head is not None and {theirs for _, theirs in translation.shared}.isdisjoint(head.tokens.tolist()):
+                raise ConfigError(f"draft_head: {config.draft_head} has no token that {target.name} has, too")
+            layers, width = draft.layers, draft.vocabulary
+            return CrossTokenizer(view, layers, width, translation, config.draft_length, config.stop, head)
         case "cascade":
             return Cascade([build_drafter(member, target) for member in config.members])
         case other:
             raise ConfigError(f"kind: {other!r} has no drafter")
 
 
-def _narrowed(view: PreTrainedModel, model: PreTrainedModel, config: SpeculativeConfig, target: Target) -> DraftHead | None:
-    """Narrow a view of a model to the tokens that a configuration names, if it names any."""
+def _narrowed_draft(draft: Target, config: SpeculativeConfig, owner: Target) -> tuple[PreTrainedModel, DraftHead | None]:
+    """A view of a draft model, and the tokens that it was narrowed to."""
+    view = twin(draft.model) if config.draft_head else decoding_view(draft.model)
+    return view, _narrowed(view, draft.model, config, owner)
+
+
+def _narrowed(view: PreTrainedModel, model: PreTrainedModel, config: SpeculativeConfig, owner: Target) -> DraftHead | None:
+    """Narrow a view of a model to the tokens that a configuration names, if it does, which were chosen for their owner."""
     if not config.draft_head:
         return None
-    head = DraftHead(model, load_draft_tokens(config.draft_head, target), target.vocabulary)
+    head = DraftHead(model, load_draft_tokens(config.draft_head, owner), owner.vocabulary)
     head.narrow(view)
     return head
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
+from ..draft_head import DraftHead
 from ..forward import forward, readable
 from ..sampling import Chooser, upload, widen
 from ..translation import Translation, common_prefix
@@ -39,6 +40,7 @@ class CrossTokenizer(Stopped):
         translation: between the target's tokens and its own.
         draft_length: the most tokens, of its own, per round.
         stop: when to stop before that.
+        head: that the model was narrowed to, if it was.
     """
 
     tree_tokens = 0
@@ -51,14 +53,17 @@ class CrossTokenizer(Stopped):
         translation: Translation,
         draft_length: int,
         stop: StopRule,
+        head: DraftHead | None = None,
     ) -> None:
         self.model, self.layers, self.vocabulary = model, layers, vocabulary
-        self.translation, self.draft_length = translation, draft_length
+        self.translation, self.draft_length, self._head = translation, draft_length, head
         self.stopper = Stopper(stop)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt as it spells it."""
         device = next(self.model.parameters()).device
+        if self._head is not None:
+            self._head.begin()
         self._law = _Shared(chooser, self.vocabulary, self.translation, device)
         self._heard, self._known = len(prompt), self.translation.to_draft(prompt)
         self._prefill(cache.max_length - len(prompt), cache.static_shapes, device)
@@ -82,7 +87,8 @@ class CrossTokenizer(Stopped):
             return Draft.empty(device)
         self._cache.length = min(common_prefix(self._fed, known), len(known) - 1)
         pending = readable(self.model, upload(known[self._cache.length :], device))
-        chain = draft_chain(self.model, self._cache, pending, length, self._law, self.stopper)
+        few = None if self._head is None else self._head.follow(known)
+        chain = draft_chain(self.model, self._cache, pending, length, self._law, self.stopper, drafted=few)
         drafted = chain.tokens.tolist()
         self._fed = [*known, *drafted[:-1]]
         if chain.probs is not None:
@@ -118,7 +124,8 @@ class _Shared(Chooser):
     ) -> Tensor:
         """As the target's chooser, over the draft's tokens."""
         if not self.sampling.greedy:
-            logits = logits.masked_fill(self._in_target < 0, -float("inf"))
+            found = self._in_target if tokens is None else self._in_target.index_select(0, tokens)
+            logits = logits.masked_fill(found < 0, -float("inf"))
         return super().distribution(logits, block, parents, tokens)
 
     def translate(self, tokens: Tensor, probs: Tensor) -> Draft:

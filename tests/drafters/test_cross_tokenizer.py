@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decode import decode
+from layerskip.draft_head import DraftHead, save_draft_tokens
 from layerskip.drafters.base import Drafter, Learner
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.sampling import Sampling
 from layerskip.target import Target, TargetError, load_target
 from layerskip.translation import Translation, UnalignedTokenizers
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, target_of, toy_target
+from layerskip.view import twin
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, target_of, toy_target
 from tests.drafters.test_draft_model import _like
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
 
@@ -51,6 +54,14 @@ def _respelled(model: PreTrainedModel, rows: list[int]) -> PreTrainedModel:
     return other
 
 
+def _other_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
+    size, end = target.vocabulary, "b" if target is toy_target() else None
+    letters = LETTERS[:size]
+    pairs = (letters[3] + letters[4], letters[2] + letters[0])
+    model = _respelled(_like(target), [*reversed(range(size)), 4, 0])
+    return model, Translation(_spelling(letters, end=end), _spelling(letters[::-1], pairs, end))
+
+
 class TestOtherLetters(DrafterContract):
     """The draft counts its letters from the end, and has tokens for pairs of them; the target's eos is a letter to it."""
 
@@ -59,14 +70,8 @@ class TestOtherLetters(DrafterContract):
 
     def stopping(self, target: Target, stop: StopRule) -> Drafter:
         """One that stops by a rule."""
-        size = target.vocabulary
-        letters = LETTERS[:size]
-        pairs = (letters[3] + letters[4], letters[2] + letters[0])
-        own = _spelling(letters, end="b" if target is toy_target() else None)
-        rows = [*reversed(range(size)), 4, 0]
-        model = _respelled(_like(target), rows)
-        translation = Translation(own, _spelling(letters[::-1], pairs, "b" if target is toy_target() else None))
-        return CrossTokenizer(model, target.layers, len(rows), translation, 3, stop)
+        model, translation = _other_letters(target)
+        return CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, stop)
 
     def test_a_carried_threshold_is_forgotten(self) -> None:
         target = target_of("llama")
@@ -75,6 +80,32 @@ class TestOtherLetters(DrafterContract):
         first, again = (decode(target, drafter, PROMPTS[2], GREEDY, LENGTH) for _ in range(2))
         drafter.forget()
         assert decode(target, drafter, PROMPTS[2], GREEDY, LENGTH).stats == first.stats != again.stats
+
+
+class TestFewOfOtherLetters(DrafterContract):
+    """The draft's head knows every other letter, the toy's eos and one of the pairs, and those of the text."""
+
+    def drafter(self, target: Target) -> Drafter:
+        model, translation = _other_letters(target)
+        width = model.config.vocab_size
+        head = DraftHead(model, torch.tensor(sorted({*range(0, width, 2), target.vocabulary - 2})), width)
+        view = twin(model)
+        head.narrow(view)
+        return CrossTokenizer(view, target.layers, width, translation, 3, StopRule(), head)
+
+    @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
+    def test_no_other_letters_are_drafted(self, sampling: Sampling) -> None:
+        target = target_of("llama")
+        from_text = set()
+        for prompt in PROMPTS[:4]:
+            recorder = Recorder(self.drafter(target))
+            decode(target, recorder, prompt, sampling, LENGTH, seed=0)
+            for context, branches in recorder.drafts:
+                drafted = {token for branch in branches for token in branch}
+                few = {target.vocabulary - 1 - token for token in range(0, target.vocabulary, 2)} | {3, 4}
+                assert drafted <= few | set(context)
+                from_text |= drafted - few
+        assert from_text
 
 
 class TestUnevenVocabularies(DrafterContract):
@@ -131,6 +162,29 @@ def test_a_configuration_names_the_draft(tmp_path: Path) -> None:
     result = decode(target, build_drafter(config, target), target.encode("Hello there"), GREEDY, 12)
     assert result.tokens == plain.tokens
     assert result.stats.drafted > 0
+
+
+def test_a_configuration_names_the_drafts_own_tokens(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device="cpu")
+    draft = load_target(str(save_tiny(tmp_path / "draft", seed=2)), dtype="float32", device="cpu")
+    prompt = target.encode("Hello there")
+    plain = decode(target, build_drafter(SpeculativeConfig(), target), prompt, GREEDY, 12)
+    common = torch.arange(0, draft.vocabulary, 3)
+    save_draft_tokens(tmp_path / "common", common, draft, {})
+    config = SpeculativeConfig("cross_tokenizer", 2, draft=draft.name, draft_head=str(tmp_path / "common"))
+    assert SpeculativeConfig.from_dict(config.to_dict()) == config
+    drafter = build_drafter(config, target)
+    assert isinstance(drafter, CrossTokenizer)
+    result = decode(target, drafter, prompt, GREEDY, 12)
+    assert result.tokens == plain.tokens
+    assert result.stats.drafted > 0
+    save_draft_tokens(tmp_path / "targets", common, target, {})
+    with pytest.raises(ConfigError, match="^draft_head: .* another target"):
+        build_drafter(replace(config, draft_head=str(tmp_path / "targets")), target)
+    strange = [number for number in common.tolist() if number not in {theirs for _, theirs in drafter.translation.shared}]
+    save_draft_tokens(tmp_path / "strange", torch.tensor(strange[:1]), draft, {})
+    with pytest.raises(ConfigError, match="^draft_head: .*strange has no token that .* has, too$"):
+        build_drafter(replace(config, draft_head=str(tmp_path / "strange")), target)
 
 
 @pytest.mark.parametrize("kind", ["cross_tokenizer", "draft_model"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from layerskip import Export, Sampling, SkipMask, SpeculativeConfig, Target, generate, load_target
 from layerskip.bridge import load_bridges
 from layerskip.costs import CostProfile
+from layerskip.draft_head import load_draft_tokens
 from layerskip.passages import continue_prompts
 from layerskip.prompts import PromptSet
 from layerskip.scan import Scanner
@@ -30,6 +32,7 @@ from searches.standings import Standing
 from tests.families import build
 from tests.searches.conftest import Launch
 from tests.searches.programs import journal_study, quick
+from tests.tiny import save_tiny
 
 LINEAR = Makeup("linear")
 
@@ -162,6 +165,28 @@ def test_draft_models_may_draft_from_few_tokens(shelf: Shelf, tiny_target: Targe
     assert {shelf.makeup(config).tokens for config in configs} == {0, 40}
     for config in configs:
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
+
+
+def test_models_of_other_tokenizers_draft_from_what_they_would_say(
+    shelf: Shelf, tiny_target: Target, tmp_path: Path
+) -> None:
+    draft = save_tiny(tmp_path / "draft", seed=2)
+    space = SearchSpace(
+        tiny_target.layers, ["cross_tokenizer"], 1, 0, cross_drafts=[str(draft)], draft_heads=[0, 40], shelf=shelf
+    )
+    assert space.bridged
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.kind == "cross_tokenizer"]
+    assert {shelf.makeup(config).tokens for config in configs} == {0, 40}
+    for config in configs:
+        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
+    model = tiny_target.load_draft(str(draft), same_tokenizer=False)
+    found = load_draft_tokens(shelf.head_of(str(draft), 40), model).tolist()
+    assert model.tokenizer is not None
+    said = "".join(tiny_target.decode(text.tokens[text.begin :]) for text in shelf._texts)
+    counts = Counter(model.tokenizer(said, add_special_tokens=False)["input_ids"])
+    assert {token for token, _ in counts.most_common(20)} <= set(found)
+    assert model.eos_ids <= set(found)
 
 
 def test_finalists_are_trained_once(tiny_target: Target, tmp_path: Path) -> None:
