@@ -22,9 +22,9 @@ class DraftHead:
     """A model's output layer over some tokens, and over those of the text that is continued.
 
     Args:
-        model: whose; of the target's tokenizer.
+        model: whose.
         tokens: ``[v]`` int64, rising.
-        vocabulary: V, the width of the target's logits.
+        vocabulary: V: the tokens that may be drafted end there, as the model's own may reach further than the target's.
 
     Raises:
         ConfigError: a token is not one of the model's, or the model has no output layer of its own.

@@ -86,7 +86,7 @@ def load_head(
         raise ConfigError(
             f"{field}: {folder} is damaged: {_ABOUT} has no {'shape' if isinstance(made_for, dict) else 'target'}"
         )
-    other = f"{field}: {folder} was made for another target, {made_for.get('name')}: its"
+    other = f"{field}: {folder} was made for another target, {made_for.get('name')}, and is to serve {target.name}: its"
     for name in ("architecture", "layers"):
         if made_for.get(name) != _identity(target)[name]:
             raise ConfigError(f"{other} {name} is not that of {target.name}")

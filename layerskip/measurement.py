@@ -127,12 +127,12 @@ class Measurement:
         return tuple(pair_speedup(one, other) for one, other in zip(self.baseline, self.candidate, strict=True))
 
     @property
-    def by_category(self) -> dict[str, float]:
-        """The same ratio for each kind of work."""
+    def by_category(self) -> dict[str, Measurement]:
+        """The pairs of each kind of work."""
         found = {}
         for category in sorted({s.category for s in self.candidate}):
             pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if c.category == category]
-            found[category] = Measurement(*map(tuple, zip(*pairs, strict=True))).speedup
+            found[category] = Measurement(*map(tuple, zip(*pairs, strict=True)))
         return found
 
     def interval(self, seed: int = 0, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -197,14 +197,15 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain values, for exports and logs."""
-        stats, (low, high) = self.stats, self.interval()
+        stats, (low, high), kinds = self.stats, self.interval(), self.by_category
         return {
             "tokens_per_second": self.tokens_per_second,
             "baseline_tokens_per_second": self.baseline_tokens_per_second,
             "speedup": self.speedup,
             "speedup_low": low,
             "speedup_high": high,
-            "speedup_by_category": self.by_category,
+            "speedup_by_category": {category: part.speedup for category, part in kinds.items()},
+            "interval_by_category": {category: list(part.interval()) for category, part in kinds.items()},
             "acceptance_rate": stats.acceptance_rate,
             "acceptance_by_position": list(stats.acceptance_by_position),
             "tokens_per_round": stats.tokens_per_round,

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from .works import draw_prompts
 
 _ONE, _OTHER = "one", "other"
 _ROOT = Path(__file__).parents[1]
+_SOURCES = ("layerskip", "searches")
 
 
 def calibrate(config: DictConfig) -> list[Count]:
@@ -137,7 +139,7 @@ def cover(config: DictConfig) -> list[Count]:
 
 
 def _plant(config: DictConfig, settings: PlantedSettings) -> list[Outcome]:
-    """Search planted truths; each search is kept for as long as neither its settings nor this program change."""
+    """Search planted truths; each search is kept for as long as its settings, this program and what it is made with stay."""
     parts = config.planted.search
     search = Search(
         space=lambda layers: instantiate(parts.space, layers=layers),
@@ -145,11 +147,11 @@ def _plant(config: DictConfig, settings: PlantedSettings) -> list[Outcome]:
         pruner=instantiate(parts.pruner),
         **{name: instantiate(parts[name]) for name in ("study", "measure", "proposals")},
     )
-    asked = OmegaConf.masked_copy(config.planted, ["layers", "prompts", "search"])
-    sources = [
-        path.read_bytes().hex() for root in ("layerskip", "searches") for path in sorted(_ROOT.glob(f"{root}/**/*.py"))
-    ]
-    folder = Path(config.outputs) / "planted" / digest([OmegaConf.to_container(asked, resolve=True), sources])[:12]
+    fields: dict[str, Any] = OmegaConf.to_container(config.planted, resolve=True)  # type: ignore[assignment]
+    asked = [fields[name] for name in ("layers", "prompts", "search")]
+    asked += [version(package) for package in ("numpy", "optuna", "scipy")]
+    asked += [path.read_text(encoding="utf-8") for root in _SOURCES for path in sorted((_ROOT / root).rglob("*.py"))]
+    folder = Path(config.outputs) / "planted" / digest(asked)[:12]
     jobs = [(False, config.seed + seed) for seed in range(settings.seeds)]
     jobs += [(True, config.seed + seed) for seed in range(settings.hopeless)]
     files = {(hopeless, seed): folder / f"{'hopeless' if hopeless else 'hopeful'}-{seed}.json" for hopeless, seed in jobs}

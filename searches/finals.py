@@ -10,7 +10,6 @@ together (Bonferroni); if none does, plain decoding wins.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,6 @@ import optuna
 from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
 from layerskip.files import digest
 from layerskip.measurement import CONFIDENCE, Sample
-from layerskip.prompts import PromptItem
 
 from .bench import BASELINE, Bench
 from .kept import Kept
@@ -93,8 +91,7 @@ class Finals:
         finalists: the fastest first.
         baseline: plain decoding's own figures.
         seconds: that measuring took.
-        drifted: how many prompts were measured again, as plain decoding's pace on them was off what is usual by more than
-            ``measure.drift``.
+        drifted: on how many prompts plain decoding's pace was off what is usual by more than ``measure.drift``.
     """
 
     finalists: tuple[Finalist, ...]
@@ -134,16 +131,14 @@ def measure_finals(
     configs = {name: standing.config for name, standing in chosen.items()}
     asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed]
     kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")
-    rows, drifted = list[Row](), list[Row]()
+    rows: list[Row] = []
     left, gone, looked = dict(configs), set[str](), 0
     for repeat in range(settings.held_out_repeats):
         own = seed + _HELD_OUT_SEED + 7919 * repeat
-        for number, row in enumerate(_rows(bench, left, gone, prompts, str(repeat), own, kept), 1):
+        for number, row in enumerate(_rows(bench, left, gone, prompts, repeat, own, kept), 1):
             rows.append(row)
             on_prompt()
             last = number == len(prompts)  # behind it there may be another repeat to save
-            if last:
-                drifted += _measure_again(rows, bench, left, gone, prompts, repeat, own, kept, settings.drift)
             enough = len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
             if enough and (last or (number % _BLOCK == 0 and len(rows) >= _LOOKS * looked)):
                 looked = len(rows)
@@ -151,7 +146,7 @@ def measure_finals(
                 left = {name: config for name, config in left.items() if name not in gone}
         if len(left) <= 1:
             break
-    found = {name: Measurement.of(_of(name, rows) or _of(name, drifted), BASELINE, name) for name in (BASELINE, *configs)}
+    found = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in (BASELINE, *configs)}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = [
         Finalist(config, chosen[name].speedup, found[name].to_dict(), found[name].interval(confidence=confidence)[0])
@@ -164,38 +159,9 @@ def measure_finals(
         for name, finalist in zip(configs, finalists, strict=True)
     ]
     finalists.sort(key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"]))
-    seconds = sum(sample.prefill_seconds + sample.decode_seconds for row in (*rows, *drifted) for sample in row.values())
-    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds, len(drifted))
-
-
-def _measure_again(
-    rows: list[Row],
-    bench: Bench,
-    configs: Mapping[str, SpeculativeConfig],
-    gone: Collection[str],
-    prompts: PromptSet,
-    repeat: int,
-    seed: int,
-    kept: Kept,
-    drift: float,
-) -> list[Row]:
-    """Replace what a repeat measured while the machine's pace was not its usual one; returns what was replaced."""
-    start = len(rows) - len(prompts)
-    off = moved_among([row[BASELINE] for row in rows], drift)[start:]
-    replaced = []
-    for has_moved, window in itertools.groupby(range(len(prompts)), key=off.__getitem__):
-        if has_moved:
-            places = list(window)
-            again, before = prompts.items[places[0] : places[-1] + 1], prompts.items[: places[0]]
-            found = _rows(bench, configs, gone, PromptSet(again), f"{repeat} again", seed + places[0], kept, before)
-            for place, row in zip(places, found, strict=True):
-                replaced.append(rows[start + place])
-                rows[start + place] = row
-    return replaced
-
-
-def _of(name: str, rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if name in row]
+    seconds = sum(sample.prefill_seconds + sample.decode_seconds for row in rows for sample in row.values())
+    drifted = sum(moved_among([row[BASELINE] for row in rows], settings.drift))
+    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds, drifted)
 
 
 def _order(finalist: Finalist) -> tuple[bool, float]:
@@ -207,18 +173,18 @@ def _rows(
     configs: Mapping[str, SpeculativeConfig],
     gone: Collection[str],
     prompts: PromptSet,
-    label: str,
+    repeat: int,
     seed: int,
     kept: Kept,
-    before: Sequence[PromptItem] = (),
 ) -> Iterator[Row]:
-    """Rows of prompts, in order, of all that are not gone by then; only what is not kept under its label is measured, and
-    whoever learns has learnt from the others, and from those before, by then."""
-    known, missing = ([item for item in prompts if (f"{label} {item.id}" in kept) is there] for there in (True, False))
-    learnt = PromptSet((*before, *known))
-    measured = bench.compare(configs, PromptSet(tuple(missing)), 1, seed, gone, learnt) if missing else iter(())
+    """Rows of prompts, in order, of all that are not gone by then; only what is not kept is measured, and whoever learns has
+    learnt from the others by then."""
+    known, missing = (
+        PromptSet(tuple(item for item in prompts if (f"{repeat} {item.id}" in kept) is there)) for there in (True, False)
+    )
+    measured = bench.compare(configs, missing, 1, seed, gone, known) if len(missing) else iter(())
     for item in prompts:
-        name = f"{label} {item.id}"
+        name = f"{repeat} {item.id}"
         if name not in kept:
             kept.add(name, {who: sample.to_dict() for who, sample in next(measured).items()})
         yield {who: Sample.from_dict(fields) for who, fields in kept[name].items()}

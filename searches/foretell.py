@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from layerskip.measurement import Sample
 from layerskip.replay import Counts, count
 
 from .application import InputError, run
-from .bench import BASELINE, Bench, ModelBench
+from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
 from .heading import heading
 from .kept import Kept
@@ -36,8 +36,9 @@ from .mask_search import flip, published_masks
 from .mask_search import run as contiguous
 from .objective import MeasureSettings, check_seed
 from .oracle import Oracle
-from .pace import Paces
 from .space import SearchSpace
+
+AGAIN = "again"
 
 
 def foretell(config: DictConfig) -> dict[str, Any]:
@@ -63,28 +64,21 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     asked = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target.device)]
-    asked.append("speedup, rounds, seconds, paces")  # what is kept; earlier versions kept less
+    asked.append("speedup over two readings, rounds, seconds")  # what is kept; earlier versions kept less
     measured = Kept(folder / f"measured-{digest(asked)[:12]}.jsonl")
     points = []
-    paces = Paces(measuring.drift)
-    drifted = 0
     masks = _masks(oracle, space, config.masks, config.seed)
     oracle.predict(masks)
     trial_seconds = []
     for mask in tqdm(masks, unit="mask", desc="decoding", disable=None):
         configs = {str(length): SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in lengths}
+        contenders = configs | {AGAIN: SpeculativeConfig()}
         name = f"{mask.format()} {lengths}"
         if name not in measured:
-            rows, again = _measure(bench, configs, prompts, measuring.repeats, config.seed, paces)
-            found = {length: Measurement.of(rows, BASELINE, length) for length in configs}
-            kept = {length: [part.speedup, _counts(part).to_list(), _seconds(part)] for length, part in found.items()}
-            plain = [(row[BASELINE].prompt_id, row[BASELINE].tokens_per_second) for row in rows]
-            measured.add(name, {"lengths": kept, "paces": plain, "drifted": again})
-        drifted += measured[name]["drifted"]
-        for prompt_id, pace in measured[name]["paces"]:
-            paces.add(prompt_id, pace)
+            rows = list(bench.compare(contenders, prompts, measuring.repeats, config.seed))
+            measured.add(name, figures(rows, list(configs)))
         for length, drafting in configs.items():
-            speedup, rounds, seconds = measured[name]["lengths"][length]
+            speedup, rounds, seconds = measured[name][length]
             trial_seconds.append(seconds)
             point = {"mask": mask.format(), "draft_length": int(length), "measured": speedup}
             # What the prediction would have been, had it known the rounds: what is left of its error is the profile's.
@@ -98,7 +92,6 @@ def foretell(config: DictConfig) -> dict[str, Any]:
             "profile": oracle.profile.to_dict(),
             "scan": {"masks": len(masks), "seconds_per_mask": oracle.scan_seconds, "max_rows": oracle.max_rows},
             "trial_seconds": statistics.fmean(trial_seconds),
-            "drifted": drifted,
             "points": points,
         }
         | agreement(points)
@@ -111,8 +104,6 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         f"{record['median_absolute_error']:.1%}, mean error {record['mean_error']:+.1%}; had the rounds been known, "
         f"median absolute error {record['median_absolute_error_from_real_rounds']:.1%}"
     )
-    if drifted:
-        print(f"the machine's pace moved: {drifted} prompts were measured again")
     if oracle.scan_seconds is not None:
         cost = 64 * oracle.scan_seconds / statistics.fmean(trial_seconds)
         print(f"scanning a mask took {oracle.scan_seconds:.2f} s; 64 of them cost as much as {cost:.1f} real trials")
@@ -120,21 +111,14 @@ def foretell(config: DictConfig) -> dict[str, Any]:
     return record
 
 
-def _measure(
-    bench: Bench, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, paces: Paces
-) -> tuple[list[dict[str, Sample]], int]:
-    """Rows of all prompts, those among them anew on which the machine's pace had moved, and how many these are.
+def figures(rows: Sequence[Mapping[str, Sample]], lengths: Sequence[str]) -> dict[str, list[Any]]:
+    """Speedup, rounds and seconds of every draft length.
 
-    One reading of plain decoding stands against all draft lengths, so a moment that disturbs it would disturb them all.
+    All of them stand against plain decoding, and what disturbs a reading of it disturbs them all: it is read twice.
     """
-    rows, drifted = [], 0
-    for row in bench.compare(configs, prompts, repeats, seed):
-        if paces.moved(row[BASELINE]):
-            drifted += 1
-            again = PromptSet(tuple(item for item in prompts if item.id == row[BASELINE].prompt_id))
-            (row,) = bench.compare(configs, again, 1, seed + drifted)
-        rows.append(row)
-    return rows, drifted
+    both = statistics.fmean([1.0, 1 / Measurement.of(rows, BASELINE, AGAIN).speedup])  # mean seconds, over the first's
+    found = {length: Measurement.of(rows, BASELINE, length) for length in lengths}
+    return {length: [part.speedup * both, _counts(part).to_list(), _seconds(part)] for length, part in found.items()}
 
 
 def _counts(measurement: Measurement) -> Counts:

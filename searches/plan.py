@@ -123,12 +123,14 @@ def supported(space: SearchSpace, target: Target) -> SearchSpace:
 
 
 def _check_bridged(space: SearchSpace, target: Target) -> None:
-    """Refuse bridges and draft heads of sizes that the target has no room for, which the space alone does not know."""
+    """Refuse bridges and draft heads of sizes that no model has room for, which the space alone does not know."""
     for rank in space.ranks:
         if rank > target.hidden:
             raise InputError(f"space.ranks: {rank} is not within 0 (a full map) and {target.hidden}")
-    for size in filter(None, space.draft_heads):
-        check_drafted("space.draft_heads", size, target)
+    others = space.cross_drafts if "cross_tokenizer" in space.arms else ()
+    for owner in (target, *(target.load_draft(name, same_tokenizer=False) for name in others)):
+        for size in filter(None, space.draft_heads):
+            check_drafted("space.draft_heads", size, owner)
 
 
 def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bool = False) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def summary(
         lines += [f"The machine's pace moved: {drifted} prompts were measured again.", ""]
     if finals is not None:
         if finals.drifted:
-            lines += [f"The machine's pace moved on {finals.drifted} held-out prompts, which were measured again.", ""]
+            lines += [f"The machine's pace moved on {finals.drifted} held-out prompts, which were not measured again.", ""]
         lines += [verdict(finals), "", *_finals_table(finals), "", *_winner(finals, search_seconds(study, finals)), ""]
     lines += ["## Best trials (tune prompts)", "", *_trials_table(trials)]
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
@@ -119,7 +119,12 @@ def _winner(finals: Finals, seconds: float) -> list[str]:
         return [f"The search took {seconds:.0f} seconds."]
     found = winner.held_out
     saved = 1 / found["baseline_tokens_per_second"] - 1 / found["tokens_per_second"]
-    kinds = ", ".join(f"{name} {value:.2f}" for name, value in found["speedup_by_category"].items())
+    kinds = ", ".join(
+        f"{name} {value:.2f} ({low:.2f} to {high:.2f})"
+        for (name, value), (low, high) in zip(
+            found["speedup_by_category"].items(), found["interval_by_category"].values(), strict=True
+        )
+    )
     return [
         f"By kind of work: {kinds}.",
         f"From the search to held-out prompts its speedup went from {winner.search_speedup:.2f} to {found['speedup']:.2f}.",

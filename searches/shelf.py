@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class BridgingSettings:
 
 
 class Shelf:
-    """Bridges and draft heads of one target.
+    """Bridges and draft heads of one target, and draft heads of the models that draft for it.
 
     Args:
         target: the model.
@@ -187,20 +187,22 @@ class Shelf:
 
     def head(self, size: int) -> str:
         """The folder of the draft head of so many tokens; empty for the whole vocabulary."""
-        return self._head(self.target, self.tokens(size), f"head-{size}")
+        return self._head(self.target, size, f"head-{size}", self.tokens)
 
     def head_of(self, draft: str, size: int) -> str:
         """As :meth:`head`, of a draft model's own tokens, which spell otherwise what the target says."""
         model = self.target.load_draft(draft, same_tokenizer=False)
-        tokens = respelled_tokens(model, self.target, self._texts, size) if size else None
-        return self._head(model, tokens, f"head-{size}-{model.digest[:12]}")
+        name = f"head-{size}-{model.digest[:12]}"
+        return self._head(model, size, name, lambda few: respelled_tokens(model, self.target, self._texts, few))
 
-    def _head(self, owner: Target, tokens: Tensor | None, name: str) -> str:
-        if tokens is None:
+    def _head(self, owner: Target, size: int, name: str, choose: Callable[[int], Tensor | None]) -> str:
+        if not 0 < size < owner.vocabulary:
             return ""
         folder = self._folder / name
         if not (folder / "head.json").exists():
-            save_draft_tokens(folder, tokens, owner, {"tokens": len(tokens), "texts": self._asked})
+            tokens = choose(size)
+            assert tokens is not None
+            save_draft_tokens(folder, tokens, owner, {"tokens": size, "texts": self._asked})
         return str(folder)
 
     def tokens(self, size: int) -> Tensor | None:

@@ -136,7 +136,7 @@ def respelled_tokens(draft: Target, target: Target, texts: list[OwnText], size: 
 def _commonest(owner: Target, answers: Iterable[Sequence[int]], size: int | None) -> Tensor | None:
     if size is None or size >= owner.vocabulary:
         return None
-    said = torch.tensor([token for answer in answers for token in answer if token < owner.vocabulary])
+    said = torch.tensor([token for answer in answers for token in answer if token < owner.vocabulary], dtype=torch.int64)
     counts = torch.bincount(said, minlength=owner.vocabulary)
     return choose_tokens(counts, size, _always(owner))
 

@@ -34,7 +34,7 @@ def test_speed_is_tokens_over_seconds_of_all_prompts() -> None:
     assert TWO.tokens_per_second == pytest.approx(20.0)
     assert TWO.speedup == pytest.approx(1.5)
     assert TWO.speedups == pytest.approx((2.0, 4 / 3))
-    assert TWO.by_category == pytest.approx({"chat": 2.0, "code": 4 / 3})
+    assert {kind: part.speedup for kind, part in TWO.by_category.items()} == pytest.approx({"chat": 2.0, "code": 4 / 3})
 
 
 def test_the_candidates_rounds_and_memory_are_told() -> None:
@@ -61,7 +61,7 @@ def test_where_one_side_decodes_nothing_there_is_no_speedup(baseline: int, candi
     measured = Measurement(pair[:1], pair[1:])
     assert measured.speedups == (1.0,)
     assert measured.speedup == 1.0
-    assert measured.by_category == {"chat": 1.0}
+    assert measured.by_category["chat"].speedup == 1.0
     assert measured.interval() == (1.0, 1.0)
 
 
@@ -193,6 +193,7 @@ def test_figures_are_plain_json() -> None:
     assert figures["speedup"] == pytest.approx(1.5)
     assert figures["speedup_low"] <= 1.5 <= figures["speedup_high"]
     assert figures["speedup_by_category"] == pytest.approx({"chat": 2.0, "code": 4 / 3})
+    assert figures["interval_by_category"] == {"chat": pytest.approx([2.0, 2.0]), "code": pytest.approx([4 / 3, 4 / 3])}
     assert (figures["prompts"], figures["tokens"]) == (2, 42)
     assert (figures["decode_seconds"], figures["baseline_decode_seconds"]) == (2.0, 3.0)
     assert (figures["prefill_seconds"], figures["baseline_prefill_seconds"]) == (0.5, 0.5)

@@ -75,7 +75,7 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     passages = [passage_of(target, i, prompt, GREEDY, 20) for i, prompt in enumerate(prompts)]
     scanner = Scanner(target, passages, GREEDY, depth=8, max_rows=40)
     scanner.check()
-    count = 20 if EVERYTHING else 3
+    count = 21 if EVERYTHING else 3  # the empty one, and random ones
     found = (_random_mask(target.layers, source, share) for share in itertools.cycle((0.1, 0.3, 0.5)))
     masks = [SkipMask.none(target.layers)]
     while len(masks) < count:
@@ -228,15 +228,16 @@ def test_more_siblings_than_were_looked_at_are_refused(tiny_target: Target) -> N
         sampled.counts(scan, 2, StopRule(), Branching(1))
 
 
-def test_expected_counts_are_the_mean_of_sampled_decoding(tiny_target: Target) -> None:
+@pytest.mark.parametrize("stop", [StopRule(), StopRule("threshold", 0.07)])
+def test_expected_counts_are_the_mean_of_sampled_decoding(stop: StopRule, tiny_target: Target) -> None:
     """Over many sampled continuations, against as many real decodings with draws of their own."""
     sampling, prompt, new, length = Sampling(temperature=2.0, top_p=0.9), [5, 6, 7], 7, 3
     mask = SkipMask.parse("attention:1", tiny_target.layers)
     passages = [passage_of(tiny_target, seed, prompt, sampling, new) for seed in range(160)]
     scanner = Scanner(tiny_target, passages, sampling, depth=length, max_rows=2048)
     (scan,) = scanner.scan([mask])
-    expected = scanner.counts(scan, length, StopRule())
-    drafter = build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format()), tiny_target)
+    expected = scanner.counts(scan, length, stop)
+    drafter = build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop), tiny_target)
     real = [decode(tiny_target, drafter, prompt, sampling, new, seed=10_000 + seed).stats for seed in range(160)]
     for name, found in (
         ("rounds", [float(len(stats.rounds)) for stats in real]),

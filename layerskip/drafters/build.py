@@ -90,7 +90,8 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
             except UnalignedTokenizers as error:
                 raise ConfigError(f"draft: {config.draft} cannot draft for {target.name}: {error}") from error
             view, head = _narrowed_draft(draft, config, draft)
-            if head is not None and {theirs for _, theirs in translation.shared}.isdisjoint(head.tokens.tolist()):
+            shared = {theirs for own, theirs in translation.shared if own < target.vocabulary}
+            if head is not None and shared.isdisjoint(head.tokens.tolist()):  # nothing could be drawn
                 raise ConfigError(f"draft_head: {config.draft_head} has no token that {target.name} has, too")
             layers, width = draft.layers, draft.vocabulary
             return CrossTokenizer(view, layers, width, translation, config.draft_length, config.stop, head)

@@ -66,6 +66,7 @@ class CrossTokenizer(Stopped):
             self._head.begin()
         self._law = _Shared(chooser, self.vocabulary, self.translation, device)
         self._heard, self._known = len(prompt), self.translation.to_draft(prompt)
+        self._spelled = list(self._known)  # all that the text was ever spelled with: its last tokens are spelled anew
         self._prefill(cache.max_length - len(prompt), cache.static_shapes, device)
         self.stopper.start()
 
@@ -80,14 +81,15 @@ class CrossTokenizer(Stopped):
     def draft(self, context: Context, limit: int) -> Draft:
         """Spell what was committed, feed what is new of it, draft, and spell that in the target's tokens."""
         device = context.last.device
-        self._known = known = self.translation.to_draft(context.tokens, self._heard, self._known)
-        self._heard = len(context.tokens)
+        known = self.translation.to_draft(context.tokens, self._heard, self._known)
+        self._spelled += known[common_prefix(self._known, known) :]
+        self._heard, self._known = len(context.tokens), known
         length = min(limit, self.draft_length)
         if not known or len(known) + length > self._cache.max_length:
             return Draft.empty(device)
         self._cache.length = min(common_prefix(self._fed, known), len(known) - 1)
         pending = readable(self.model, upload(known[self._cache.length :], device))
-        few = None if self._head is None else self._head.follow(known)
+        few = None if self._head is None else self._head.follow(self._spelled)
         chain = draft_chain(self.model, self._cache, pending, length, self._law, self.stopper, drafted=few)
         drafted = chain.tokens.tolist()
         self._fed = [*known, *drafted[:-1]]

@@ -11,13 +11,14 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from layerskip.cache import KVCache
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decode import decode
 from layerskip.draft_head import DraftHead, save_draft_tokens
-from layerskip.drafters.base import Drafter, Learner
+from layerskip.drafters.base import Context, Drafter, Learner
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
-from layerskip.sampling import Sampling
+from layerskip.sampling import Chooser, Sampling
 from layerskip.target import Target, TargetError, load_target
 from layerskip.translation import Translation, UnalignedTokenizers
 from layerskip.view import twin
@@ -107,6 +108,18 @@ class TestFewOfOtherLetters(DrafterContract):
                 from_text |= drafted - few
         assert from_text
 
+    def test_what_is_spelled_anew_is_drafted_too(self) -> None:
+        """The text's last letter and the next one become a pair, which the head does not have."""
+        target = target_of("llama")
+        drafter, device = self.drafter(target), torch.device("cpu")
+        drafter.start([5, 2], KVCache(target.layers, 64, False, device), Chooser(GREEDY, target.vocabulary, device))
+        drafter.draft(Context([5, 2], torch.tensor([2])), 3)
+        assert isinstance(drafter, CrossTokenizer)
+        assert drafter._head is not None
+        assert target.vocabulary + 1 not in drafter._head.tokens
+        drafter.draft(Context([5, 2, 0], torch.tensor([0])), 3)
+        assert target.vocabulary + 1 in drafter._head.tokens
+
 
 class TestUnevenVocabularies(DrafterContract):
     """Each tokenizer knows a letter that its model, or the target, does not: one cannot be read, one cannot be said."""
@@ -179,7 +192,9 @@ def test_a_configuration_names_the_drafts_own_tokens(tmp_path: Path) -> None:
     assert result.tokens == plain.tokens
     assert result.stats.drafted > 0
     save_draft_tokens(tmp_path / "targets", common, target, {})
-    with pytest.raises(ConfigError, match="^draft_head: .* another target"):
+    with pytest.raises(
+        ConfigError, match="^draft_head: .*made for another target, .*target, and is to serve .*draft: its w"
+    ):
         build_drafter(replace(config, draft_head=str(tmp_path / "targets")), target)
     strange = [number for number in common.tolist() if number not in {theirs for _, theirs in drafter.translation.shared}]
     save_draft_tokens(tmp_path / "strange", torch.tensor(strange[:1]), draft, {})

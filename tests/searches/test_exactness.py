@@ -11,7 +11,6 @@ import pytest
 from layerskip import SkipMask
 from layerskip.scan import Scanner
 from searches.exactness import random_masks
-from searches.turns import turn, turn_if_free
 from tests.searches.conftest import Launch
 from tests.searches.programs import REPOSITORY, command, environment
 
@@ -87,13 +86,6 @@ def test_two_at_once_share_the_masks(tiny_folder: Path, tmp_path: Path) -> None:
     assert records[0]["masks"] == records[1]["masks"]
     lines = [line for path in tmp_path.rglob("exactness/*/*.jsonl") for line in path.read_text().splitlines()]
     assert len(lines) == 3 * 2
-
-
-def test_a_turn_is_free_until_somebody_has_it(tmp_path: Path) -> None:
-    with turn_if_free(tmp_path / "file") as mine, turn_if_free(tmp_path / "file") as again:
-        assert (mine, again) == (True, False)
-    with turn(tmp_path / "file"), turn_if_free(tmp_path / "file") as mine:
-        assert not mine
 
 
 def test_random_masks_are_different_ones_that_skip_something() -> None:

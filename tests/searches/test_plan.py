@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from transformers import AutoTokenizer
 
 from layerskip import ConfigError, PromptSet, SpeculativeConfig, TargetError, generate, load_target
 from layerskip.eagle import KIND, EagleHead, EagleShape
@@ -82,6 +83,17 @@ def test_a_draft_model_that_will_not_do_is_refused(tiny_folder: Path, tmp_path: 
     (greek / "tokenizer_config.json").unlink()
     with pytest.raises(TargetError, match="^draft: .*greek"):
         _plan(tiny_folder, f"space.cross_drafts=[{greek}]")
+
+
+def test_draft_heads_have_room_for_every_models_special_tokens(tiny_folder: Path, tmp_path: Path) -> None:
+    draft = save_tiny(tmp_path / "draft")
+    spelling = AutoTokenizer.from_pretrained(draft)
+    spelling.add_special_tokens({"additional_special_tokens": ["a", "e", "n", "t"]})
+    spelling.save_pretrained(draft)
+    few = ("space.draft_heads=[6]", "space.kinds=[none,cross_tokenizer]", f"space.cross_drafts=[{tiny_folder}]")
+    assert _plan(tiny_folder, *few).space.bridged
+    with pytest.raises(InputError, match=r"^space\.draft_heads: 6 tokens are fewer than the \d+ special ones"):
+        _plan(tiny_folder, *few[:2], f"space.cross_drafts=[{draft}]")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])

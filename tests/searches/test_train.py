@@ -42,10 +42,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path, launch: Launch) -> None:
+@pytest.mark.parametrize(("kind", "three_layers"), [("eagle", False), ("eagle", True), ("medusa", False)])
+def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=60", f"head={tmp_path}/h")
-    overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", f"drafter={kind}", *few)
+    which = (f"drafter={kind}", f"three_layers={three_layers}")
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", *which, *few)
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     about = json.loads((tmp_path / "h" / "head.json").read_text())
@@ -53,6 +54,7 @@ def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path, la
     assert about["training"]["positions"] >= 400
     assert about["training"]["spared"] == []  # of so few texts
     assert about["shape"]["vocabulary"] == 64
+    assert len(about["shape"].get("modules", "1")) == (3 if three_layers else 1)
     weights = (tmp_path / "h" / "head.safetensors").read_bytes()
     target = load_target(str(model), dtype="float32", device="cpu")
     config = SpeculativeConfig.from_dict({"kind": kind, "head": str(tmp_path / "h"), "draft_length": 2})
