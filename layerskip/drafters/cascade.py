@@ -1,8 +1,9 @@
-"""Drafting by the first of several drafters that has a proposal.
+"""Drafting by the first of several drafters that has a proposal which it is sure of.
 
 What repeats is copied for nothing, what does not is drafted at a price: a lookup drafts where it finds something, and a
-dearer drafter everywhere else. Whoever did not draft a round follows the text, and hears what the target said in the round,
-all the same. This follows no paper.
+dearer drafter everywhere else. A chain with a stop rule is a proposal only where the rule would not stop behind its first
+token, unless nobody is left to ask. Whoever did not draft a round follows the text, and hears what the target said in the
+round, all the same. This follows no paper.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Drafter, Follower, Learner, Reader, Said
+from .stopping import Stopped
 
 
 class Cascade:
@@ -28,6 +30,9 @@ class Cascade:
 
     def __init__(self, members: Sequence[Drafter]) -> None:
         self.members = tuple(members)
+        for member in self.members[:-1]:
+            if isinstance(member, Stopped):
+                member.stopper.declines = True
         self.tree_tokens = max(member.tree_tokens for member in members)
         self._readers = [member for member in members if isinstance(member, Reader) and member.modules]
         if len({reader.modules for reader in self._readers}) > 1:

@@ -32,7 +32,7 @@ def draft_chain(
         pending: ``[m]`` int64, the tokens that the cache lacks; the last one is the sequence's last.
         limit: the most tokens to draft, at least 1.
         chooser: the target's choice of tokens, which the draft's must equal.
-        stopper: when to stop before ``limit``.
+        stopper: when to stop before ``limit``, or not to draft at all.
         fan: gives the tokens siblings; None leaves the chain alone.
         drafted: ``[v]`` int64, the tokens that the model says logits of; None for all.
     """
@@ -51,7 +51,11 @@ def draft_chain(
         distributions.append(distribution)
         if fan is not None:
             fan.see(logits, block, distribution, place)
-        if len(tokens) == limit or stopper.stops(logits):
+        first = stopper.declines and len(tokens) == 1
+        unsure = (first or len(tokens) < limit) and stopper.stops(logits)
+        if first and unsure:
+            return Draft.empty(pending.device)
+        if unsure or len(tokens) == limit:
             break
         block = torch.cat((block, fed))
     probs = None if chooser.sampling.greedy else torch.cat(distributions)

@@ -93,6 +93,8 @@ class CrossTokenizer(Stopped):
         chain = draft_chain(self.model, self._cache, pending, length, self._law, self.stopper, drafted=few)
         drafted = chain.tokens.tolist()
         self._fed = [*known, *drafted[:-1]]
+        if not drafted:
+            return chain
         if chain.probs is not None:
             return self._law.translate(chain.tokens, chain.probs)
         spelled = self.translation.to_target(context.tokens, known, drafted)[:limit]

@@ -25,8 +25,9 @@ from layerskip.target import Target
 from layerskip.translation import Translation
 from layerskip.verify import Verdict
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, generated, target_of
-from tests.drafters.heads import eagle_head, medusa_heads
-from tests.drafters.test_cross_tokenizer import LETTERS, _spelling
+from tests.drafters.heads import eagle_head, family_of, medusa_heads
+from tests.drafters.test_cross_tokenizer import LETTERS, _other_letters, _spelling
+from tests.drafters.test_draft_model import _like
 from tests.drafters.test_token_recycling import experienced
 from tests.families import build
 
@@ -80,6 +81,65 @@ class TestLookupThenDraftModel(DrafterContract):
         lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
         model = build("llama", 1, vocab_size=target.vocabulary, num_hidden_layers=1)
         return Cascade([lookup, DraftModel(model, 1, 3, StopRule())])
+
+
+SURE, LESS_SURE = StopRule("threshold", 0.6), StopRule("threshold", 0.3)  # of models, and of worse drafters
+
+
+class TestSureModelThenLookup(DrafterContract):
+    """The first declines where it is unsure of its first token, drawn or not, and has then fed what it did not draft."""
+
+    def drafter(self, target: Target) -> Drafter:
+        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
+        return Cascade([DraftModel(_like(target), target.layers, 3, SURE), lookup])
+
+
+class TestSureSiblingsThenModel(DrafterContract):
+    trees = True
+    samplings = SAMPLINGS[:1]
+
+    def drafter(self, target: Target) -> Drafter:
+        mask = "attention:0" if target.layers == 1 else SKIP["mask"]
+        skip = SKIP | {"mask": mask, "siblings": 1, "stop": SURE.to_dict()}
+        sure = build_drafter(SpeculativeConfig.from_dict(skip), target)
+        return Cascade([sure, DraftModel(_like(target), target.layers, 2, SURE)])
+
+
+class TestSureSpellerThenLookup(DrafterContract):
+    samplings = SAMPLINGS[:1]
+
+    def drafter(self, target: Target) -> Drafter:
+        model, translation = _other_letters(target)
+        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
+        return Cascade([CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, LESS_SURE), lookup])
+
+
+class TestSureHeadThenLookup(DrafterContract):
+    samplings = SAMPLINGS[:1]
+
+    def drafter(self, target: Target) -> Drafter:
+        head, embeddings = eagle_head(family_of(target)), target.model.get_input_embeddings()
+        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
+        return Cascade([Eagle(head, embeddings, Readout(target, head.tokens), 3, LESS_SURE), lookup])
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_chain_drafts_where_it_is_sure_of_its_first_token(length: int) -> None:
+    """By the probabilities of plain passes of its model; the next one is asked in all other rounds, and always drafts."""
+    target = target_of("llama")
+    model, asked = _like(target), []
+    for prompt in PROMPTS:
+        second = Recorder(DraftModel(model, target.layers, length, StopRule("threshold", 1.0)))
+        rounds = Recorder(Cascade([DraftModel(model, target.layers, length, SURE), second]))
+        assert decode(target, rounds, prompt, GREEDY, LENGTH).tokens == generated("llama", prompt, LENGTH)
+        declined = dict(second.drafts)
+        for context, drafted in rounds.drafts:
+            with torch.no_grad():
+                sure = float(model(torch.tensor([context])).logits[0, -1].softmax(-1).max()) >= SURE.threshold
+            assert sure == (context not in declined)
+            assert sure or [len(branch) for branch in drafted] == [1]
+            asked.append(sure)
+    assert 0 < sum(asked) < len(asked)
 
 
 class Member:
