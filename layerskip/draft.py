@@ -21,11 +21,13 @@ class Draft:
             earlier one, or -1 for the last token of the sequence.
         probs: ``[K, V]`` float32, the distribution that each token was drawn from, in a tree given the siblings before
             it; None where the draft is deterministic, hence one-hot.
+        unsure: whether a stop rule ended it behind its first token; that may not depend on the token that was drawn.
     """
 
     tokens: Tensor
     parents: tuple[int, ...] | None = None
     probs: Tensor | None = None
+    unsure: bool = False
 
     @classmethod
     def empty(cls, device: torch.device) -> Draft:

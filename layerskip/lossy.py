@@ -18,7 +18,9 @@ from .verify import Verdict
 def accept_lossy(
     draft: Draft, target_probs: Tensor, logits: Tensor, rule: AcceptRule, generator: torch.Generator | None = None
 ) -> Verdict:
-    """Accept tokens that the target finds likely enough, along the likeliest branch, and add one of its own.
+    """Accept tokens that the target finds likely enough, along the branch that goes deepest so, and add one of its own.
+
+    Of several such branches the likeliest is taken.
 
     Args:
         draft: K tokens, a chain or a tree.
@@ -37,12 +39,12 @@ def accept_lossy(
     found = zip(tokens, parents, strict=True)
     chances = [float(probs[parent + 1, token]) for token, parent in found]
     passes = [chance >= float(limits[parent + 1]) for chance, parent in zip(chances, parents, strict=True)]
-    path: list[int] = []
-    while True:
-        children = [node for node, parent in enumerate(parents) if parent == (path[-1] if path else -1) and passes[node]]
-        if not children:
-            break
-        path.append(max(children, key=lambda node: chances[node]))
+    branches: dict[int, tuple[int, float, tuple[int, ...]]] = {-1: (0, 1.0, ())}  # all of whose tokens pass, by their ends
+    for node, parent in enumerate(parents):
+        if passes[node] and parent in branches:
+            depth, chance, way = branches[parent]
+            branches[node] = depth + 1, chance * chances[node], (*way, node)
+    *_, path = max(branches.values())
     row = target_probs[(path[-1] if path else -1) + 1]
     last = row[None] if target_probs.dtype == torch.int64 else draw(row[None], generator)
-    return Verdict(tuple(tokens), len(path), int(last), last, None if draft.parents is None else tuple(path))
+    return Verdict(tuple(tokens), len(path), int(last), last, None if draft.parents is None else path)

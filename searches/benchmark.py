@@ -193,8 +193,9 @@ def table(record: Mapping[str, Any]) -> str:
     for name, found in results.items():
         rival = found.get("rival")
         against = f"{rival['speedup']:.2f} ({rival['low']:.2f} to {rival['high']:.2f})" if rival else ""
-        acceptance = f"{found['acceptance_rate']:.2f}" if found["acceptance_rate"] else ""
-        drafting = f"{found['draft_share']:.0%}" if found["acceptance_rate"] and found["draft_share"] else ""
+        drafts = record["configs"].get(name, {"kind": "none"})["kind"] != "none"
+        acceptance = f"{found['acceptance_rate']:.2f}" if drafts else ""
+        drafting = f"{found['draft_share']:.0%}" if drafts else ""
         output = found["losslessness"]["verdict"].replace("_", "-") if found["lossless"] else "lossy"
         memory = (found["peak_memory_bytes"] - found["baseline_peak_memory_bytes"]) / 2**20
         lines.append(

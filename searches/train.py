@@ -155,6 +155,9 @@ def _check(config: DictConfig) -> None:
     if config.max_seconds is not None:
         check_number("max_seconds", config.max_seconds)
     check_flag("three_layers", config.three_layers)
+    for name in ("bridge", "draft_head"):
+        if config.drafter.get(name):
+            raise InputError(f"drafter.{name}: is what this program makes; warm_start names bridges to begin from")
 
 
 def _head(config: DictConfig, kind: str, target: Target, texts: list[OwnText]) -> EagleHead | MedusaHeads:

@@ -22,6 +22,7 @@ from layerskip.bridge_fit import Calibration
 from layerskip.mask import SkipMask
 from layerskip.passages import continue_prompts
 from layerskip.scan import Scanner
+from layerskip.translation import Translation
 
 NEW_TOKENS = 24
 PROMPTS = PromptSet.packaged().take(3)
@@ -51,6 +52,28 @@ def test_a_draft_of_another_tokenizer_changes_nothing(gemma3: Target, draft: str
         assert result.tokens == made[0, ids.shape[1] :].tolist()
         accepted += result.stats.accepted
     assert accepted > 0
+
+
+def test_the_two_tokenizers_share_what_they_spell_alike(gemma3: Target, smollm2: Target) -> None:
+    """One is of bytes, the other of pieces; what is drawn from either is text of both."""
+    assert gemma3.tokenizer is not None
+    assert smollm2.tokenizer is not None
+    shared = Translation(gemma3.tokenizer, smollm2.tokenizer).shared
+    assert len(shared) > 10_000
+    for own, theirs in shared[:: len(shared) // 200]:
+        if not {own, theirs} & {*gemma3.eos_ids, *smollm2.eos_ids}:
+            assert gemma3.tokenizer.decode([own]) == smollm2.tokenizer.decode([theirs])
+
+
+def test_tokens_are_drawn_with_a_draft_of_another_tokenizer(gemma3: Target, draft: str) -> None:
+    """That their law is the target's own is for smaller models to show; of these, that shared tokens are accepted."""
+    config = SpeculativeConfig("cross_tokenizer", 4, draft=draft)
+    made = [
+        generate(gemma3, item.messages(), config, max_new_tokens=NEW_TOKENS, sampling=Sampling(1.0), seed=0)
+        for item in PROMPTS
+    ]
+    assert sum(result.stats.accepted for result in made) > 0
+    assert all(result.tokens for result in made)
 
 
 def test_a_bridged_mask_is_scanned_as_it_decodes(gemma3: Target, tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ def test_of_a_tree_the_likeliest_branch_passes() -> None:
     assert (verdict.path, verdict.committed[0]) == ((1,), 0)
 
 
+def test_of_a_tree_the_deepest_branch_passes() -> None:
+    """The likelier first token ends there; behind the other one passes one more, of two that do."""
+    tree = Draft(torch.tensor([0, 1, 0, 3, 2]), (-1, -1, 0, 1, 1))
+    rows = torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.05, 0.85, 0.05, 0.05], [0.1, 0.1, 0.5, 0.3], *[[0.25] * 4] * 3])
+    verdict = accept_lossy(tree, rows.argmax(-1), rows.log(), AcceptRule("threshold", 0.2))
+    assert (verdict.path, verdict.committed[:2]) == ((1, 4), [1, 2])
+
+
 @pytest.mark.parametrize("kind", ["layer_skip", "token_recycling"])
 def test_decoding_by_it_accepts_more_and_says_other_things(kind: str) -> None:
     target, changed = target_of("llama"), False

@@ -1,8 +1,8 @@
 """Drafting by the first of several drafters that has a proposal which it is sure of.
 
 What repeats is copied for nothing, what does not is drafted at a price: a lookup drafts where it finds something, and a
-dearer drafter everywhere else. A chain with a stop rule is a proposal only where the rule would not stop behind its first
-token, unless nobody is left to ask. Whoever did not draft a round follows the text, and hears what the target said in the
+dearer drafter everywhere else. A draft that a stop rule ended behind its first token waits until the others were asked: it
+is taken where none of them is surer. Whoever did not draft a round follows the text, and hears what the target said in the
 round, all the same. This follows no paper.
 """
 
@@ -18,21 +18,18 @@ from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Drafter, Follower, Learner, Reader, Said
-from .stopping import Stopped
 
 
 class Cascade:
     """Asks its members in order.
 
     Args:
-        members: drafters; which of them has a proposal may depend on the context alone, not on the tokens it would draw.
+        members: drafters; which of them has a proposal, and which is sure, may depend on the context alone, not on the
+            tokens it would draw.
     """
 
     def __init__(self, members: Sequence[Drafter]) -> None:
         self.members = tuple(members)
-        for member in self.members[:-1]:
-            if isinstance(member, Stopped):
-                member.stopper.declines = True
         self.tree_tokens = max(member.tree_tokens for member in members)
         self._readers = [member for member in members if isinstance(member, Reader) and member.modules]
         if len({reader.modules for reader in self._readers}) > 1:
@@ -48,16 +45,17 @@ class Cascade:
             member.start(prompt, cache, chooser)
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """The first draft that is not empty; who is not asked for one learns the text all the same."""
+        """The first draft that is sure, else the first that is not empty; who is not asked learns the text all the same."""
         for follower in self._followers:
             follower.follow(context)
+        self._drafted, found = None, Draft.empty(context.last.device)
         for member in self.members:
             draft = member.draft(context, limit)
-            if draft.tokens.shape[0]:
-                self._drafted = member
-                return draft
-        self._drafted = None
-        return Draft.empty(context.last.device)
+            if draft.tokens.shape[0] and (self._drafted is None or not draft.unsure):
+                self._drafted, found = member, draft
+                if not draft.unsure:
+                    break
+        return found
 
     @property
     def learns(self) -> bool:

@@ -32,12 +32,13 @@ def draft_chain(
         pending: ``[m]`` int64, the tokens that the cache lacks; the last one is the sequence's last.
         limit: the most tokens to draft, at least 1.
         chooser: the target's choice of tokens, which the draft's must equal.
-        stopper: when to stop before ``limit``, or not to draft at all.
+        stopper: when to stop before ``limit``.
         fan: gives the tokens siblings; None leaves the chain alone.
         drafted: ``[v]`` int64, the tokens that the model says logits of; None for all.
     """
     tokens: list[Tensor] = []
     distributions: list[Tensor] = []
+    stopped = False
     block = fed = pending
     while True:
         logits = forward(model, fed, cache, last=1)
@@ -51,17 +52,13 @@ def draft_chain(
         distributions.append(distribution)
         if fan is not None:
             fan.see(logits, block, distribution, place)
-        first = stopper.declines and len(tokens) == 1
-        unsure = (first or len(tokens) < limit) and stopper.stops(logits)
-        if first and unsure:
-            return Draft.empty(pending.device)
-        if unsure or len(tokens) == limit:
+        if len(tokens) == limit or (stopped := stopper.stops(logits)):
             break
         block = torch.cat((block, fed))
     probs = None if chooser.sampling.greedy else torch.cat(distributions)
     if probs is not None and drafted is not None:
         probs = widen(probs, drafted, chooser.vocabulary)
-    chain = Draft(torch.cat(tokens), probs=probs)
+    chain = Draft(torch.cat(tokens), probs=probs, unsure=stopped and len(tokens) == 1)
     return chain if fan is None else fan.spread(chain)
 
 

@@ -93,13 +93,11 @@ class CrossTokenizer(Stopped):
         chain = draft_chain(self.model, self._cache, pending, length, self._law, self.stopper, drafted=few)
         drafted = chain.tokens.tolist()
         self._fed = [*known, *drafted[:-1]]
-        if not drafted:
-            return chain
         if chain.probs is not None:
-            return self._law.translate(chain.tokens, chain.probs)
+            return replace(self._law.translate(chain.tokens, chain.probs), unsure=chain.unsure)
         spelled = self.translation.to_target(context.tokens, known, drafted)[:limit]
         tokens = list(itertools.takewhile(lambda token: token < self._law.width, spelled))
-        return Draft(upload(tokens, device)) if tokens else Draft.empty(device)
+        return Draft(upload(tokens, device), unsure=chain.unsure) if tokens else Draft.empty(device)
 
     def observe(self, verdict: Verdict) -> None:
         """Tell the stop rule; what was rejected is overwritten when the next context is spelled."""

@@ -9,6 +9,7 @@ rejection over siblings wants it (SpecInfer, arXiv 2305.09781).
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class Fan:
             rows = torch.cat(self._rows).index_select(0, chosen)
             rows = rows if self._drafted is None else widen(rows, self._drafted, self.chooser.vocabulary)
             probs = torch.cat((chain.probs, rows))
-        return Draft(tokens, parents, probs)
+        return replace(chain, tokens=tokens, parents=parents, probs=probs)
 
 
 def runners_up(scores: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -43,15 +43,10 @@ class Stopped:
 
 
 class Stopper:
-    """Applies one stop rule over the rounds of a decoding, and over several where the rule carries on.
-
-    Attributes:
-        declines: whether nothing is drafted where the rule would stop behind the first token: another is asked then.
-    """
+    """Applies one stop rule over the rounds of a decoding, and over several where the rule carries on."""
 
     def __init__(self, rule: StopRule) -> None:
         self.rule = rule
-        self.declines = False
         self.forget()
 
     def forget(self) -> None:

@@ -86,17 +86,46 @@ class TestLookupThenDraftModel(DrafterContract):
 SURE, LESS_SURE = StopRule("threshold", 0.6), StopRule("threshold", 0.3)  # of models, and of worse drafters
 
 
-class TestSureModelThenLookup(DrafterContract):
-    """The first declines where it is unsure of its first token, drawn or not, and has then fed what it did not draft."""
+class SureFirst(DrafterContract):
+    """The first leaves a round to the second where it is unsure of its first token, drawn or not."""
+
+    samplings = SAMPLINGS[:1]
+
+    def test_both_have_their_rounds(self) -> None:
+        target, rounds, asked = target_of("llama"), set(), set()
+        for prompt in PROMPTS:
+            cascade = self.drafter(target)
+            assert isinstance(cascade, Cascade)
+            first, second = cascade.members
+            cascade.members = (first, recorder := Recorder(second))
+            decode(target, watched := Recorder(cascade), prompt, GREEDY, LENGTH)
+            rounds |= {context for context, _ in watched.drafts}
+            asked |= {context for context, _ in recorder.drafts}
+        assert set() < asked < rounds
+
+
+class TestSureModelThenLookup(SureFirst):
+    samplings = SAMPLINGS
 
     def drafter(self, target: Target) -> Drafter:
         lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
         return Cascade([DraftModel(_like(target), target.layers, 3, SURE), lookup])
 
 
-class TestSureSiblingsThenModel(DrafterContract):
+class TestSureModelWhoAdaptsThenLookup(SureFirst):
+    remembers = True
+
+    def drafter(self, target: Target) -> Drafter:
+        stop = StopRule("adaptive", 0.5, 0.5, step=0.5, threshold_decay=0.5)
+        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
+        return Cascade([DraftModel(_like(target), target.layers, 3, stop), lookup])
+
+    def test_what_is_drafted_depends_on_the_context_alone(self) -> None:
+        pytest.skip("who drafts depends on a threshold that follows the rounds before")
+
+
+class TestSureSiblingsThenModel(SureFirst):
     trees = True
-    samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
         mask = "attention:0" if target.layers == 1 else SKIP["mask"]
@@ -104,42 +133,44 @@ class TestSureSiblingsThenModel(DrafterContract):
         sure = build_drafter(SpeculativeConfig.from_dict(skip), target)
         return Cascade([sure, DraftModel(_like(target), target.layers, 2, SURE)])
 
+    def test_what_is_drafted_depends_on_the_context_alone(self) -> None:
+        pytest.skip("and on the room that is left: no stop rule is asked about the only token of a draft")
 
-class TestSureSpellerThenLookup(DrafterContract):
-    samplings = SAMPLINGS[:1]
 
+class TestSureSpellerThenLookup(SureFirst):
     def drafter(self, target: Target) -> Drafter:
         model, translation = _other_letters(target)
         lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
         return Cascade([CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, LESS_SURE), lookup])
 
 
-class TestSureHeadThenLookup(DrafterContract):
-    samplings = SAMPLINGS[:1]
-
+class TestSureHeadThenLookup(SureFirst):
     def drafter(self, target: Target) -> Drafter:
         head, embeddings = eagle_head(family_of(target)), target.model.get_input_embeddings()
         lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
         return Cascade([Eagle(head, embeddings, Readout(target, head.tokens), 3, LESS_SURE), lookup])
 
 
-@pytest.mark.parametrize("length", [1, 3])
-def test_a_chain_drafts_where_it_is_sure_of_its_first_token(length: int) -> None:
-    """By the probabilities of plain passes of its model; the next one is asked in all other rounds, and always drafts."""
+@pytest.mark.parametrize("proposes", [True, False])
+def test_an_unsure_draft_is_taken_where_nobody_is_surer(proposes: bool) -> None:
+    """How sure the model is of its first token is told by plain passes of it; alone, it drafts one token then."""
     target = target_of("llama")
-    model, asked = _like(target), []
+    model, unsure = _like(target), 0
     for prompt in PROMPTS:
-        second = Recorder(DraftModel(model, target.layers, length, StopRule("threshold", 1.0)))
-        rounds = Recorder(Cascade([DraftModel(model, target.layers, length, SURE), second]))
+        second = Member()
+        second.proposes = proposes
+        rounds = Recorder(Cascade([DraftModel(model, target.layers, 3, SURE), second]))
         assert decode(target, rounds, prompt, GREEDY, LENGTH).tokens == generated("llama", prompt, LENGTH)
-        declined = dict(second.drafts)
         for context, drafted in rounds.drafts:
             with torch.no_grad():
-                sure = float(model(torch.tensor([context])).logits[0, -1].softmax(-1).max()) >= SURE.threshold
-            assert sure == (context not in declined)
-            assert sure or [len(branch) for branch in drafted] == [1]
-            asked.append(sure)
-    assert 0 < sum(asked) < len(asked)
+                chances = model(torch.tensor([context])).logits[0, -1].softmax(-1)
+            if float(chances.max()) < SURE.threshold and len(context) < len(prompt) + LENGTH - 2:
+                assert drafted == [(1,) if proposes else (int(chances.argmax()),)]
+                unsure += 1
+            else:
+                assert drafted[0] == (int(chances.argmax()),)
+        assert ("observe" in second.told) == proposes
+    assert unsure
 
 
 class Member:

@@ -260,6 +260,7 @@ def test_the_disk_must_hold_what_a_training_writes(
         ("calibration_bytes=many", "calibration_bytes"),
         ("drafter=layer_skip mask=layers:1 bridge.rank=9999", "bridge.rank"),
         ("drafter=layer_skip mask=layers:1 bridge=linear", "bridge"),
+        ("drafter=layer_skip mask=layers:1 drafter.bridge=nearby", "drafter.bridge"),
         ("three_layers=3", "three_layers"),
         ("feature_bytes=10", "feature_bytes"),
         ("feature_bytes=10_000_000_000_000_000", "feature_bytes"),
