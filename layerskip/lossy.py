@@ -39,12 +39,12 @@ def accept_lossy(
     found = zip(tokens, parents, strict=True)
     chances = [float(probs[parent + 1, token]) for token, parent in found]
     passes = [chance >= float(limits[parent + 1]) for chance, parent in zip(chances, parents, strict=True)]
-    branches: dict[int, tuple[int, float, tuple[int, ...]]] = {-1: (0, 1.0, ())}  # all of whose tokens pass, by their ends
+    branches: dict[int, tuple[float, tuple[int, ...]]] = {-1: (1.0, ())}  # all of whose tokens pass, by their ends
     for node, parent in enumerate(parents):
         if passes[node] and parent in branches:
-            depth, chance, way = branches[parent]
-            branches[node] = depth + 1, chance * chances[node], (*way, node)
-    *_, path = max(branches.values())
+            chance, way = branches[parent]
+            branches[node] = chance * chances[node], (*way, node)
+    _, path = max(branches.values(), key=lambda branch: (len(branch[1]), branch[0]))
     row = target_probs[(path[-1] if path else -1) + 1]
     last = row[None] if target_probs.dtype == torch.int64 else draw(row[None], generator)
     return Verdict(tuple(tokens), len(path), int(last), last, None if draft.parents is None else path)

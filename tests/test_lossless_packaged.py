@@ -131,7 +131,7 @@ def test_every_drafter_says_what_transformers_says(
         except WheelError as error:
             pytest.skip(str(error))
     elif fields["kind"] in ("draft_model", "cross_tokenizer"):
-        fields = fields | {"draft": request.getfixturevalue("draft_folder")}
+        fields["draft"] = request.getfixturevalue("draft_folder")
     for part in (fields, *fields.get("members", ())):
         if part["kind"] in ("eagle", "medusa"):
             part["head"] = request.getfixturevalue("heads")[part["kind"]]

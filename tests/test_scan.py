@@ -28,7 +28,6 @@ from layerskip.sampling import Sampling
 from layerskip.scan import Scanner
 from layerskip.stats import Round
 from layerskip.target import Target
-from tests.allocations import peak_bytes
 from tests.drafters.bridges import bridge_folder, head_folder
 from tests.drafters.contract import PROMPTS, target_of
 from tests.families import build
@@ -59,7 +58,7 @@ def _rounds(target: Target, passages: Sequence[Passage], config: SpeculativeConf
     return found
 
 
-def _random_mask(layers: int, source: random.Random, share: float) -> SkipMask:
+def random_mask(layers: int, source: random.Random, share: float) -> SkipMask:
     flags = [tuple(source.random() < share for _ in range(layers)) for _ in range(2)]
     return SkipMask(*flags)
 
@@ -77,7 +76,7 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     scanner = Scanner(target, passages, GREEDY, depth=8, max_rows=40)
     scanner.check()
     count = 21 if EVERYTHING else 3  # the empty one, and random ones
-    found = (_random_mask(target.layers, source, share) for share in itertools.cycle((0.1, 0.3, 0.5)))
+    found = (random_mask(target.layers, source, share) for share in itertools.cycle((0.1, 0.3, 0.5)))
     masks = [SkipMask.none(target.layers)]
     while len(masks) < count:
         masks = list(dict.fromkeys([*masks, next(found)]))
@@ -138,36 +137,10 @@ def test_a_prompt_lookup_is_replayed_without_any_pass(match: str, tiny_target: T
         assert sum(r.accepted for rounds in found for r in rounds) > 0
 
 
-def test_more_passages_take_no_larger_cache(tiny_target: Target) -> None:
-    """Memory is bounded by the rows of a pass, whatever number of packs the starts make."""
-    sizes = []
-    for count in (2, 8):
-        passages = [passage_of(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(count)]
-        scanner = Scanner(tiny_target, passages, GREEDY, depth=4, max_rows=8)
-        scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
-        sizes.append(scanner.cache_bytes)
-    assert 0 < sizes[0] == sizes[1]
-
-
-def test_the_memory_of_scans_is_that_of_a_pass(tiny_target: Target) -> None:
-    """All that tensors take at once, the target's own states of the passages left aside: rows count, and masks do not."""
-    passages = [passage_of(tiny_target, i, [9, 8, 7, i], GREEDY, 10) for i in range(6)]
-    source = random.Random(2)
-    masks = [_random_mask(tiny_target.layers, source, 0.5) for _ in range(64)]
-
-    def peak(count: int, rows: int) -> int:
-        scanner = Scanner(tiny_target, passages, GREEDY, depth=4, max_rows=rows)
-        return peak_bytes(lambda: scanner.scan(masks[:count]))
-
-    few, many, wide = peak(8, 16), peak(64, 16), peak(64, 128)
-    assert many <= 1.05 * few
-    assert 4 * many < wide <= 8 * many
-
-
 def test_masks_scanned_at_once_are_those_scanned_alone(tiny_target: Target) -> None:
     passages = [passage_of(tiny_target, i, [9, 8, 7 + i], GREEDY, 10) for i in range(3)]
     source = random.Random(1)
-    masks = [_random_mask(tiny_target.layers, source, 0.3) for _ in range(5)]
+    masks = [random_mask(tiny_target.layers, source, 0.3) for _ in range(5)]
     together = Scanner(tiny_target, passages, GREEDY, depth=4, max_rows=1000).scan(masks)
     alone = Scanner(tiny_target, passages, GREEDY, depth=4, max_rows=7)
     for mask, scan in zip(masks, together, strict=True):
@@ -296,7 +269,7 @@ def test_smollm2_is_replayed(smollm2: Target) -> None:
     passages = list(continue_prompts(smollm2, tune, GREEDY, new))
     scanner = Scanner(smollm2, passages, GREEDY, depth=8)
     source = random.Random(0)
-    masks = [_random_mask(smollm2.layers, source, source.choice((0.03, 0.08, 0.2))) for _ in range(count)]
+    masks = [random_mask(smollm2.layers, source, source.choice((0.03, 0.08, 0.2))) for _ in range(count)]
     stops = [StopRule(), *(StopRule("threshold", value) for value in (0.2, 0.5, 0.8))]
     pairs = list(itertools.product(range(1, 9), stops))
     source.shuffle(pairs)

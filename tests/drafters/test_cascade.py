@@ -35,9 +35,13 @@ LOOKUP = {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 3, "draft_length
 SKIP = {"kind": "layer_skip", "mask": "attention:0;mlp:1", "draft_length": 3}
 
 
+def _skip(target: Target) -> dict[str, object]:
+    return SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
+
+
 class TestLookupThenLayerSkip(DrafterContract):
     def drafter(self, target: Target) -> Drafter:
-        skip = SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
+        skip = _skip(target)
         return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, skip]}), target)
 
 
@@ -48,8 +52,7 @@ class TestLookupThenTrees(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         """The second has decoded before, so that it has something to draft."""
-        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
-        return Cascade([lookup, copy.deepcopy(experienced(target))])
+        return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))])
 
 
 class TestLookupThenWindow(DrafterContract):
@@ -69,7 +72,7 @@ class TestLookupThenSiblings(DrafterContract):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        skip = SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"], "siblings": 1}
+        skip = _skip(target) | {"siblings": 1}
         return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, skip]}), target)
 
 
@@ -78,9 +81,8 @@ class TestLookupThenDraftModel(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         """The second's cache lags behind whenever the first has drafted."""
-        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
         model = build("llama", 1, vocab_size=target.vocabulary, num_hidden_layers=1)
-        return Cascade([lookup, DraftModel(model, 1, 3, StopRule())])
+        return Cascade([_second("prompt_lookup", target), DraftModel(model, 1, 3, StopRule())])
 
 
 SURE, LESS_SURE = StopRule("threshold", 0.6), StopRule("threshold", 0.3)  # of models, and of worse drafters
@@ -108,8 +110,7 @@ class TestSureModelThenLookup(SureFirst):
     samplings = SAMPLINGS
 
     def drafter(self, target: Target) -> Drafter:
-        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
-        return Cascade([DraftModel(_like(target), target.layers, 3, SURE), lookup])
+        return Cascade([DraftModel(_like(target), target.layers, 3, SURE), _second("prompt_lookup", target)])
 
 
 class TestSureModelWhoAdaptsThenLookup(SureFirst):
@@ -117,8 +118,7 @@ class TestSureModelWhoAdaptsThenLookup(SureFirst):
 
     def drafter(self, target: Target) -> Drafter:
         stop = StopRule("adaptive", 0.5, 0.5, step=0.5, threshold_decay=0.5)
-        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
-        return Cascade([DraftModel(_like(target), target.layers, 3, stop), lookup])
+        return Cascade([DraftModel(_like(target), target.layers, 3, stop), _second("prompt_lookup", target)])
 
     def test_what_is_drafted_depends_on_the_context_alone(self) -> None:
         pytest.skip("who drafts depends on a threshold that follows the rounds before")
@@ -128,8 +128,7 @@ class TestSureSiblingsThenModel(SureFirst):
     trees = True
 
     def drafter(self, target: Target) -> Drafter:
-        mask = "attention:0" if target.layers == 1 else SKIP["mask"]
-        skip = SKIP | {"mask": mask, "siblings": 1, "stop": SURE.to_dict()}
+        skip = _skip(target) | {"siblings": 1, "stop": SURE.to_dict()}
         sure = build_drafter(SpeculativeConfig.from_dict(skip), target)
         return Cascade([sure, DraftModel(_like(target), target.layers, 2, SURE)])
 
@@ -140,15 +139,15 @@ class TestSureSiblingsThenModel(SureFirst):
 class TestSureSpellerThenLookup(SureFirst):
     def drafter(self, target: Target) -> Drafter:
         model, translation = _other_letters(target)
-        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
-        return Cascade([CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, LESS_SURE), lookup])
+        sure = CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, LESS_SURE)
+        return Cascade([sure, _second("prompt_lookup", target)])
 
 
 class TestSureHeadThenLookup(SureFirst):
     def drafter(self, target: Target) -> Drafter:
         head, embeddings = eagle_head(family_of(target)), target.model.get_input_embeddings()
-        lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP), target)
-        return Cascade([Eagle(head, embeddings, Readout(target, head.tokens), 3, LESS_SURE), lookup])
+        sure = Eagle(head, embeddings, Readout(target, head.tokens), 3, LESS_SURE)
+        return Cascade([sure, _second("prompt_lookup", target)])
 
 
 @pytest.mark.parametrize("proposes", [True, False])
