@@ -2,7 +2,8 @@
 
 ``python -m searches.foretell`` scans masks of every make, decodes with each at several draft lengths on the same prompts,
 and compares: Spearman's rank correlation, as a search needs the order, and the median absolute error. It works on any target
-that can be scanned; what is measured is kept, and the same command goes on.
+that can be scanned; what is measured is kept, and the same command goes on. ``records=[a.json,b.json]`` takes earlier runs
+together.
 """
 
 from __future__ import annotations
@@ -14,11 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from hydra.utils import instantiate
-from matplotlib.figure import Figure
 from omegaconf import DictConfig
-from scipy.stats import spearmanr
 from tqdm import tqdm
 
 from layerskip import Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
@@ -27,6 +25,7 @@ from layerskip.files import digest, write_json
 from layerskip.measurement import Sample
 from layerskip.replay import Counts, count
 
+from .agreement import SCHEMA, agreement, draw, together
 from .application import InputError, run
 from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
@@ -43,6 +42,8 @@ AGAIN = "again"
 
 def foretell(config: DictConfig) -> dict[str, Any]:
     """Compare predictions with measurements; see ``conf/foretell.yaml``."""
+    if config.records:
+        return _taken_together(config)
     check_seed(config.seed)
     measuring: MeasureSettings = instantiate(config.measure)
     scanning: ScanSettings = instantiate(config.scan)
@@ -85,7 +86,7 @@ def foretell(config: DictConfig) -> dict[str, Any]:
             timed = oracle.profile.speedup(Counts.from_list(rounds), mask, drafting.stop)
             points.append(point | {"predicted": oracle.speedup(drafting), "predicted_from_real_rounds": timed})
     record = (
-        heading("layerskip.foretold/1", target)
+        heading(SCHEMA, target)
         | {
             "prompts": {"count": len(prompts), "digest": prompts.digest},
             "max_new_tokens": measuring.max_new_tokens,
@@ -96,19 +97,37 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         }
         | agreement(points)
     )
-    path = Path(config.record or outputs / "foretold.json")
-    write_json(path, record)
-    draw(record, path.with_suffix(".png"))
-    print(
-        f"{len(points)} configurations: Spearman's correlation {record['spearman']:.3f}, median absolute error "
-        f"{record['median_absolute_error']:.1%}, mean error {record['mean_error']:+.1%}; had the rounds been known, "
-        f"median absolute error {record['median_absolute_error_from_real_rounds']:.1%}"
-    )
+    print(_told(record))
     if oracle.scan_seconds is not None:
         cost = 64 * oracle.scan_seconds / statistics.fmean(trial_seconds)
         print(f"scanning a mask took {oracle.scan_seconds:.2f} s; 64 of them cost as much as {cost:.1f} real trials")
-    print(f"wrote {path} and {path.with_suffix('.png')}")
+    _save(record, Path(config.record or outputs / "foretold.json"))
     return record
+
+
+def _taken_together(config: DictConfig) -> dict[str, Any]:
+    record = together(config.records)
+    for found in record["runs"]:
+        alone, beside = (found[name]["median_absolute_error"] for name in ("by_itself", "beside_the_mean"))
+        print(f"{found['date']}: median absolute error {alone:.1%}, {beside:.1%} against the mean of all measurements")
+    print(f"measured twice, a speedup differed by {record['median_difference']:.1%} in the median")
+    print(_told(record))
+    _save(record, Path(config.record or Path(config.outputs) / "foretold-together.json"))
+    return record
+
+
+def _told(found: Mapping[str, Any]) -> str:
+    return (
+        f"{len(found['points'])} predictions: Spearman's correlation {found['spearman']:.3f}, median absolute error "
+        f"{found['median_absolute_error']:.1%}, mean error {found['mean_error']:+.1%}; had the rounds been known, "
+        f"median absolute error {found['median_absolute_error_from_real_rounds']:.1%}"
+    )
+
+
+def _save(record: Mapping[str, Any], path: Path) -> None:
+    write_json(path, record)
+    draw(record, path.with_suffix(".png"))
+    print(f"wrote {path} and {path.with_suffix('.png')}")
 
 
 def figures(rows: Sequence[Mapping[str, Sample]], lengths: Sequence[str]) -> dict[str, list[Any]]:
@@ -123,19 +142,6 @@ def figures(rows: Sequence[Mapping[str, Sample]], lengths: Sequence[str]) -> dic
 
 def _counts(measurement: Measurement) -> Counts:
     return count([found for sample in measurement.candidate for found in sample.stats.rounds])
-
-
-def agreement(points: list[dict[str, Any]]) -> dict[str, float]:
-    """How far predictions and measurements agree; errors are relative to what was measured."""
-    names = ("predicted", "predicted_from_real_rounds", "measured")
-    predicted, timed, measured = (np.array([point[name] for point in points]) for name in names)
-    errors = predicted / measured - 1
-    return {
-        "spearman": float(spearmanr(predicted, measured).statistic) if len(points) > 2 else 0.0,
-        "median_absolute_error": float(np.median(np.abs(errors))),
-        "mean_error": float(np.mean(errors)),
-        "median_absolute_error_from_real_rounds": float(np.median(np.abs(timed / measured - 1))),
-    }
 
 
 def _seconds(measurement: Measurement) -> float:
@@ -162,22 +168,6 @@ def _masks(oracle: Oracle, space: SearchSpace, count: int, seed: int) -> list[Sk
     makes = [[nothing], singles, runs, scattered, scattered[::-1], published]
     turns = [make[turn] for turn in range(count) for make in makes if turn < len(make)]
     return list(dict.fromkeys(turns))[:count]
-
-
-def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Save a picture: predicted against measured speedup."""
-    figure = Figure(figsize=(6, 6), layout="constrained")
-    axes = figure.subplots()
-    points = record["points"]
-    for length in sorted({point["draft_length"] for point in points}):
-        some = [point for point in points if point["draft_length"] == length]
-        axes.scatter([p["measured"] for p in some], [p["predicted"] for p in some], s=14, label=f"draft length {length}")
-    reach = [0.0, 1.05 * max(max(point["measured"], point["predicted"]) for point in points)]
-    axes.plot(reach, reach, color="0.6", lw=0.8)
-    title = f"Spearman {record['spearman']:.3f}, median absolute error {record['median_absolute_error']:.1%}"
-    axes.set(xlabel="measured speedup", ylabel="predicted speedup", title=title)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from layerskip import PromptSet, SpeculativeConfig
-from searches.foretell import AGAIN, agreement, figures
+from searches.agreement import agreement
+from searches.foretell import AGAIN, figures
 from tests.searches.conftest import Launch
 from tests.searches.programs import execute
 from tests.searches.test_racing import Known
@@ -52,6 +53,57 @@ def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tm
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "foretold.json").read_text())["points"] == record["points"]
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
+
+
+def _run(path: Path, predicted: float, measured: float, **others: object) -> str:
+    points = [
+        {
+            "mask": mask,
+            "draft_length": 2,
+            "predicted": k * predicted,
+            "predicted_from_real_rounds": 1.0,
+            "measured": k * measured,
+        }
+        for k, mask in enumerate(("", "mlp:1", "mlp:2"), start=1)
+    ]
+    about = {"schema": "layerskip.foretold/1", "date": path.stem, "environment": {}, "target": {"name": "tiny"}}
+    path.write_text(json.dumps(about | {"prompts": {"digest": "a"}, "max_new_tokens": 8, "points": points} | others))
+    return str(path)
+
+
+def test_runs_together_stand_beside_the_mean_of_what_they_measured(tmp_path: Path, launch: Launch) -> None:
+    paths = [_run(tmp_path / "a.json", 1.0, 0.8), _run(tmp_path / "b.json", 1.1, 1.2)]
+    done = launch("foretell", f"records=[{','.join(paths)}]", f"outputs={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "foretold-together.json").read_text())
+    assert [run["by_itself"]["mean_error"] for run in record["runs"]] == pytest.approx([0.25, -1 / 12])
+    assert [run["beside_the_mean"]["mean_error"] for run in record["runs"]] == pytest.approx([0.0, 0.1])
+    assert (len(record["points"]), record["mean_error"]) == (6, pytest.approx(0.05))
+    assert record["median_difference"] == pytest.approx(1 / 3)
+    assert (tmp_path / "foretold-together.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        ({"schema": "layerskip.race/1"}, "no record"),
+        ({"max_new_tokens": 9}, "another max_new_tokens"),
+        ({"points": []}, "other masks or draft lengths"),
+    ],
+)
+def test_runs_of_different_things_are_refused(others: dict[str, object], says: str, tmp_path: Path, launch: Launch) -> None:
+    paths = [_run(tmp_path / "a.json", 1.0, 0.8), _run(tmp_path / "b.json", 1.1, 1.2, **others)]
+    done = launch("foretell", f"records=[{','.join(paths)}]", f"outputs={tmp_path}", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "records: " in done.stderr and "b.json" in done.stderr and says in done.stderr
+    assert not (tmp_path / "foretold-together.json").exists()
+
+
+def test_a_run_is_not_taken_together_with_itself(tmp_path: Path, launch: Launch) -> None:
+    path = _run(tmp_path / "a.json", 1.0, 0.8)
+    done = launch("foretell", f"records=[{path},{path}]", f"outputs={tmp_path}", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "each named once" in done.stderr
 
 
 def test_draft_lengths_that_are_none_are_refused(tmp_path: Path, launch: Launch) -> None:
