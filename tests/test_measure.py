@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,10 +11,7 @@ import pytest
 import torch
 
 from layerskip import (
-    DecodeStats,
-    Measurement,
     PromptSet,
-    Round,
     Sampling,
     SpeculativeConfig,
     StopRule,
@@ -200,43 +196,6 @@ def test_everyone_hears_the_first_contenders_answers(tiny_target: Target) -> Non
     assert row["changed"].lossless.to_dict()["different"] == 3
 
 
-class Clock:
-    """Time that passes only where it is told to."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass
-class Timed:
-    """A contender that takes a known time, and knows some tokens when prefill ends."""
-
-    clock: Clock
-    prefill: float
-    decode: float
-    known: int
-
-    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> Continuation:
-        self.clock.now += self.prefill
-        on_prefill(self.known)
-        self.clock.now += self.decode
-        return Continuation([7] * 9, DecodeStats((Round(2, 1, 2),)), "length")
-
-
-def test_tokens_that_prefill_gave_are_not_credited_to_decoding(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("time.perf_counter", clock)
-    contenders = {"ours": Timed(clock, 2.0, 4.0, known=1), "peer": Timed(clock, 1.0, 3.0, known=3)}
-    (row,) = interleave(tiny_target, PROMPTS.take(1), contenders, TASK)
-    ours, peer = row["ours"], row["peer"]
-    assert (ours.tokens, ours.decoded_tokens, ours.prefill_seconds, ours.decode_seconds) == (9, 8, 2.0, 4.0)
-    assert (peer.tokens, peer.decoded_tokens, peer.prefill_seconds, peer.decode_seconds) == (9, 6, 1.0, 3.0)
-    assert (ours.tokens_per_second, peer.tokens_per_second) == (2.0, 2.0)
-    assert ours.stats == DecodeStats((Round(2, 1, 2),))
-
-
 @pytest.mark.parametrize(
     ("config", "learns"),
     [
@@ -274,18 +233,6 @@ def test_who_learns_from_prompts_before_knows_what_it_would_have_known(
     assert len(decoded) == 1 + len(late) + (len(early) if learns else 0)  # the first one warms up
 
 
-def test_a_conversations_times_are_added_up(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("time.perf_counter", clock)
-    talk = PromptSet((PromptItem("talk", "chat", "One.", ("Two.",)),))
-    (row,) = interleave(tiny_target, talk, {"ours": Timed(clock, 2.0, 4.0, known=1)}, TASK)
-    assert (row["ours"].prefill_seconds, row["ours"].decode_seconds, row["ours"].decoded_tokens) == (
-        4.0,
-        8.0,
-        16,
-    )
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 def test_sampled_measurements_are_checked_on_greedy_outputs(tiny_target: Target, config: SpeculativeConfig) -> None:
     measured = measure(tiny_target, PROMPTS.take(2), config, sampling=SAMPLED, max_new_tokens=12)
@@ -319,20 +266,3 @@ def test_repeats_are_samples_of_their_own(tiny_target: Target) -> None:
     measured = measure(tiny_target, PROMPTS.take(2), CONFIGS[2], max_new_tokens=4, repeats=3)
     assert [s.prompt_id for s in measured.candidate] == [item.id for item in PROMPTS.take(2)] * 3
     assert measured.to_dict()["prompts"] == 2
-
-
-class _Slow(NoDraft):
-    """Takes its time."""
-
-    def draft(self, context: Context, limit: int) -> Draft:
-        time.sleep(0.01)
-        return super().draft(context, limit)
-
-
-def test_what_drafts_take_is_part_of_what_decoding_takes(tiny_target: Target) -> None:
-    contenders = {"baseline": Decoder(tiny_target, NoDraft()), "candidate": Decoder(tiny_target, _Slow())}
-    measurement = Measurement.of(interleave(tiny_target, PROMPTS.take(2), contenders, TASK), "baseline", "candidate")
-    for sample in measurement.candidate:
-        # The last token is never drafted for: a round adds one of the target's own.
-        assert 0.01 * (sample.decoded_tokens - 1) <= sample.draft_seconds < sample.decode_seconds
-    assert 0 <= Measurement(measurement.baseline, measurement.baseline).draft_share < measurement.draft_share < 1

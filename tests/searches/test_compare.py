@@ -13,9 +13,9 @@ from searches.compare import table, verdict
 from searches.space import SearchSpace
 from searches.strategies import STRATEGIES, Race, TimeUp
 from tests.searches.conftest import Launch
+from tests.searches.known import Known
 from tests.searches.programs import execute
 from tests.searches.test_proposals import LAYERS, Landscape
-from tests.searches.test_racing import Known
 
 
 def _clock(step: float) -> Callable[[], float]:

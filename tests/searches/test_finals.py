@@ -19,7 +19,7 @@ from searches.space import SearchSpace
 from searches.stability import SeedStability, Stability
 from searches.standings import ranking
 from searches.study import StudySettings, run_trials
-from tests.searches.test_racing import Known, run_known
+from tests.searches.known import Known, run_known
 
 PROMPTS = PromptSet.of([f"held-out {i}" for i in range(24)])
 

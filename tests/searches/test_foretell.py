@@ -11,8 +11,8 @@ from layerskip import PromptSet, SpeculativeConfig
 from searches.agreement import agreement
 from searches.foretell import AGAIN, figures
 from tests.searches.conftest import Launch
+from tests.searches.known import Known
 from tests.searches.programs import execute
-from tests.searches.test_racing import Known
 
 
 def test_figures_of_points_that_are_known() -> None:

@@ -10,7 +10,7 @@ import pytest
 from layerskip import PromptSet, SpeculativeConfig
 from layerskip.measurement import Sample
 from searches.standings import Standing, contenders, ranking
-from tests.searches.test_racing import Known, run_known
+from tests.searches.known import Known, run_known
 
 
 def _lookup(length: int) -> SpeculativeConfig:
