@@ -21,6 +21,7 @@ from .application import InputError
 
 SCHEMA = "layerskip.foretold/1"
 SAME = ("target", "prompts", "max_new_tokens")  # what runs must share to be taken together
+PLACE = ("device", "device_name", "threads")  # and of their environments
 
 
 def agreement(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -40,7 +41,8 @@ def together(paths: Sequence[str]) -> dict[str, Any]:
     """Several runs' predictions against the mean of their measurements.
 
     Args:
-        paths: records of ``searches.foretell``, two or more, of the same masks, draft lengths, prompts and target.
+        paths: records of ``searches.foretell``, two or more, of the same masks, draft lengths, prompts and target, on
+            one kind of machine.
 
     Returns:
         ``runs``, what each foretold against its own measurements and against the mean of all; ``points`` and their
@@ -54,8 +56,8 @@ def together(paths: Sequence[str]) -> dict[str, Any]:
         raise InputError("records: to be taken together they must be two or more, each named once")
     records = [_read(path) for path in paths]
     for path, record in zip(paths[1:], records[1:], strict=True):
-        for name in SAME:
-            if record[name] != records[0][name]:
+        for name, value in _conditions(record).items():
+            if value != _conditions(records[0])[name]:
                 raise InputError(f"records: {path} has another {name} than {paths[0]}")
         if _measured(record).keys() != _measured(records[0]).keys():
             raise InputError(f"records: {path} has other masks or draft lengths than {paths[0]}")
@@ -84,6 +86,10 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise InputError(f"records: {path} is no record of searches.foretell")
     return record
+
+
+def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in SAME} | {name: record["environment"].get(name) for name in PLACE}
 
 
 def _key(point: Mapping[str, Any]) -> tuple[str, int]:

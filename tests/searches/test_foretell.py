@@ -88,6 +88,7 @@ def test_runs_together_stand_beside_the_mean_of_what_they_measured(tmp_path: Pat
     [
         ({"schema": "layerskip.race/1"}, "no record"),
         ({"max_new_tokens": 9}, "another max_new_tokens"),
+        ({"environment": {"threads": 2}}, "another threads"),
         ({"points": []}, "other masks or draft lengths"),
     ],
 )
