@@ -59,7 +59,8 @@ class Known:
 
 def run_known(bench: Known, *configs: SpeculativeConfig, remeasure: int = 100, trials: int | None = None) -> optuna.Study:
     space = SearchSpace(bench.layers, kinds=list(dict.fromkeys(["none", "prompt_lookup", *(c.kind for c in configs)])))
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    sampler = optuna.samplers.RandomSampler(seed=0)
+    study = optuna.create_study(direction="maximize", sampler=sampler, pruner=optuna.pruners.NopPruner())
     for config in configs:
         study.enqueue_trial(space.params(config))
     objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
