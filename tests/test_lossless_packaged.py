@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ import pytest
 import torch
 
 from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
+from layerskip.bridge import BridgeShape, save_bridges
+from layerskip.bridge_fit import Calibration
+from layerskip.datastore import Datastore
 from layerskip.decode import decode
+from layerskip.draft_head import save_draft_tokens
 from layerskip.drafters.build import build_drafter
 from layerskip.eagle import EagleHead, EagleShape
 from layerskip.feature_store import Thought, read_features
 from layerskip.heads import save_head
 from layerskip.medusa import MedusaHeads, MedusaShape
+from layerskip.passages import Passage
 from layerskip.readout import choose_tokens
 from layerskip.training import fit_linear
 from layerskip.wheels import WheelError, find_weights
@@ -43,6 +49,22 @@ CONFIGS: list[dict[str, Any]] = [
         "draft_length": 6,
         "stop": {"kind": "threshold", "threshold": 0.5},
     },
+    {
+        "kind": "layer_skip",
+        "mask": "layers:2-11",
+        "bridge": "linear",
+        "draft_head": "commonest",
+        "draft_length": 4,
+        "stop": {"kind": "adaptive", "threshold": 0.6},
+    },
+    {
+        "kind": "layer_skip",
+        "mask": "attention:3;layers:12-16;mlp:20",
+        "bridge": "mlp",
+        "draft_head": "commonest",
+        "draft_length": 3,
+        "siblings": 2,
+    },
     {"kind": "draft_model", "draft_length": 5, "stop": {"kind": "threshold", "threshold": 0.5}},
     {"kind": "cross_tokenizer", "draft_length": 4},
     {"kind": "eagle", "draft_length": 4, "candidates": 1},
@@ -52,7 +74,7 @@ CONFIGS: list[dict[str, Any]] = [
         "kind": "cascade",
         "members": [
             {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 4, "draft_length": 10},
-            {"kind": "layer_skip", "mask": "layers:12-14", "draft_length": 3},
+            {"kind": "layer_skip", "mask": "layers:12-14", "bridge": "mean", "draft_length": 3},
         ],
     },
     {
@@ -69,8 +91,19 @@ CONFIGS: list[dict[str, Any]] = [
             {"kind": "token_recycling", "draft_length": 6, "tree_tokens": 8, "candidates": 4},
         ],
     },
-    *([{"kind": "cross_tokenizer", "draft": "gemma3", "draft_length": 4}] if WHOLE else []),  # the real pair
 ]
+if WHOLE:
+    CONFIGS += [
+        {"kind": "cross_tokenizer", "draft": "gemma3", "draft_length": 4},  # the real pair
+        {"kind": "retrieval", "draft_length": 6, "tree_tokens": 12, "datastore": "answers"},
+        {
+            "kind": "draft_model",
+            "draft_length": 5,
+            "draft_head": "commonest",
+            "stop": {"kind": "adaptive", "threshold": 0.6},
+        },
+        {"kind": "cross_tokenizer", "draft_length": 4, "draft_head": "drafts_commonest"},
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +133,21 @@ def draft_folder(smollm2: Target) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def heads(smollm2: Target, reference: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def commonest(smollm2: Target, reference: dict[str, list[int]]) -> torch.Tensor:
+    """What the outputs say most often; ends of sequences are always among it."""
+    said = torch.tensor([token for tokens in reference.values() for token in tokens])
+    return choose_tokens(said.bincount(minlength=smollm2.vocabulary), 512, sorted(smollm2.eos_ids))
+
+
+@pytest.fixture(scope="module")
+def heads(
+    smollm2: Target, reference: dict[str, list[int]], commonest: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """Folders of heads over the commonest tokens that are right now and then.
 
     EAGLE's linear map is fitted in closed form to some of the outputs; Medusa's heads are untrained, so that all of them
     say what might have come in the place of the last token.
     """
-    said = torch.tensor([token for tokens in reference.values() for token in tokens])
-    commonest = choose_tokens(said.bincount(minlength=smollm2.vocabulary), 512, sorted(smollm2.eos_ids))
     eagle = EagleHead(EagleShape.of(smollm2, vocabulary=512), commonest)
     texts = [(*smollm2.encode(item.messages()), *reference[item.id]) for item in PROMPTS.take(3)]
     read = eagle.shape.modules
@@ -118,6 +158,43 @@ def heads(smollm2: Target, reference: dict[str, list[int]], tmp_path_factory: py
     save_head(found["eagle"], "eagle", eagle.shape.to_dict(), eagle.weights(), smollm2, {})
     save_head(found["medusa"], "medusa", medusa.shape.to_dict(), medusa.state_dict(), smollm2, {})
     return {kind: str(folder) for kind, folder in found.items()}
+
+
+@pytest.fixture(scope="module")
+def fitted(
+    smollm2: Target,
+    reference: dict[str, list[int]],
+    commonest: torch.Tensor,
+    draft_folder: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[SpeculativeConfig], SpeculativeConfig]:
+    """Puts what was made of some of the outputs in the place of its name: bridges, draft heads and a datastore."""
+    some = list(PROMPTS.take(6))
+    texts = [(tuple(smollm2.encode(item.messages())), tuple(reference[item.id])) for item in some]
+    folder = tmp_path_factory.mktemp("fitted")
+    Datastore.build([tokens for _, tokens in texts], smollm2).save(folder / "answers")
+    save_draft_tokens(folder / "commonest", commonest, smollm2, {})
+    save_draft_tokens(folder / "drafts_commonest", commonest, smollm2.load_draft(draft_folder), {})
+    passages = [Passage(item.id, item.category, *text, NEW_TOKENS) for item, text in zip(some, texts, strict=True)]
+    calibration = Calibration(smollm2, passages, 2**30)
+
+    def bridged(mask: str, kind: str) -> str:
+        place = folder / f"{kind}-{mask}"
+        if not place.exists():
+            size = {"mean": {}, "linear": {"rank": 64}, "mlp": {"rank": 16, "width": 32}}[kind]
+            shape = BridgeShape.of(smollm2, SkipMask.parse(mask, smollm2.layers), kind, **size)
+            save_bridges(place, calibration.fit(shape).bridges, smollm2, {})
+        return str(place)
+
+    def fill(config: SpeculativeConfig) -> SpeculativeConfig:
+        named = {
+            name: str(folder / str(getattr(config, name))) for name in ("draft_head", "datastore") if getattr(config, name)
+        }
+        if config.bridge:
+            named["bridge"] = bridged(config.mask, config.bridge)
+        return replace(config, **named, members=tuple(map(fill, config.members)))  # type: ignore[arg-type]
+
+    return fill
 
 
 @pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: fields["kind"])
@@ -136,6 +213,8 @@ def test_every_drafter_says_what_transformers_says(
         if part["kind"] in ("eagle", "medusa"):
             part["head"] = request.getfixturevalue("heads")[part["kind"]]
     config = SpeculativeConfig.from_dict(fields)
+    if any(part.bridge or part.draft_head or part.datastore for part in (config, *config.members)):
+        config = request.getfixturevalue("fitted")(config)
     drafter = build_drafter(config, smollm2)  # one for all of them, so that some have learnt from the prompts before
     outputs = {
         item.id: decode(smollm2, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS) for item in PROMPTS
