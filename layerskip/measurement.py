@@ -209,6 +209,7 @@ class Measurement:
             "acceptance_rate": stats.acceptance_rate,
             "acceptance_by_position": list(stats.acceptance_by_position),
             "tokens_per_round": stats.tokens_per_round,
+            "tokens_per_round_by_category": {category: part.stats.tokens_per_round for category, part in kinds.items()},
             "draft_share": self.draft_share,
             "prompts": len({s.prompt_id for s in self.candidate}),
             "tokens": sum(s.tokens for s in self.candidate),

@@ -7,7 +7,7 @@ and takes the prompts that no search sees. It prints a table, writes JSON and lo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
         "configs": {name: found.to_dict() for name, found in configs.items()},
         "results": {
-            name: _result(rows, name, rivals.get(name)) | {"lossless": name not in configs or configs[name].lossless}
+            name: _result(rows, name, rivals.get(name), _members(name, configs))
+            | {"lossless": name not in configs or configs[name].lossless}
             for name in contenders
         },
         "verification": None if timing is None else timing.to_dict(),
@@ -170,16 +171,29 @@ def _ensure_draft(config: DictConfig, target: Target) -> None:
         save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), folder)
 
 
-def _result(rows: list[Mapping[str, Sample]], name: str, rival: str | None) -> dict[str, Any]:
-    measurement = Measurement.of(rows, BASELINE, name)
-    found = measurement.to_dict()
+def _members(name: str, configs: Mapping[str, SpeculativeConfig]) -> list[str]:
+    """The contenders that a cascade is made of, as far as they take part by themselves."""
+    return [other for other, config in configs.items() if name in configs and config in configs[name].members]
+
+
+def _result(rows: list[Mapping[str, Sample]], name: str, rival: str | None, members: Sequence[str]) -> dict[str, Any]:
+    found = Measurement.of(rows, BASELINE, name).to_dict()
     seconds = found["prefill_seconds"] + found["decode_seconds"]
     found["end_to_end_tokens_per_second"] = found["tokens"] / seconds
     if rival is not None:
-        against = Measurement.of(rows, rival, name)
-        low, high = against.interval()
-        found["rival"] = {"name": rival, "speedup": against.speedup, "low": low, "high": high}
+        found["rival"] = {"name": rival} | _ratio(Measurement.of(rows, rival, name))
+    if members:
+        found["members"] = {other: _beside(Measurement.of(rows, other, name)) for other in members}
     return found
+
+
+def _ratio(measurement: Measurement) -> dict[str, float]:
+    low, high = measurement.interval()
+    return {"speedup": measurement.speedup, "low": low, "high": high}
+
+
+def _beside(measurement: Measurement) -> dict[str, Any]:
+    return _ratio(measurement) | {"by_category": {kind: _ratio(part) for kind, part in measurement.by_category.items()}}
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -208,7 +222,8 @@ def table(record: Mapping[str, Any]) -> str:
     lines += ["", f"| x plain, by kind of work | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
     for name, found in results.items():
         shown = [f"{found['speedup_by_category'][kind]:.2f}" for kind in kinds]
-        lines.append(f"| {name}{'' if found['lossless'] else ' (lossy)'} | {' | '.join(shown)} |")
+        lines.append(f"| {_marked(name, found)} | {' | '.join(shown)} |")
+    lines += _rounds(results, kinds) + _cascades(results, kinds)
     if (found := record.get("verification")) is not None:  # older records have none
         timing = TreeTiming(**found)
         lines += [
@@ -226,6 +241,34 @@ def table(record: Mapping[str, Any]) -> str:
         f"{record['date']}.",
     ]
     return "\n".join(lines)
+
+
+def _marked(name: str, found: Mapping[str, Any]) -> str:
+    return name if found["lossless"] else f"{name} (lossy)"
+
+
+def _rounds(results: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
+    """Tokens per round, which hang on the drafter and the prompts, not on the machine; older records do not say."""
+    rows = []
+    for name, found in results.items():
+        if (counts := found.get("tokens_per_round_by_category")) and found["tokens_per_round"] > 1:
+            rows.append(f"| {_marked(name, found)} | {' | '.join(f'{counts[kind]:.2f}' for kind in kinds)} |")
+    return ["", f"| tokens per round | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|", *rows] if rows else []
+
+
+def _cascades(results: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
+    """How many times as fast as its members a cascade is, prompt beside prompt."""
+
+    def said(ratio: Mapping[str, float]) -> str:
+        return f"{ratio['speedup']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+    rows = []
+    for name, found in results.items():
+        for member, against in found.get("members", {}).items():
+            shown = [said(against), *(said(against["by_category"][kind]) for kind in kinds)]
+            rows.append(f"| {name} x {member} | {' | '.join(shown)} |")
+    head = ["", f"| a cascade x its member | all | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
+    return [*head, *rows] if rows else []
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_what_changes_the_output_says_so_in_record_tables_and_mlflow(record: dic
     assert results["loose"]["losslessness"]["verdict"] == "different"
     assert [name for name, found in results.items() if not found["lossless"]] == ["loose"]
     rows = [line for line in record["printed"].splitlines() if "lossy" in line]
-    assert [row.split(" | ")[0] for row in rows] == ["| loose", "| loose (lossy)"]
+    assert [row.split(" | ")[0] for row in rows] == ["| loose", "| loose (lossy)", "| loose (lossy)"]
     contenders = runs(sqlite(record["outputs"]), "contender")
     assert {run.data.tags["contender"] for run in contenders if run.data.params["lossless"] == "False"} == {"loose"}
 
@@ -89,6 +89,27 @@ def test_ours_are_compared_with_their_rivals(record: dict) -> None:  # type: ign
         assert results[name]["rival"]["name"] == rival
         expected = results[name]["tokens_per_second"] / results[rival]["tokens_per_second"]
         assert results[name]["rival"]["speedup"] == pytest.approx(expected)
+
+
+def test_a_cascade_is_set_beside_its_members_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
+    results = record["record"]["results"]
+    (against,) = results["cascade"]["members"].items()  # its lookup is of other n-grams than the contender
+    assert against[0] == "token_recycling"
+    assert against[1]["low"] <= against[1]["speedup"] <= against[1]["high"]
+    for kind, found in against[1]["by_category"].items():
+        alone, whole = (results[name]["speedup_by_category"][kind] for name in ("token_recycling", "cascade"))
+        assert found["speedup"] == pytest.approx(whole / alone)
+    assert "members" not in results["prompt_lookup"]
+    assert "| cascade x token_recycling | " in record["printed"]
+
+
+def test_rounds_are_told_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
+    found = record["record"]["results"]["prompt_lookup"]
+    counts = found["tokens_per_round_by_category"]
+    assert set(counts) == set(found["speedup_by_category"])
+    assert min(counts.values()) <= found["tokens_per_round"] <= max(counts.values())
+    shown = " | ".join(f"{counts[kind]:.2f}" for kind in sorted(counts))
+    assert f"| prompt_lookup | {shown} |" in record["printed"]
 
 
 def test_verifying_a_tree_is_timed_beside_a_chain(record: dict) -> None:  # type: ignore[type-arg]
