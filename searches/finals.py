@@ -1,11 +1,12 @@
 """Which configuration wins? The best few of a search, beside plain decoding, on prompts that the search never saw.
 
-All are measured interleaved, prompt by prompt, and who learns from one learns for the next. After every few prompts a
-configuration leaves whose paired interval lies wholly below the leader's pace; it ends when one is left and every prompt was
-decoded, or the budget of repeats is spent. Those that cannot be told from the fastest by then, and seem hardly slower, tie
-with it, and the simplest of them wins: no model before a model, fewer skips, a shorter draft. A configuration beats plain
-decoding when the whole interval of its held-out speedup lies above 1, at a confidence that leaves 95 % for all finalists
-together (Bonferroni); if none does, plain decoding wins.
+All are measured interleaved, prompt by prompt, and who learns from one learns for the next; prompts on which the machine's
+pace had moved are measured once more before the verdict. After every few prompts a configuration leaves whose paired
+interval lies wholly below the leader's pace; it ends when one is left and every prompt was decoded, or the budget of
+repeats is spent. Those that cannot be told from the fastest by then, and seem hardly slower, tie with it, and the simplest
+of them wins: no model before a model, fewer skips, a shorter draft. A configuration beats plain decoding when the whole
+interval of its held-out speedup lies above 1, at a confidence that leaves 95 % for all finalists together (Bonferroni); if
+none does, plain decoding wins.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .pace import moved_among
 from .standings import Standing, contenders, is_lossless
 
 LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
-_HELD_OUT_SEED = 1_000_003  # draws and orders other than any trial's
+_HELD_OUT_SEED = 1_000_003
 _BLOCK = 6  # prompts between two looks at who is behind
 _LOOKS = 1.25  # so many times the prompts of the last look are decoded before the next one
 _LEAVING = 0.999  # confidence at which a configuration leaves; well above the verdict's, as it is looked at again and again
@@ -91,13 +92,16 @@ class Finals:
         finalists: the fastest first.
         baseline: plain decoding's own figures.
         seconds: that measuring took.
-        drifted: on how many prompts plain decoding's pace was off what is usual by more than ``measure.drift``.
+        drifted: how often plain decoding's pace on a prompt was off what is usual by more than ``measure.drift``, so that
+            the prompt was measured again.
+        unsteady: how often it still was.
     """
 
     finalists: tuple[Finalist, ...]
     baseline: dict[str, Any]
     seconds: float
     drifted: int = 0
+    unsteady: int = 0
 
     @property
     def winner(self) -> Finalist:
@@ -134,8 +138,7 @@ def measure_finals(
     rows: list[Row] = []
     left, gone, looked = dict(configs), set[str](), 0
     for repeat in range(settings.held_out_repeats):
-        own = seed + _HELD_OUT_SEED + 7919 * repeat
-        for number, row in enumerate(_rows(bench, left, gone, prompts, repeat, own, kept), 1):
+        for number, row in enumerate(_rows(bench, left, gone, prompts, repeat, seed, kept), 1):
             rows.append(row)
             on_prompt()
             last = number == len(prompts)  # behind it there may be another repeat to save
@@ -146,6 +149,8 @@ def measure_finals(
                 left = {name: config for name, config in left.items() if name not in gone}
         if len(left) <= 1:
             break
+    again = _again(bench, left, rows, prompts, settings.drift, seed, kept)
+    measured, rows = [*rows, *again.values()], [again.get(place, row) for place, row in enumerate(rows)]
     found = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in (BASELINE, *configs)}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = [
@@ -159,9 +164,9 @@ def measure_finals(
         for name, finalist in zip(configs, finalists, strict=True)
     ]
     finalists.sort(key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"]))
-    seconds = sum(sample.prefill_seconds + sample.decode_seconds for row in rows for sample in row.values())
-    drifted = sum(moved_among([row[BASELINE] for row in rows], settings.drift))
-    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds, drifted)
+    seconds = sum(sample.prefill_seconds + sample.decode_seconds for row in measured for sample in row.values())
+    unsteady = sum(moved_among([row[BASELINE] for row in rows], settings.drift))
+    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds, len(again), unsteady)
 
 
 def _order(finalist: Finalist) -> tuple[bool, float]:
@@ -182,12 +187,41 @@ def _rows(
     known, missing = (
         PromptSet(tuple(item for item in prompts if (f"{repeat} {item.id}" in kept) is there)) for there in (True, False)
     )
-    measured = bench.compare(configs, missing, 1, seed, gone, known) if len(missing) else iter(())
+    measured = bench.compare(configs, missing, 1, _seed(seed, repeat), gone, known) if len(missing) else iter(())
     for item in prompts:
         name = f"{repeat} {item.id}"
         if name not in kept:
             kept.add(name, {who: sample.to_dict() for who, sample in next(measured).items()})
         yield {who: Sample.from_dict(fields) for who, fields in kept[name].items()}
+
+
+def _again(
+    bench: Bench,
+    configs: Mapping[str, SpeculativeConfig],
+    rows: Sequence[Row],
+    prompts: PromptSet,
+    drift: float,
+    seed: int,
+    kept: Kept,
+) -> dict[int, Row]:
+    """Once more, by their places, the rows that the machine's pace had moved in, with the same draws; whoever learns has
+    learnt from the prompts before."""
+    found: dict[int, Row] = {}
+    for place, moved in enumerate(moved_among([row[BASELINE] for row in rows], drift)):
+        if moved:
+            repeat, number = divmod(place, len(prompts))
+            item, before = prompts.items[number], PromptSet(prompts.items[:number])
+            name = f"{repeat} {item.id} again"
+            if name not in kept:
+                (row,) = bench.compare(configs, PromptSet((item,)), 1, _seed(seed, repeat) + number, (), before)
+                kept.add(name, {who: sample.to_dict() for who, sample in row.items()})
+            found[place] = {who: Sample.from_dict(fields) for who, fields in kept[name].items()}
+    return found
+
+
+def _seed(seed: int, repeat: int) -> int:
+    """Draws and orders other than any trial's, and other ones in each repeat."""
+    return seed + _HELD_OUT_SEED + 7919 * repeat
 
 
 def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:

@@ -83,7 +83,11 @@ def summary(
         lines += [f"The machine's pace moved: {drifted} prompts were measured again.", ""]
     if finals is not None:
         if finals.drifted:
-            lines += [f"The machine's pace moved on {finals.drifted} held-out prompts, which were not measured again.", ""]
+            still = f"; it still did on {finals.unsteady}" if finals.unsteady else ""
+            lines += [
+                f"The machine's pace moved on {finals.drifted} held-out prompts, which were measured again{still}.",
+                "",
+            ]
         lines += [verdict(finals), "", *_finals_table(finals), "", *_winner(finals, search_seconds(study, finals)), ""]
     lines += ["## Best trials (tune prompts)", "", *_trials_table(trials)]
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -87,7 +88,7 @@ def test_who_was_trained_since_takes_part_as_well() -> None:
     assert {finalist.config for finalist in finals.finalists} == {closed, trained}
 
 
-def test_the_report_says_on_how_many_prompts_the_machine_moved() -> None:
+def test_prompts_on_which_the_machine_moved_are_measured_again(tmp_path: Path) -> None:
     fast = _lookup(4)
     bench = Known({fast: 1.5})
     study = run_known(bench, fast)
@@ -95,9 +96,41 @@ def test_the_report_says_on_how_many_prompts_the_machine_moved() -> None:
     assert "pace moved" not in report.summary(study, still)
     first = bench.calls
     bench.drift = lambda call: {first + 3: 1.5, first + 5: 0.5, first + 7: 1.2}.get(call, 1.0)
-    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
-    assert finals.drifted == 2
-    assert "moved on 2 held-out prompts" in report.summary(study, finals)
+    bench.asked.clear()
+    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0, tmp_path)
+    names = [item.id for item in PROMPTS]
+    assert [name for _, name in bench.asked] == [*names, names[3], names[5]]
+    assert (finals.drifted, finals.unsteady) == (2, 0)
+    assert "moved on 2 held-out prompts, which were measured again." in report.summary(study, finals)
+    assert finals.seconds > still.seconds  # what was measured again was measured, too
+    assert finals.baseline["decode_seconds"] == pytest.approx(still.baseline["decode_seconds"] + 0.2)  # of the one within
+    bench.asked.clear()
+    assert measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0, tmp_path) == finals
+    assert not bench.asked  # an interrupted verdict measures nothing a third time
+    first, bench.drift = bench.calls, lambda call: 1.5 if call in (first + 3, first + 24) else 1.0
+    unsteady = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
+    assert (unsteady.drifted, unsteady.unsteady) == (1, 1)
+    assert "measured again; it still did on 1." in report.summary(study, unsteady)
+
+
+def test_who_learns_knows_as_much_when_a_held_out_prompt_is_measured_again() -> None:
+    asked = []
+
+    class Watched(Known):
+        def compare(
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *rest: Any
+        ) -> Iterator[dict[str, Sample]]:
+            asked.append((len(prompts), seed, [item.id for item in rest[1]]))
+            return super().compare(configs, prompts, repeats, seed, *rest)
+
+    bench = Watched({_lookup(4): 1.5, _lookup(5): 1.5})
+    study = run_known(bench, _lookup(4), _lookup(5))
+    first, names = bench.calls, [item.id for item in PROMPTS]
+    bench.drift = lambda call: 2.0 if call == first + 24 + 7 else 1.0  # in the second repeat
+    asked.clear()
+    measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=2, held_out_repeats=2), 0)
+    (_, _, _), (_, begin, _), again = asked
+    assert again == (1, begin + 7, names[:7])  # draws are seeded prompt by prompt
 
 
 def test_long_prompts_are_not_taken_for_a_slow_machine() -> None:
