@@ -1,6 +1,6 @@
 """How does a program start and end? Hydra composes; bad input ends in one line and exit code 2, Ctrl-C in 130.
 
-Unexpected errors keep their traceback and exit code 1.
+Unexpected errors keep their traceback and exit code 1, which no verdict shares: what was to be shown and was not ends in 4.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .interrupt import INTERRUPTED, causes, interrupt_again, is_interrupt
 
 CONF = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "conf")
 BAD_INPUT = 2
+NOT_SHOWN = 4
 
 
 class InputError(ValueError):

@@ -3,7 +3,7 @@
 ``python -m searches.calibration`` counts how often the rule that names winners calls one where nothing is to be won, and how
 often the interval of a measurement holds the long-run speedup; ``planted.seeds=100`` adds whole searches for a planted
 truth, which are kept one by one: the same command goes on, also twice at once. It prints a table, writes JSON, and ends with
-exit code 1 where a bar is missed.
+exit code 4 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tqdm import tqdm
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.files import digest, write_json
 
-from .application import InputError, check_whole, run
+from .application import NOT_SHOWN, InputError, check_whole, run
 from .bars import Count, table
 from .bench import BASELINE, Bench, ModelBench
 from .finals import Finalist
@@ -65,7 +65,7 @@ def calibrate(config: DictConfig) -> list[Count]:
     write_json(path, record)
     print(f"wrote {path}")
     if not all(count.passed for count in found):
-        sys.exit(1)
+        sys.exit(NOT_SHOWN)
     return found
 
 

@@ -2,8 +2,8 @@
 
 ``python -m searches.exactness`` scans random masks over all tune prompts, decodes each of them with every draft length and
 stop threshold, and compares rounds, drafted and accepted tokens one by one, and the output with plain decoding's. In float32
-no round may differ. It works on any target that can be scanned; every prompt of a mask is kept as it ends, and the same
-command goes on, also twice at once: each process takes masks that no other is at.
+no round may differ, or the exit code is 4. It works on any target that can be scanned; every prompt of a mask is kept as it
+ends, and the same command goes on, also twice at once: each process takes masks that no other is at.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from layerskip.rules import StopRule
 from layerskip.scan import Scanner
 from layerskip.stats import Round
 
-from .application import InputError, check_list, check_number, check_whole, run
+from .application import NOT_SHOWN, InputError, check_list, check_number, check_whole, run
 from .heading import heading
 from .kept import Kept
 from .objective import check_seed
 from .turns import in_turns
 
-DIFFERS = 1
 _COUNTS = ("decodings", "rounds", "drafted", "accepted")
 _RECIPE = 1  # of scans and of decoding; what was compared with another is compared anew
 
@@ -84,7 +83,7 @@ def exactness(config: DictConfig) -> dict[str, Any]:
     print(f"{len(record['differing'])} of the decodings differ from their scans")
     print(f"wrote {path}")
     if record["differing"]:
-        sys.exit(DIFFERS)
+        sys.exit(NOT_SHOWN)
     return record
 
 

@@ -1,8 +1,8 @@
 """Does an export hold here and today? ``python -m searches.verify best.json`` measures it again and says so.
 
 The export's configuration and plain decoding take turns on held-out prompts, repeat by repeat, until the verdict is clear or
-the budget is spent; see :mod:`searches.claim` for what decides. The exit code is the verdict: 0 confirmed, 1 refuted,
-3 weaker. A lossy export is refused unless ``allow_lossy=true``, and is weaker at best.
+the budget is spent; see :mod:`searches.claim` for what decides. The exit code is the verdict: 0 confirmed, 3 weaker,
+4 refuted. A lossy export is refused unless ``allow_lossy=true``, and is weaker at best.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from layerskip.environment import environment
 from layerskip.files import write_json
 from layerskip.measurement import Sample
 
-from .application import InputError, check_flag, check_whole, run
+from .application import NOT_SHOWN, InputError, check_flag, check_whole, run
 from .bench import BASELINE, Bench, ModelBench
 from .claim import Claim, Speedup, Verdict, judge, judge_plain
 from .finals import LEAST_PROMPTS
 from .interrupt import INTERRUPTED
 from .objective import check_seed
 
-EXIT_CODES = {"confirmed": 0, "refuted": 1, "weaker": 3}
+EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_SHOWN}
 _CANDIDATE = "export"
 _MAX_NEW_TOKENS = 48
 

@@ -48,7 +48,7 @@ def test_an_interval_that_is_too_narrow_is_found_out(
         return self.speedup - 0.3 * (self.speedup - low), self.speedup + 0.3 * (high - self.speedup)
 
     monkeypatch.setattr(Measurement, "interval", narrow)
-    assert _end(monkeypatch, *FEW, f"outputs={tmp_path}") == 1
+    assert _end(monkeypatch, *FEW, f"outputs={tmp_path}") == 4
     record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
     assert not any(count["passed"] for count in record["counts"])
     assert "MISSED" in capsys.readouterr().out

@@ -59,7 +59,7 @@ def test_a_scan_that_is_wrong_is_found(
 
     monkeypatch.setattr(Scanner, "scan", lesser)
     done = launch("exactness", *_overrides(tiny_folder, tmp_path), "shares=[0.05]", "masks=1", cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 4, done.stderr
     record = json.loads((tmp_path / "exactness.json").read_text())
     assert record["differing"]
     assert {case["output"] for case in record["differing"]} == {True}

@@ -82,7 +82,7 @@ def test_an_honest_export_is_confirmed(model: Path, tmp_path: Path) -> None:
 def test_a_doctored_claim_is_refuted(model: Path, tmp_path: Path) -> None:
     _export(tmp_path / "best.json", model, ONE_TOKEN, speedup=3.0)
     done = execute("verify", "export=best.json", FEW, "target=local", f"target.path={model}", cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 4, done.stderr
     assert "refuted: " in done.stdout
     assert "Traceback" not in done.stderr
     assert _record(tmp_path / "outputs")["verdict"] == "refuted"
@@ -93,7 +93,7 @@ def test_a_slower_configuration_in_its_place_is_refuted(
 ) -> None:
     file = _export(tmp_path / "best.json", tiny_folder, USELESS, speedup=1.5)
     code, said, _ = _run([str(file), FEW, "measure.max_new_tokens=16"], tmp_path, monkeypatch, capsys)
-    assert (code, _record(tmp_path)["verdict"]) == (1, "refuted"), said
+    assert (code, _record(tmp_path)["verdict"]) == (4, "refuted"), said
 
 
 def test_a_tie_is_weaker_when_the_budget_is_spent(

@@ -83,7 +83,7 @@ def test_a_lossy_export_is_refused_in_one_line_unless_asked_for(
 
 @pytest.mark.parametrize(
     ("output", "changed", "code"),
-    [("different", True, 3), (None, True, 3), ("near_tie", True, 1), ("near_tie", False, 3)],
+    [("different", True, 3), (None, True, 3), ("near_tie", True, 4), ("near_tie", False, 3)],
 )
 def test_a_lossy_export_is_weaker_at_best(
     output: str | None, changed: bool, code: int, verified: Verify, tmp_path: Path
@@ -97,7 +97,7 @@ def test_a_lossy_export_is_weaker_at_best(
 
 
 def test_leave_to_be_lossy_lets_no_other_export_change_the_output(verified: Verify) -> None:
-    assert verified(LOOKUP, HONEST, "allow_lossy=true", changed=True)[0] == 1
+    assert verified(LOOKUP, HONEST, "allow_lossy=true", changed=True)[0] == 4
     assert verified(LOOKUP, HONEST, "allow_lossy=true")[0] == 0
 
 
@@ -105,6 +105,6 @@ def test_leave_to_be_lossy_lets_no_other_export_change_the_output(verified: Veri
 def test_what_these_prompts_refute_they_refute_of_no_others(count: str, verified: Verify) -> None:
     few = f"measure.held_out_prompts={count}"
     code, said, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": HERE, "prompts": 24}, few)
-    assert (code, "out of reach" in said) == (1, True), said
+    assert (code, "out of reach" in said) == (4, True), said
     code, said, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": "0" * 64, "prompts": 24}, few)
     assert (code, "prompts=" in said) == (3, True), said
