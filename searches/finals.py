@@ -25,7 +25,7 @@ from layerskip.measurement import CONFIDENCE, Sample
 from .bench import BASELINE, Bench
 from .kept import Kept
 from .objective import MeasureSettings
-from .pace import moved_among
+from .pace import moved
 from .standings import Standing, contenders, is_lossless
 
 LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
@@ -92,8 +92,8 @@ class Finals:
         finalists: the fastest first.
         baseline: plain decoding's own figures.
         seconds: that measuring took.
-        drifted: how often plain decoding's pace on a prompt was off what is usual by more than ``measure.drift``, so that
-            the prompt was measured again.
+        drifted: how often the pace on a prompt was off what is usual by more than ``measure.drift``, so that the prompt was
+            measured again.
         unsteady: how often it still was.
     """
 
@@ -165,7 +165,7 @@ def measure_finals(
     ]
     finalists.sort(key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"]))
     seconds = sum(sample.prefill_seconds + sample.decode_seconds for row in measured for sample in row.values())
-    unsteady = sum(moved_among([row[BASELINE] for row in rows], settings.drift))
+    unsteady = sum(moved(rows, settings.drift))
     return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds, len(again), unsteady)
 
 
@@ -207,8 +207,8 @@ def _again(
     """Once more, by their places, the rows that the machine's pace had moved in, with the same draws; whoever learns has
     learnt from the prompts before."""
     found: dict[int, Row] = {}
-    for place, moved in enumerate(moved_among([row[BASELINE] for row in rows], drift)):
-        if moved:
+    for place, off in enumerate(moved(rows, drift)):
+        if off:
             repeat, number = divmod(place, len(prompts))
             item, before = prompts.items[number], PromptSet(prompts.items[:number])
             name = f"{repeat} {item.id} again"

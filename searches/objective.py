@@ -21,7 +21,7 @@ from layerskip.memory import out_of_memory, release
 from .application import InputError, check_number, check_whole
 from .bench import BASELINE, Bench
 from .interrupt import undisturbed
-from .pace import Paces
+from .pace import moved
 from .prior import PREDICTED, Judgement, Prior
 from .space import SearchSpace
 from .standings import FINISHED, Standing, ranking, standings
@@ -50,8 +50,8 @@ class MeasureSettings:
         survivor_prompts: tune prompts of a trial that is level with the best so far; None takes all.
         repeats: how often a trial decodes each of them.
         survivor_repeats: how often again one that is still level then.
-        drift: a prompt is measured again, and flagged, where plain decoding's pace on it is off its median by more than
-            this share.
+        drift: a prompt is measured again, and flagged, where the pace of plain decoding and of all beside it is off what
+            the other prompts lead to expect by more than this share, all in all.
         held_out_prompts: held-out prompts of the finals; None takes all.
         held_out_repeats: how often the finals decode each of them at most.
         finalists: distinct configurations that are measured again on held-out prompts, beside the best of other makes and
@@ -105,7 +105,6 @@ class Objective:
         self.prior = prior
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
-        self._known_paces: Paces | None = None
         self._first_ids = frozenset(item.id for item in prompts.take(settings.prompts))
         measured = self._first_ids.union(item.id for item in prompts.take(settings.survivor_prompts))
         others = [item for item in prompts.take(None) if item.id not in measured]
@@ -183,7 +182,7 @@ class Objective:
             seed = self.seed + trial.number + len(rows)
             # One comparison for all, as some drafters learn from prompt to prompt.
             for number, row in enumerate(self.bench.compare({_CANDIDATE: config}, prompts, 1, seed, (), self._warming), 1):
-                rows.append(self._steady(trial, config, prompts, row, seed + len(rows)))
+                rows.append(row)
                 self.on_prompt()
                 # One step for each prompt of each repeat: the pruner compares what trials reported at the same one.
                 trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), repeat * len(every) + number - 1)
@@ -194,6 +193,7 @@ class Objective:
                 # Behind the last prompt there is nothing left to save.
                 elif number < len(prompts) and trial.should_prune() and self._is_behind(trial.study, config, rows):
                     return "slower than the best so far"
+            self._steady(trial, config, prompts, rows, seed)
         return None
 
     @staticmethod
@@ -226,31 +226,25 @@ class Objective:
         return bool(led) and Measurement.of(led, BASELINE, _CANDIDATE).interval(confidence=_PRUNING)[1] < 1.0
 
     def _steady(
-        self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, row: dict[str, Sample], seed: int
-    ) -> dict[str, Sample]:
-        """The row, or another measurement of its prompt where the machine's pace was not its usual one.
+        self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, rows: list[dict[str, Sample]], seed: int
+    ) -> None:
+        """Measure those of the last rows again that the machine's pace had moved in.
 
         Who learns from prompt to prompt knows at the second one what as many prompts have taught it as before any trial.
-        """
-        paces = self._paces(trial.study)
-        if paces.moved(row[BASELINE]):
-            trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
-            place = [item.id for item in prompts].index(row[BASELINE].prompt_id)
-            earlier = (*self._warming, *prompts.items[:place])[-self.settings.warming or None :]
-            again = PromptSet((prompts.items[place],))
-            (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, seed, (), PromptSet(earlier))
-        paces.add(row[BASELINE].prompt_id, row[BASELINE].tokens_per_second)
-        return row
 
-    def _paces(self, study: optuna.Study) -> Paces:
-        """Plain decoding's in this study so far, that of earlier runs included."""
-        if self._known_paces is None:
-            self._known_paces = Paces(self.settings.drift)
-            for trial in study.get_trials(deepcopy=False, states=FINISHED):
-                table = trial.user_attrs.get("table", {"prompt_id": [], "baseline_tokens_per_second": []})
-                for name, pace in zip(table["prompt_id"], table["baseline_tokens_per_second"], strict=True):
-                    self._known_paces.add(name, pace)
-        return self._known_paces
+        Args:
+            prompts: of the last rows.
+            rows: a trial's; some may be replaced.
+            seed: of the draws.
+        """
+        before = len(rows) - len(prompts)
+        for place, off in enumerate(moved(rows, self.settings.drift)[before:]):
+            if off:
+                trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
+                earlier = (*self._warming, *prompts.items[:place])[-self.settings.warming or None :]
+                again = PromptSet((prompts.items[place],))
+                (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, seed + place, (), PromptSet(earlier))
+                rows[before + place] = row
 
     @undisturbed()
     def _record(

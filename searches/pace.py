@@ -1,54 +1,47 @@
-"""Has the machine's pace moved? Plain decoding, which is measured beside everything else, tells."""
+"""Has the machine's pace moved? Plain decoding, which is measured beside everything else, and all beside it tell together.
+
+A window in which the machine was slower slows everybody down, a stall only whom it hits. Were plain decoding's stalls alone
+measured again, its time would lose what the others' keep, and every speedup with it: so a row of samples is judged by the
+mean of all that are in it, and replaced as a whole.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from scipy.stats import theilslopes
 
 from layerskip.measurement import Sample
 
-_LEAST = 3  # measurements of a prompt before its usual pace is known
 
-
-class Paces:
-    """Plain decoding's pace on prompts that are decoded again and again.
+def moved(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[bool]:
+    """Whether those who decoded a prompt were all in all off their usual pace.
 
     Args:
-        drift: by what share it may be off its median on a prompt.
+        rows: samples by name, each row of one prompt.
+        drift: by what share, in the geometric mean over a row, seconds per round may be off what the other rows lead to
+            expect.
     """
-
-    def __init__(self, drift: float) -> None:
-        self._drift = drift
-        self._known: dict[str, list[float]] = {}
-
-    def add(self, prompt_id: str, pace: float) -> None:
-        """Another measurement, in tokens per second."""
-        self._known.setdefault(prompt_id, []).append(pace)
-
-    def moved(self, plain: Sample) -> bool:
-        """Whether a sample is off what is usual for its prompt, as far as that is known."""
-        known = self._known.get(plain.prompt_id, [])
-        return len(known) >= _LEAST and _off(plain, statistics.median(known), self._drift)
+    found: list[list[float]] = [[] for _ in rows]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        places = [place for place, row in enumerate(rows) if name in row and row[name].stats.rounds]
+        for place, off in zip(places, _offsets([rows[place][name] for place in places]), strict=True):
+            found[place].append(off)
+    return [bool(offs) and abs(statistics.fmean(offs)) > math.log1p(drift) for offs in found]
 
 
-def moved_among(samples: Sequence[Sample], drift: float) -> list[bool]:
-    """Whether plain decoding's pace on each prompt is off, by more than a share, what the others' lead to expect.
+def _offsets(samples: Sequence[Sample]) -> list[float]:
+    """How far, on a log scale, each sample's seconds per round are off what is usual.
 
-    It is slower behind long prompts, and how long one is shows in its prefill: a line through all (Theil, Sen).
+    A round is slower behind a long prompt, and how long one is shows in its prefill: a line through all (Theil, Sen).
     """
-    plain = [sample for sample in samples if sample.tokens_per_second]
-    lengths, paces = [sample.prefill_seconds for sample in plain], [1 / sample.tokens_per_second for sample in plain]
+    lengths = [sample.prefill_seconds for sample in samples]
+    paces = [sample.decode_seconds / len(sample.stats.rounds) for sample in samples]
     if len(set(lengths)) > 1:
         slope, level, *_ = theilslopes(paces, lengths)
     else:
         slope, level = 0.0, statistics.median(paces or [1.0])
-    expected = [level + slope * sample.prefill_seconds for sample in samples]
-    return [pace > 0 and _off(sample, 1 / pace, drift) for sample, pace in zip(samples, expected, strict=True)]
-
-
-def _off(plain: Sample, usual: float, drift: float) -> bool:
-    """An empty output has no pace."""
-    pace = plain.tokens_per_second
-    return bool(pace and usual) and max(pace / usual, usual / pace) > 1 + drift
+    expected = [level + slope * length for length in lengths]
+    return [math.log(pace / usual) if pace > 0 and usual > 0 else 0.0 for pace, usual in zip(paces, expected, strict=True)]
