@@ -13,7 +13,11 @@ from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
 
+from .kept import Kept
+
 BASELINE = "baseline"
+
+Row = Mapping[str, Sample]
 
 
 class Bench(Protocol):
@@ -92,3 +96,34 @@ class ModelBench:
         contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
         task = Task(self.sampling, self.max_new_tokens, seed)
         return interleave(self.target, prompts, contenders, task, repeats, without, before)
+
+
+def go_on(
+    bench: Bench,
+    configs: Mapping[str, SpeculativeConfig],
+    prompts: PromptSet,
+    seed: int,
+    kept: Kept,
+    about: str,
+    without: Collection[str] = (),
+) -> Iterator[Row]:
+    """Rows of prompts, in order; only what is not kept is measured, and whoever learns has learnt from the others by then.
+
+    Args:
+        bench: what they are measured on.
+        configs: by name, as of :meth:`Bench.compare`.
+        prompts: each is decoded once.
+        seed: of orders and draws.
+        kept: rows of a run that was interrupted; takes those that are measured now.
+        about: what tells these rows from other ones of the same prompts that are kept.
+        without: configurations that are measured no more; it may grow from prompt to prompt.
+    """
+    known, missing = (
+        PromptSet(tuple(item for item in prompts if (f"{about} {item.id}" in kept) is there)) for there in (True, False)
+    )
+    measured = bench.compare(configs, missing, 1, seed, without, known) if len(missing) else iter(())
+    for item in prompts:
+        name = f"{about} {item.id}"
+        if name not in kept:
+            kept.add(name, {who: sample.to_dict() for who, sample in next(measured).items()})
+        yield {who: Sample.from_dict(fields) for who, fields in kept[name].items()}

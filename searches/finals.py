@@ -11,7 +11,7 @@ none does, plain decoding wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
 from layerskip.files import digest
 from layerskip.measurement import CONFIDENCE, Sample
 
-from .bench import BASELINE, Bench
+from .bench import BASELINE, Bench, Row, go_on
 from .kept import Kept
 from .objective import MeasureSettings
 from .pace import moved
@@ -38,8 +38,6 @@ _SIMPLEST = (
     *("none", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip"),
     *("medusa", "eagle", "draft_model", "cross_tokenizer"),
 )
-
-Row = Mapping[str, Sample]
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def measure_finals(
     rows: list[Row] = []
     left, gone, looked = dict(configs), set[str](), 0
     for repeat in range(settings.held_out_repeats):
-        for number, row in enumerate(_rows(bench, left, gone, prompts, repeat, seed, kept), 1):
+        for number, row in enumerate(go_on(bench, left, prompts, _seed(seed, repeat), kept, str(repeat), gone), 1):
             rows.append(row)
             on_prompt()
             last = number == len(prompts)  # behind it there may be another repeat to save
@@ -171,28 +169,6 @@ def measure_finals(
 
 def _order(finalist: Finalist) -> tuple[bool, float]:
     return finalist.eligible, finalist.held_out["speedup"]
-
-
-def _rows(
-    bench: Bench,
-    configs: Mapping[str, SpeculativeConfig],
-    gone: Collection[str],
-    prompts: PromptSet,
-    repeat: int,
-    seed: int,
-    kept: Kept,
-) -> Iterator[Row]:
-    """Rows of prompts, in order, of all that are not gone by then; only what is not kept is measured, and whoever learns has
-    learnt from the others by then."""
-    known, missing = (
-        PromptSet(tuple(item for item in prompts if (f"{repeat} {item.id}" in kept) is there)) for there in (True, False)
-    )
-    measured = bench.compare(configs, missing, 1, _seed(seed, repeat), gone, known) if len(missing) else iter(())
-    for item in prompts:
-        name = f"{repeat} {item.id}"
-        if name not in kept:
-            kept.add(name, {who: sample.to_dict() for who, sample in next(measured).items()})
-        yield {who: Sample.from_dict(fields) for who, fields in kept[name].items()}
 
 
 def _again(

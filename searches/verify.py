@@ -1,8 +1,9 @@
 """Does an export hold here and today? ``python -m searches.verify best.json`` measures it again and says so.
 
 The export's configuration and plain decoding take turns on held-out prompts, repeat by repeat, until the verdict is clear or
-the budget is spent; see :mod:`searches.claim` for what decides. The exit code is the verdict: 0 confirmed, 3 weaker,
-4 refuted. A lossy export is refused unless ``allow_lossy=true``, and is weaker at best.
+the budget is spent; what was measured before an interruption is kept until there is a verdict. See :mod:`searches.claim` for
+what decides. The exit code is the verdict: 0 confirmed, 3 weaker, 4 refuted. A lossy export is refused unless
+``allow_lossy=true``, and is weaker at best.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip import Export, Measurement, PromptSet, SpeculativeConfig, Target, load_target
-from layerskip.environment import environment
-from layerskip.files import write_json
-from layerskip.measurement import Sample
+from layerskip.environment import environment, machine
+from layerskip.files import digest, write_json
 
 from .application import NOT_SHOWN, InputError, check_flag, check_whole, run
-from .bench import BASELINE, Bench, ModelBench
+from .bench import BASELINE, Bench, ModelBench, Row, go_on
 from .claim import Claim, Speedup, Verdict, judge, judge_plain
 from .finals import LEAST_PROMPTS
 from .interrupt import INTERRUPTED
+from .kept import Kept
 from .objective import check_seed
 
 EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_SHOWN}
 _CANDIDATE = "export"
 _MAX_NEW_TOKENS = 48
+_REPEATED = 1000  # so far apart are the seeds of two repeats, each of which counts them up prompt by prompt
 
 
 @dataclass(frozen=True)
@@ -98,21 +100,23 @@ def verify(config: DictConfig) -> None:
     export.check(target)
     for item in prompts:
         target.encode(item.messages())  # a chat template that refuses one shall do so now
-    rows: list[Mapping[str, Sample]] = []
+    rows: list[Row] = []
+    asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed]
+    unfinished = Path(config.outputs) / f"verify-{digest([*asked, target.digest, machine(target.device)])[:12]}.jsonl"
+    kept = Kept(unfinished)
     if export.config.kind == "none":
         verdict = judge_plain(claim.speedup)
     else:
         bench = ModelBench(target, export.sampling, max_new_tokens)
         try:
-            print(
-                f"measuring {export.config.label()} on {len(prompts)} prompts, at most {settings.most_repeats} x", flush=True
-            )
+            begun = f"; {len(kept)} of them were before an interruption ({unfinished})" if len(kept) else ""
+            print(f"measuring {export.config.label()} on {len(prompts)} prompts, at most {settings.most_repeats} x{begun}")
             with tqdm(total=len(prompts) * settings.most_repeats, unit="prompt", disable=None) as bar:
-                verdict = measure_claim(bench, export.config, claim, prompts, settings, config.seed, rows, bar.update)
+                verdict = measure_claim(bench, export.config, claim, prompts, settings, config.seed, kept, rows, bar.update)
         except KeyboardInterrupt:
             if rows:
                 print("\n".join(table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.most_repeats)))
-            print(f"interrupted after {len(rows)} prompts: no verdict", file=sys.stderr)
+            print(f"interrupted after {len(rows)} prompts: no verdict; the same command goes on", file=sys.stderr)
             sys.exit(INTERRUPTED)
     measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
     conditions = {
@@ -145,6 +149,7 @@ def verify(config: DictConfig) -> None:
     except OSError as error:
         raise InputError(f"{'record' if config.record else 'outputs'}: cannot write {file}: {error.strerror}") from error
     print(f"wrote {file}")
+    unfinished.unlink(missing_ok=True)  # whoever asks again wants to know of another day
     if verdict.name != "confirmed":
         sys.exit(EXIT_CODES[verdict.name])
 
@@ -172,7 +177,8 @@ def measure_claim(
     prompts: PromptSet,
     settings: VerifySettings,
     seed: int,
-    rows: list[Mapping[str, Sample]],
+    kept: Kept,
+    rows: list[Row],
     on_prompt: Callable[[], object] = lambda: None,
 ) -> Verdict:
     """Measure a configuration against plain decoding until what was claimed of it can be judged, or the budget is spent.
@@ -184,18 +190,19 @@ def measure_claim(
         prompts: decoded all of them before anything is judged.
         settings: how often.
         seed: of orders and draws.
+        kept: samples of a run that was interrupted, which are not measured again; takes the others.
         rows: takes the samples, prompt by prompt, so that an interruption leaves them there.
         on_prompt: called after every prompt, for a progress bar.
     """
-    for row in bench.compare({_CANDIDATE: config}, prompts, settings.most_repeats, seed):
-        rows.append(row)
-        on_prompt()
-        if len(rows) % len(prompts) == 0:
-            measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
-            found = Speedup.measured(measurement, settings.most_repeats)
-            verdict = judge(claim, found, measurement.lossless.verdict, settings.tolerance)
-            if verdict.clear:
-                break
+    for repeat in range(settings.most_repeats):
+        for row in go_on(bench, {_CANDIDATE: config}, prompts, seed + _REPEATED * repeat, kept, str(repeat)):
+            rows.append(row)
+            on_prompt()
+        measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
+        found = Speedup.measured(measurement, settings.most_repeats)
+        verdict = judge(claim, found, measurement.lossless.verdict, settings.tolerance)
+        if verdict.clear:
+            break
     return verdict
 
 

@@ -23,6 +23,7 @@ from layerskip.stats import DecodeStats
 from searches.application import run
 from searches.bench import BASELINE, ModelBench
 from searches.claim import Claim, Speedup, Verdict
+from searches.kept import Kept
 from searches.verify import VerifySettings, command_line, differences, measure_claim, verify
 from tests.searches.programs import execute
 from tests.tiny import save_tiny
@@ -186,47 +187,60 @@ def test_a_missing_file_ends_the_process_with_two(tmp_path: Path) -> None:
     assert done.stderr == "error: export: cannot read missing.json: No such file or directory\n"
 
 
-def test_an_interrupt_prints_what_is_known(
+def test_an_interrupt_prints_what_is_known_and_the_same_command_goes_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = ModelBench.compare
+    whole, decoded = ModelBench.compare, []
+
+    def counted(*args: Any) -> Iterator[dict[str, Sample]]:
+        for row in whole(*args):
+            decoded.append(row[BASELINE].prompt_id)
+            yield row
 
     def interrupted(*args: Any) -> Iterator[dict[str, Sample]]:
-        rows = whole(*args)
+        rows = counted(*args)
         yield next(rows)
         yield next(rows)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ModelBench, "compare", interrupted)
     file = _export(tmp_path / "best.json", model, LOOKUP, speedup=1.5)
-    code, said, errors = _run([str(file)], tmp_path, monkeypatch, capsys)
+    code, said, errors = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
     assert code == 130
     assert "| x plain | 1.50 (1.40 to 1.60) |" in said
-    assert errors == "interrupted after 2 prompts: no verdict\n"
+    assert errors == "interrupted after 2 prompts: no verdict; the same command goes on\n"
     assert not (tmp_path / "verify.json").exists()
+    monkeypatch.setattr(ModelBench, "compare", counted)
+    code, said, _ = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
+    assert (code, _record(tmp_path)["measured"]["prompts"]) == (0, 6)
+    assert "2 of them were before an interruption" in said
+    assert len(decoded) == len(set(decoded)) == 6  # none of them twice
+    code, said, _ = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
+    assert code == 0
+    assert "interruption" not in said
+    assert len(decoded) == 12  # what is asked again is measured again
 
 
 class _Bench:
-    """Decodes in its head: each repeat's pairs have speedups as told, in turn."""
+    """Decodes in its head: each comparison's pairs have speedups as told, in turn."""
 
     layers, exact = 3, True
 
     def __init__(self, speedups: Sequence[Sequence[float]], changed: bool = False) -> None:
-        self.speedups = speedups
+        self.speedups, self.comparisons = speedups, 0
         self.lossless = Losslessness(1, (Divergence("0", 0, 1.0, 0.0),) if changed else ())
 
     def compare(
-        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int
+        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
     ) -> Iterator[dict[str, Sample]]:
-        (name,) = configs
-        for repeat in range(repeats):
-            told = self.speedups[repeat]
-            for index, item in enumerate(prompts):
-                seconds = {BASELINE: 1.0, name: 1.0 / told[index % len(told)]}
-                yield {
-                    who: Sample(item.id, item.category, 10, 10, 0.1, spent, 0, DecodeStats(), self.lossless)
-                    for who, spent in seconds.items()
-                }
+        (name,), told = configs, self.speedups[self.comparisons]
+        self.comparisons += 1
+        for index, item in enumerate(prompts):
+            seconds = {BASELINE: 1.0, name: 1.0 / told[index % len(told)]}
+            yield {
+                who: Sample(item.id, item.category, 10, 10, 0.1, spent, 0, DecodeStats(), self.lossless)
+                for who, spent in seconds.items()
+            }
 
 
 @pytest.mark.parametrize(
@@ -253,7 +267,7 @@ def test_a_changed_output_is_refuted_at_once() -> None:
 def _measured(bench: _Bench, claim: Speedup | None) -> tuple[Verdict, list[Mapping[str, Sample]]]:
     prompts = PromptSet.of([f"prompt {i}" for i in range(8)])
     rows: list[Mapping[str, Sample]] = []
-    return measure_claim(bench, LOOKUP, Claim(claim), prompts, VerifySettings(), 0, rows), rows
+    return measure_claim(bench, LOOKUP, Claim(claim), prompts, VerifySettings(), 0, Kept(None), rows), rows
 
 
 def test_every_difference_is_named(tiny_target: Target) -> None:
