@@ -147,7 +147,7 @@ def measure_finals(
                 left = {name: config for name, config in left.items() if name not in gone}
         if len(left) <= 1:
             break
-    again = _again(bench, left, rows, prompts, settings.drift, seed, kept)
+    again = measure_again(bench, left, rows, prompts, settings.drift, seed, kept)
     measured, rows = [*rows, *again.values()], [again.get(place, row) for place, row in enumerate(rows)]
     found = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in (BASELINE, *configs)}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
@@ -171,7 +171,7 @@ def _order(finalist: Finalist) -> tuple[bool, float]:
     return finalist.eligible, finalist.held_out["speedup"]
 
 
-def _again(
+def measure_again(
     bench: Bench,
     configs: Mapping[str, SpeculativeConfig],
     rows: Sequence[Row],

@@ -7,6 +7,7 @@ save), published masks stretched to the model's depth; then flips and swaps arou
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -152,7 +153,7 @@ def run(layers: int, first: int, length: int) -> SkipMask:
 
 
 def _ask_runs(search: MaskSearch) -> None:
-    """Contiguous runs of whole layers: all that there are, where half of what is left of the budget holds them.
+    """Contiguous runs of whole layers: all that there are, where the budget holds them and two masks a sub-layer beside.
 
     Where it does not, every other start with ever doubled lengths, then the best with their ends moved. A long run may pay
     where none of its parts does, so none is left out for what shorter ones are worth. Far apart starts come first, so that a
@@ -166,11 +167,11 @@ def _ask_runs(search: MaskSearch) -> None:
         new = new[: max(0, search.left - enough)]
         found.update(zip(new, search.ask(run(search.layers, a, b - a) for a, b in new), strict=True))
 
-    enough = search.left // 2  # for what comes behind
     every = [(first, last) for first in search.skippable for last in range(first + 1, end + 1)]
-    if len(every) <= enough:
-        ask(every, enough)
+    if len(every) <= search.left - 2 * len(search.sublayers()):
+        ask(every, 0)
         return
+    enough = search.left // 2  # for what comes behind
     for offset in (0, 4, 2, 6):
         for first in search.skippable[offset::8]:
             ask(((first, min(end, first + 2**power)) for power in range(1, (end - first).bit_length() + 1)), enough)
@@ -226,7 +227,8 @@ def _add_greedily(search: MaskSearch) -> None:
 
 
 def _change_best(search: MaskSearch) -> None:
-    """Flips of single sub-layers and swaps of a skipped for a kept one around the best, until none helps."""
+    """Flips of single sub-layers, and of pairs among those that promise most, around the best, until none helps; a pair of a
+    skipped and a kept one is a swap."""
     while not search.exhausted:
         before = search.best
         search.ask(flip(before, kind, layer) for kind, layer in search.sublayers())
@@ -234,6 +236,6 @@ def _change_best(search: MaskSearch) -> None:
         kept = [part for part in search.sublayers() if part not in skipped]
         cheapest = sorted(kept, key=lambda part: search.price(*part))[:_SHORTLIST]
         dearest = sorted(skipped, key=lambda part: -search.price(*part))[:_SHORTLIST]
-        search.ask(flip(flip(before, *one), *other) for one in dearest for other in cheapest)
+        search.ask(flip(flip(before, *one), *other) for one, other in itertools.combinations([*dearest, *cheapest], 2))
         if search.best == before:
             return

@@ -25,8 +25,8 @@ class ProposalSettings:
     """How much is foretold before anything is decoded.
 
     Args:
-        screened: the most masks asked about their first drafted token; None takes four for each sub-layer that may be
-            skipped, and 200 at least.
+        screened: the most masks asked about their first drafted token; None takes all contiguous runs of layers, and beside
+            them four for each sub-layer that may be skipped, 200 at least.
         scanned: the most of them that are scanned whole.
         enqueued: the best of those become trials.
         lookups: so many prompt lookups, foretold to be the fastest, do too.
@@ -45,7 +45,8 @@ class ProposalSettings:
 
     def asked(self, space: SearchSpace) -> int:
         """The most masks asked about, in a space."""
-        return self.screened if self.screened is not None else max(200, 8 * len(space.skippable))
+        layers = len(space.skippable)
+        return self.screened if self.screened is not None else max(200, 8 * layers) + layers * (layers + 1) // 2
 
 
 def propose(

@@ -1,8 +1,8 @@
 """What would a search see of a decoder of which everything is known? A bench and an oracle on a planted landscape.
 
 The bench plays a decoder on a machine that is noisy and drifts, round by round, as the real one would be measured. The
-oracle errs, and errs alike on masks that are alike, as one that had misjudged a sub-layer would: whoever follows it
-blindly follows its error.
+oracle knows no more than a scan does, the rounds of a few prompts, and errs about what they cost, alike on masks that are
+alike, as one that had misjudged a sub-layer would: whoever follows it blindly follows its error.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from .bench import BASELINE
 from .chances import Floats, threshold_of
 from .foresight import ScanSettings, scanned_stops
 from .landscape import Landscape
-from .oracle import Prediction
+from .oracle import Choices, Prediction
 from .space import SearchSpace
 from .works import Work
 
 _MEMORY = 2**30
+_STALL = 1.8
 
 
 class Machine:
@@ -40,18 +41,22 @@ class Machine:
         noise: standard deviation of a timing's own error, on a log scale.
         drift: standard deviation of what timings near each other share, on a log scale.
         persistence: how much of that is left at the next timing.
+        stalls: the share of timings that something else on the machine makes 1.8 times as long.
     """
 
-    def __init__(self, seed: int, noise: float = 0.02, drift: float = 0.05, persistence: float = 0.98) -> None:
+    def __init__(
+        self, seed: int, noise: float = 0.02, drift: float = 0.05, persistence: float = 0.98, stalls: float = 0.0
+    ) -> None:
         self._random = np.random.default_rng([seed, 11])
-        self._noise, self._drift, self._persistence = noise, drift, persistence
+        self._noise, self._drift, self._persistence, self._stalls = noise, drift, persistence, stalls
         self._pace = drift * self._random.normal()
 
     def time(self, seconds: float) -> float:
         """What is measured of something that takes so long."""
         fresh, error = self._random.normal(size=2)
         self._pace = self._persistence * self._pace + math.sqrt(1 - self._persistence**2) * self._drift * fresh
-        return seconds * math.exp(self._pace + self._noise * error)
+        stalled = self._stalls > 0 and self._random.random() < self._stalls
+        return seconds * math.exp(self._pace + self._noise * error) * (_STALL if stalled else 1.0)
 
 
 @dataclass(frozen=True)
@@ -162,22 +167,34 @@ def _draws(landscape: Landscape, item: PromptItem, work: Work) -> Floats:
 
 
 class SimulatedOracle:
-    """Foretells a planted decoder's speedups as scans do, with an error as was measured of them.
+    """Foretells a planted decoder's speedups as scans do: from the rounds of a few prompts, with an error in what they cost.
 
     Args:
         landscape: the truth.
         space: the draft lengths to choose from, and the kinds of stop rules, tried with the thresholds that scans try.
-        prompts: whose texts prompt lookups are replayed on; the truth about them is not the truth about all.
+        prompts: whose rounds are replayed; the truth about them is not the truth about all.
+        positions: of their texts, from which the first question about a mask is answered.
         error: standard deviation of a prediction's error, on a log scale; masks err alike as far as they skip alike.
         bias: mean of the error of every mask that skips anything, on the same scale.
     """
 
     def __init__(
-        self, landscape: Landscape, space: SearchSpace, prompts: PromptSet, error: float = 0.02, bias: float = 0.02
+        self,
+        landscape: Landscape,
+        space: SearchSpace,
+        prompts: PromptSet,
+        positions: int = ScanSettings().screened_rows,
+        error: float = 0.02,
+        bias: float = 0.02,
     ) -> None:
-        self._landscape, self._space, self._prompts, self._error, self._bias = landscape, space, prompts, error, bias
-        self._stops = scanned_stops(space, ScanSettings().thresholds)
+        self._landscape, self._error, self._bias = landscape, error, bias
+        self._works = [(item, landscape.work(item)) for item in prompts]
+        settings = ScanSettings()
+        self._choices = Choices((space.skip_length[0], space.skip_length[1]), scanned_stops(space, settings.thresholds))
         self._misjudged = np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))
+        luck = [(_draws(landscape, item, work)[:2], work.difficulty) for item, work in self._works]
+        every = np.concatenate([np.vstack((draws, np.full(draws.shape[1], hard))) for draws, hard in luck], axis=1)
+        self._positions = every[:, np.linspace(0, every.shape[1] - 1, positions).round().astype(int)]
 
     @property
     def layers(self) -> int:
@@ -186,23 +203,32 @@ class SimulatedOracle:
 
     @property
     def prompts(self) -> frozenset[str]:
-        """Those whose texts lookups are replayed on."""
-        return frozenset(item.id for item in self._prompts)
+        """Those whose rounds are replayed."""
+        return frozenset(item.id for item, _ in self._works)
 
     @property
     def profile(self) -> CostProfile:
-        """The true one: what it gets wrong is in its error."""
+        """The true one: what it gets wrong is in the error."""
         return self._landscape.profile
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
-        """How often the first drafted token is right, but for the error."""
-        return [min(1.0, self._landscape.agreement(mask) * self._factor(mask)) for mask in masks]
+        """The share of some positions where the first drafted token is right."""
+        ease, luck, difficulty = self._positions
+        losses = np.maximum(self._landscape.losses(masks), 1e-12)
+        return [float(np.mean(luck < ease ** np.expm1(loss * difficulty))) for loss in losses]
 
     def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
-        """Each mask with its best draft length and stop rule; as the error is the mask's, it changes neither."""
-        drafts = self._landscape.best_drafts(masks, self._space, self._stops)
-        found = zip(masks, drafts, self.agreements(masks), strict=True)
-        return [Prediction(config, speedup * self._factor(mask), agreement) for mask, (config, speedup), agreement in found]
+        """Each mask with the draft length and stop rule that suit it best."""
+        verified = len(self.profile.verify_seconds) - 1
+        found = []
+        for mask, agreement in zip(masks, self.agreements(masks), strict=True):
+            choices = self._choices.every(self._choices.lengths[1], verified)
+            configs = [
+                SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop) for _, (length, stop, _) in choices
+            ]
+            speedup, config = max(((self.speedup(config), config) for config in configs), key=lambda pair: pair[0])
+            found.append(Prediction(config, speedup, agreement))
+        return found
 
     def foretells(self, config: SpeculativeConfig) -> bool:
         """Layer skipping by any stop rule, and prompt lookups."""
@@ -218,14 +244,13 @@ class SimulatedOracle:
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """What is foretold of one configuration."""
-        if config.kind == "prompt_lookup":
-            costs = self._landscape.profile.verify_seconds
-            works = [(item, self._landscape.work(item)) for item in self._prompts]
-            rounds = [r for item, work in works for r in draw_rounds(self._landscape, item, work, config)]
-            return sum(work.tokens for _, work in works) * costs[0] / sum(costs[r.drafted] for r in rounds)
-        return self._landscape.speedup(config) * self._factor(SkipMask.parse(config.mask, self.layers))
+        costs, each = self.profile.verify_seconds, self._landscape.draft_seconds(config)
+        rounds = [found for item, work in self._works for found in draw_rounds(self._landscape, item, work, config)]
+        plain = sum(work.tokens for _, work in self._works) * costs[0]
+        return plain / sum(each * r.drafted + costs[r.drafted] for r in rounds) * self._factor(config)
 
-    def _factor(self, mask: SkipMask) -> float:
+    def _factor(self, config: SpeculativeConfig) -> float:
+        mask = SkipMask.parse(config.mask, self.layers)
         skipped = np.array([mask.attention, mask.mlp], float)
         if not skipped.any():
             return 1.0

@@ -110,7 +110,8 @@ def verify(config: DictConfig) -> None:
         bench = ModelBench(target, export.sampling, max_new_tokens)
         try:
             begun = f"; {len(kept)} of them were before an interruption ({unfinished})" if len(kept) else ""
-            print(f"measuring {export.config.label()} on {len(prompts)} prompts, at most {settings.most_repeats} x{begun}")
+            what = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.most_repeats} x"
+            print(f"measuring {what}{begun}", flush=True)
             with tqdm(total=len(prompts) * settings.most_repeats, unit="prompt", disable=None) as bar:
                 verdict = measure_claim(bench, export.config, claim, prompts, settings, config.seed, kept, rows, bar.update)
         except KeyboardInterrupt:
