@@ -102,7 +102,7 @@ class Landscape:
             ConfigError: there are no draft models here.
         """
         if config.kind == "layer_skip":
-            loss = self.losses([SkipMask.parse(config.mask, self.layers)])[0]
+            loss = _loss(self, config.mask)
             return Chances.of_skipping(loss * difficulty, np.array(threshold_of(config.stop)))
         if config.kind == "prompt_lookup":
             return Chances.of_lookup(config, copying)
@@ -197,6 +197,12 @@ class Landscape:
     @property
     def _plain_seconds(self) -> float:
         return float(np.mean(TOKENS)) * self.profile.verify_seconds[0]
+
+
+@functools.lru_cache(1024)
+def _loss(landscape: Landscape, mask: str) -> float:
+    """Of one mask, which is asked about prompt by prompt."""
+    return float(landscape.losses([SkipMask.parse(mask, landscape.layers)])[0])
 
 
 def _contiguous_masks(space: SearchSpace) -> list[SkipMask]:

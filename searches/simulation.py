@@ -7,6 +7,7 @@ alike, as one that had misjudged a sub-layer would: whoever follows it blindly f
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import random
@@ -129,7 +130,7 @@ def draw_rounds(landscape: Landscape, item: PromptItem, work: Work, config: Spec
     """
     if config.kind == "none":
         return [Round(0, 0, 1)] * work.tokens
-    ease, luck, found, further = _draws(landscape, item, work)
+    ease, luck, found, further = _draws(landscape.seed, item.id, work.tokens)
     chances = landscape.chances(config, np.array(work.difficulty), np.array(work.copying))
     drafts, right, sure = float(chances.drafts), float(chances.right), float(chances.sure)
     if config.kind == "layer_skip":
@@ -160,10 +161,11 @@ def draw_rounds(landscape: Landscape, item: PromptItem, work: Work, config: Spec
     return rounds
 
 
-def _draws(landscape: Landscape, item: PromptItem, work: Work) -> Floats:
+@functools.lru_cache(4096)
+def _draws(seed: int, prompt_id: str, tokens: int) -> Floats:
     """``[4, tokens]`` uniform draws that belong to a prompt, whoever decodes it."""
-    words = hashlib.sha256(item.id.encode()).digest()[8:16]
-    return 1.0 - np.random.default_rng([landscape.seed, *words]).random((4, work.tokens))  # never 0
+    words = hashlib.sha256(prompt_id.encode()).digest()[8:16]
+    return 1.0 - np.random.default_rng([seed, *words]).random((4, tokens))  # never 0
 
 
 class SimulatedOracle:
@@ -192,7 +194,7 @@ class SimulatedOracle:
         settings = ScanSettings()
         self._choices = Choices((space.skip_length[0], space.skip_length[1]), scanned_stops(space, settings.thresholds))
         self._misjudged = np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))
-        luck = [(_draws(landscape, item, work)[:2], work.difficulty) for item, work in self._works]
+        luck = [(_draws(landscape.seed, item.id, work.tokens)[:2], work.difficulty) for item, work in self._works]
         every = np.concatenate([np.vstack((draws, np.full(draws.shape[1], hard))) for draws, hard in luck], axis=1)
         self._positions = every[:, np.linspace(0, every.shape[1] - 1, positions).round().astype(int)]
 
