@@ -2,43 +2,32 @@
 
 ``python -m searches.compare`` lets each strategy of :mod:`searches.strategies` search on the same target, seed by seed, then
 measures what they claimed, when they claimed it, on held-out prompts side by side, and draws best held-out speedup against
-seconds spent. Finished searches are kept, and what was measured of their claims, four at a time; the same command goes on.
+seconds spent. ``bench=simulated`` races on planted decoders instead, whose truth is known. Finished searches are kept, and
+what was measured of their claims, a few at a time; the same command goes on.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optuna
-from hydra.utils import instantiate
 from matplotlib.figure import Figure
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tqdm import tqdm
 
-from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
-from layerskip.environment import machine
 from layerskip.files import digest, write_json
-from layerskip.measurement import Sample
 
 from .application import InputError, run
-from .bench import BASELINE, ModelBench
-from .foresight import ScanSettings, foresee
-from .heading import heading
+from .course import Course, ModelCourse, PlantedCourse
 from .kept import Kept
-from .objective import MeasureSettings
-from .oracle import Oracle
-from .plan import supported
-from .space import SearchSpace
-from .strategies import STRATEGIES, Race, TimeUp
+from .strategies import STRATEGIES, TimeUp
 
 _OURS = "ours"
-_SHARED = ("measure", "scan", "sampling", "space")
+_COURSES: dict[str, Callable[[DictConfig], Course]] = {"model": ModelCourse, "simulated": PlantedCourse}
 
 
 def compare(config: DictConfig) -> dict[str, Any]:
@@ -48,35 +37,21 @@ def compare(config: DictConfig) -> dict[str, Any]:
     for name in names:
         if name not in STRATEGIES:
             raise InputError(f"strategies: {name!r} is not one of {', '.join(STRATEGIES)}")
-    measuring: MeasureSettings = instantiate(config.measure)
-    sampling: Sampling = instantiate(config.sampling)
-    tune, held_out = instantiate(config.prompts).split()
-    prompts = tune.take(measuring.prompts)
-    target: Target = instantiate(config.target)
-    space = supported(instantiate(config.space, layers=target.layers), target)
-    if space.bridged:
-        raise InputError("space.bridges, space.draft_heads: this program skips emptily; searches.bridges has bridges")
-    asked = {
-        "target": target.digest,
-        "prompts": [prompts.digest, held_out.digest],
-        "parts": {part: OmegaConf.to_container(config[part], resolve=True) for part in _SHARED},
-        "seconds": config.seconds,
-        "machine": machine(target.device),
-    }
-    folder = Path(config.outputs) / f"compare-{digest(asked)[:12]}"
-    bench = ModelBench(target, sampling, measuring.max_new_tokens)
+    if config.bench not in _COURSES:
+        raise InputError(f"bench: {config.bench!r} is not one of {', '.join(_COURSES)}")
+    course: Course = _COURSES[config.bench](config)
+    folder = Path(config.outputs) / f"compare-{digest([course.asked(), config.seconds])[:12]}"
     searched = Kept(folder / "searches.jsonl")
     runs = [(name, seed) for seed in config.seeds for name in names]
     for name, seed in tqdm(runs, unit="search", disable=None):
         if f"{name} {seed}" not in searched:
-            searched.add(f"{name} {seed}", _search(config, target, prompts, sampling, bench, space, name, seed))
-    curves = {f"{name} {seed}": searched[f"{name} {seed}"]["claims"] for name, seed in runs}
-    prompts = held_out.take(measuring.held_out_prompts)
-    speedups = _held_out(bench, curves, prompts, Kept(folder / "held-out.jsonl"), config.seeds[0])
-    record = heading("layerskip.compare/1", target) | {
+            searched.add(f"{name} {seed}", _search(course, name, seed))
+    curves = {f"{name} {seed}": _thinned(searched[f"{name} {seed}"]["claims"], course.most_claims) for name, seed in runs}
+    claims = {name: [found for _, found in curve] for name, curve in curves.items()}
+    seeds = {f"{name} {seed}": seed for name, seed in runs}
+    speedups = course.speedups(claims, seeds, Kept(folder / "held-out.jsonl"))
+    record = course.heading() | {
         "seconds": config.seconds,
-        "prompts": {"tune": measuring.prompts, "held_out": len(prompts)},
-        "max_new_tokens": measuring.max_new_tokens,
         "searches": [
             {
                 "strategy": name,
@@ -84,8 +59,8 @@ def compare(config: DictConfig) -> dict[str, Any]:
                 "measured": searched[f"{name} {seed}"]["measured"],
                 "spent": searched[f"{name} {seed}"]["spent"],
                 "curve": [
-                    {"seconds": when, "config": found, "held_out_speedup": speedups[_key(found)]}
-                    for when, found in _thinned(curves[f"{name} {seed}"])
+                    {"seconds": when, "config": found, "held_out_speedup": speedup}
+                    for (when, found), speedup in zip(curves[f"{name} {seed}"], speedups[f"{name} {seed}"], strict=True)
                 ],
             }
             for name, seed in runs
@@ -100,63 +75,19 @@ def compare(config: DictConfig) -> dict[str, Any]:
     return record
 
 
-def _search(
-    config: DictConfig,
-    target: Target,
-    prompts: PromptSet,
-    sampling: Sampling,
-    bench: ModelBench,
-    space: SearchSpace,
-    name: str,
-    seed: int,
-) -> dict[str, Any]:
-    """One strategy with one seed, from nothing: continuations and profiles of earlier ones are not lent to it."""
-    scanning: ScanSettings = instantiate(config.scan)
-    nothing = Path(tempfile.mkdtemp(prefix="layerskip-compare-"))
-
-    def oracle() -> Oracle:
-        found = foresee(target, prompts, sampling, bench.max_new_tokens, space, scanning, nothing, nothing / "scans", seed)
-        if found is None:
-            raise InputError("target: it cannot be scanned; leave swift and ours out of strategies")
-        return found
-
-    race = Race(bench, prompts, target.layers, float(config.seconds), seed, space, oracle, proposals=scanning.proposals)
-    try:
-        STRATEGIES[name](race)
-    except TimeUp:
-        pass
-    finally:
-        shutil.rmtree(nothing, ignore_errors=True)
-    return {
-        "claims": [[when, found.to_dict()] for when, found in race.claims],
-        "measured": race.measured,
-        "spent": race.spent,
-    }
+def _search(course: Course, name: str, seed: int) -> dict[str, Any]:
+    """One strategy with one seed."""
+    with course.race(seed) as race:
+        with suppress(TimeUp):
+            STRATEGIES[name](race)
+        claims = [[when, found.to_dict()] for when, found in race.claims]
+        return {"claims": claims, "measured": race.measured, "spent": race.spent}
 
 
-def _thinned(claims: Sequence[Any], most: int = 3) -> list[Any]:
-    """The first, the last, and some claims in between: each costs a measurement on held-out prompts."""
+def _thinned(claims: Sequence[Any], most: int) -> list[Any]:
+    """The first, the last, and some claims in between."""
     places: Any = np.unique(np.linspace(0, len(claims) - 1, most).round().astype(int)) if claims else []
     return [claims[place] for place in places]
-
-
-def _key(config: Mapping[str, Any]) -> str:
-    return json.dumps(config, sort_keys=True)
-
-
-def _held_out(
-    bench: ModelBench, curves: Mapping[str, Sequence[Any]], prompts: PromptSet, kept: Kept, seed: int
-) -> dict[str, float]:
-    """Speedup on held-out prompts of everything that was claimed, a few configurations at a time beside the baseline."""
-    every = list(dict.fromkeys(_key(found) for claims in curves.values() for _, found in _thinned(claims)))
-    missing = [key for key in every if key not in kept]
-    for first in tqdm(range(0, len(missing), 4), unit="block", desc="held-out", disable=None):
-        some = missing[first : first + 4]
-        configs = {key: SpeculativeConfig.from_dict(json.loads(key)) for key in some}
-        rows: list[Mapping[str, Sample]] = list(bench.compare(configs, prompts, 1, seed + 1_000_003))
-        for key in some:
-            kept.add(key, Measurement.of(rows, BASELINE, key).speedup)
-    return {key: float(kept[key]) for key in every}
 
 
 def verdict(searches: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:

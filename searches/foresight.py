@@ -93,20 +93,10 @@ def foresee(
         outputs: continuations and profiles are kept in it.
         folder: scans are kept in it.
     """
-    with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
-        passages = continue_prompts(target, prompts, sampling, max_new_tokens, seed, outputs / "continuations", bar.update)
-    passages = tuple(passage for passage in passages if passage.starts > 0 and passage.limit(0) > 0)
-    if not passages:
-        print("scan: every continuation ends at once; there is nothing to scan")
-        return None
-    depth = space.skip_length[1]
-    try:
-        scanner = _scanner(target, passages, sampling, depth, settings.rows(target.device), space.siblings)
-    except UnsupportedModel as error:
-        print(f"scan: {error}; every trial is run")
-        return None
+    scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed)
     if scanner is None:
         return None
+    depth, passages = scanner.depth, scanner.passages
     longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.arms else depth
     parts = space.bridged, scanner.runners > 0
     profile = cost_profile(target, passages, longest, sampling, settings, outputs, *parts)
@@ -121,6 +111,34 @@ def foresee(
     kept = folder / f"scans-{digest(asked)[:16]}"
     choices = Choices((space.skip_length[0], space.skip_length[1]), stops, tuple(range(scanner.runners + 1)))
     return ScanOracle(scanner, scanner.sample(settings.screened_rows), profile, choices, kept)
+
+
+def open_scanner(
+    target: Target,
+    prompts: PromptSet,
+    sampling: Sampling,
+    max_new_tokens: int,
+    space: SearchSpace,
+    settings: ScanSettings,
+    outputs: Path,
+    seed: int,
+) -> Scanner | None:
+    """A scanner of the target's continuations of prompts; None, said in a line, for a model that cannot be scanned.
+
+    Args:
+        outputs: continuations are kept in it.
+    """
+    with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
+        passages = continue_prompts(target, prompts, sampling, max_new_tokens, seed, outputs / "continuations", bar.update)
+    passages = tuple(passage for passage in passages if passage.starts > 0 and passage.limit(0) > 0)
+    if not passages:
+        print("scan: every continuation ends at once; there is nothing to scan")
+        return None
+    try:
+        return _scanner(target, passages, sampling, space.skip_length[1], settings.rows(target.device), space.siblings)
+    except UnsupportedModel as error:
+        print(f"scan: {error}; every trial is run")
+        return None
 
 
 def _scanner(

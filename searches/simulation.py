@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +32,8 @@ from .works import Work
 
 _MEMORY = 2**30
 _STALL = 1.8
+_SCREENED_STEPS, _SCANNED_STEPS = 10, 30
+"""What asking about a mask's first drafted token, and scanning it whole, takes in steps of plain decoding."""
 
 
 class Machine:
@@ -178,6 +180,7 @@ class SimulatedOracle:
         positions: of their texts, from which the first question about a mask is answered.
         error: standard deviation of a prediction's error, on a log scale; masks err alike as far as they skip alike.
         bias: mean of the error of every mask that skips anything, on the same scale.
+        spend: told how many seconds each question would have taken.
     """
 
     def __init__(
@@ -188,8 +191,9 @@ class SimulatedOracle:
         positions: int = ScanSettings().screened_rows,
         error: float = 0.02,
         bias: float = 0.02,
+        spend: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self._landscape, self._error, self._bias = landscape, error, bias
+        self._landscape, self._error, self._bias, self._spend = landscape, error, bias, spend
         self._works = [(item, landscape.work(item)) for item in prompts]
         settings = ScanSettings()
         self._choices = Choices((space.skip_length[0], space.skip_length[1]), scanned_stops(space, settings.thresholds))
@@ -215,15 +219,20 @@ class SimulatedOracle:
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """The share of some positions where the first drafted token is right."""
+        self._spend(len(masks) * _SCREENED_STEPS * self.profile.verify_seconds[0])
+        return self._agreements(masks)
+
+    def _agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         ease, luck, difficulty = self._positions
         losses = np.maximum(self._landscape.losses(masks), 1e-12)
         return [float(np.mean(luck < ease ** np.expm1(loss * difficulty))) for loss in losses]
 
     def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
         """Each mask with the draft length and stop rule that suit it best."""
+        self._spend(len(masks) * _SCANNED_STEPS * self.profile.verify_seconds[0])
         verified = len(self.profile.verify_seconds) - 1
         found = []
-        for mask, agreement in zip(masks, self.agreements(masks), strict=True):
+        for mask, agreement in zip(masks, self._agreements(masks), strict=True):
             choices = self._choices.every(self._choices.lengths[1], verified)
             configs = [
                 SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop) for _, (length, stop, _) in choices

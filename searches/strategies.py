@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +26,10 @@ from .proposals import ProposalSettings, propose
 from .space import SearchSpace
 
 _CANDIDATE = "candidate"
+
+
+Screen = Callable[[Sequence[SkipMask]], Sequence[float]]
+"""Says of each mask how often its first drafted token is the target's."""
 
 
 class TimeUp(Exception):
@@ -44,6 +48,7 @@ class Race:
         seed: its own.
         space: which layers may be skipped, where a strategy protects some.
         foresee: makes an oracle; its time counts.
+        screen: makes what an oracle screens masks with, for who needs no more; its time counts.
         clock: seconds since some moment.
         proposals: how many masks ours asks its oracle about.
         claims: when what was claimed.
@@ -58,6 +63,7 @@ class Race:
     seed: int
     space: SearchSpace
     foresee: Callable[[], Oracle]
+    screen: Callable[[], Screen]
     clock: Callable[[], float] = time.monotonic
     proposals: ProposalSettings = field(default_factory=ProposalSettings)
     claims: list[tuple[float, SpeculativeConfig]] = field(default_factory=list)
@@ -112,7 +118,7 @@ class Race:
 
 
 class Strategy(Protocol):
-    """Searches until its race raises TimeUp."""
+    """Searches until it has found enough, or its race raises TimeUp."""
 
     def __call__(self, race: Race) -> None: ...
 
@@ -146,19 +152,19 @@ def draft_verify(race: Race) -> None:
         study.tell(trial, race.measure(_skip(mask, longest, StopRule("adaptive", 0.6))))
 
 
-def swift(race: Race, ratio: float = 0.45, every: int = 25) -> None:
-    """Masks at a fixed skip ratio: random, and every so often the Gaussian process's; the best match is claimed."""
-    oracle = race.foresee()
+def swift(race: Race, ratio: float = 0.45, every: int = 25, most: int = 1000) -> None:
+    """Masks at a fixed skip ratio, so many at most: random, and every so often the Gaussian process's; the best match is
+    claimed."""
+    agreements = race.screen()
     source = random.Random(race.seed)
     parts = [(kind, layer) for kind in ("attention", "mlp") for layer in race.space.skippable]
     count = min(len(parts), round(ratio * 2 * race.layers))
     study = optuna.create_study(direction="maximize", sampler=GaussianProcess(n_startup_trials=1, seed=race.seed))
     ranges: dict[str, optuna.distributions.BaseDistribution]
     ranges = {f"{kind}_{layer}": optuna.distributions.FloatDistribution(0.0, 1.0) for kind, layer in parts}
-    best, turn = -1.0, 0
-    while True:
+    best = -1.0
+    for turn in range(1, most + 1):
         race.check()
-        turn += 1
         if turn % every == 0:
             trial = study.ask(ranges)
             order = sorted(parts, key=lambda part: -trial.params[f"{part[0]}_{part[1]}"])
@@ -170,7 +176,7 @@ def swift(race: Race, ratio: float = 0.45, every: int = 25) -> None:
             {layer for kind, layer in chosen if kind == "attention"},
             {layer for kind, layer in chosen if kind == "mlp"},
         )
-        (score,) = oracle.agreements([mask])
+        (score,) = agreements([mask])
         values = {f"{kind}_{layer}": float((kind, layer) in chosen) for kind, layer in parts}
         if turn % every == 0:
             study.tell(trial, score)

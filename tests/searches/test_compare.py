@@ -7,15 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from layerskip import PromptSet, SpeculativeConfig, mask
-from searches.compare import table, verdict
+from searches.application import InputError
+from searches.compare import compare, table, verdict
+from searches.landscape import Landscape as Planted
 from searches.space import SearchSpace
-from searches.strategies import STRATEGIES, Race, TimeUp
+from searches.strategies import STRATEGIES, Race, Screen, TimeUp
 from tests.searches.conftest import Launch
 from tests.searches.known import Known
 from tests.searches.programs import execute
 from tests.searches.test_proposals import LAYERS, Landscape
+
+
+CONF = str(Path(__file__).parents[2] / "conf")
 
 
 def _clock(step: float) -> Callable[[], float]:
@@ -28,10 +34,14 @@ def _clock(step: float) -> Callable[[], float]:
     return tick
 
 
+def _oracles() -> tuple[Callable[[], Landscape], Callable[[], Screen]]:
+    return lambda: Landscape(0), lambda: Landscape(0).agreements
+
+
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_a_strategy_claims_in_time_and_only_layer_skipping(name: str) -> None:
     space = SearchSpace(LAYERS)
-    race = Race(Known({}), PromptSet.of(["one"]), LAYERS, 150.0, 0, space, lambda: Landscape(0), _clock(1.0))
+    race = Race(Known({}), PromptSet.of(["one"]), LAYERS, 150.0, 0, space, *_oracles(), _clock(1.0))
     with pytest.raises(TimeUp):
         STRATEGIES[name](race)
     times = [when for when, _ in race.claims]
@@ -47,11 +57,11 @@ def test_a_strategy_claims_in_time_and_only_layer_skipping(name: str) -> None:
 
 
 def test_nothing_is_claimed_behind_the_budget() -> None:
-    race = Race(Known({}), PromptSet.of(["one"]), LAYERS, 20.0, 0, SearchSpace(LAYERS), lambda: Landscape(0), _clock(1.0))
+    race = Race(Known({}), PromptSet.of(["one"]), LAYERS, 20.0, 0, SearchSpace(LAYERS), *_oracles(), _clock(1.0))
     with pytest.raises(TimeUp):
         STRATEGIES["ours"](race)
     assert race.claims and all(when <= 20.0 for when, _ in race.claims)
-    race = Race(Known({}), PromptSet.of(["one"]), LAYERS, 1.0, 0, SearchSpace(LAYERS), lambda: Landscape(0), _clock(1.0))
+    race = Race(Known({}), PromptSet.of(["one"]), LAYERS, 1.0, 0, SearchSpace(LAYERS), *_oracles(), _clock(1.0))
     with pytest.raises(TimeUp):
         STRATEGIES["ours"](race)
     assert not race.claims
@@ -97,3 +107,36 @@ def test_the_program_races_and_goes_on(tiny_folder: Path, tmp_path: Path, launch
     again = launch("compare", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "compare.json").read_text())["searches"] == record["searches"]
+
+
+def test_planted_decoders_are_raced_on_by_a_clock_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every second is one that decoding or foretelling would have taken, and what was claimed is worth what was planted."""
+    overrides = ["bench=simulated", "layers=8", "seconds=300", "seeds=[3]", "strategies=[random,swift,ours]"]
+    with initialize_config_dir(CONF, version_base="1.3"):
+        config = compose("compare", [*overrides, f"outputs={tmp_path}"])
+    record = compare(config)
+    landscape = Planted.draw(3, 8)
+    step = landscape.profile.verify_seconds[0]
+    for search in record["searches"]:
+        assert 300 < search["spent"] < 320 or search["strategy"] == "swift"
+        for point in search["curve"]:
+            assert point["held_out_speedup"] == landscape.speedup(SpeculativeConfig.from_dict(point["config"]))
+    searches = {search["strategy"]: search for search in record["searches"]}
+    assert searches["ours"]["curve"][0]["seconds"] > 1000 * step  # a profile comes first
+    assert searches["swift"]["curve"][0]["seconds"] < 1000 * step  # which nobody pays who has no use for one
+    assert searches["swift"]["measured"] == 0
+    assert searches["random"]["measured"] > 10
+    first = capsys.readouterr().out
+    monkeypatch.setattr("searches.compare._search", lambda *_: pytest.fail("searched again"))
+    assert compare(config)["searches"] == record["searches"]
+    assert capsys.readouterr().out == first
+    assert "planted decoders" in first
+
+
+def test_a_bench_that_there_is_not_is_refused_by_name() -> None:
+    with initialize_config_dir(CONF, version_base="1.3"):
+        config = compose("compare", ["bench=x"])
+    with pytest.raises(InputError, match="bench: 'x' is not one of model, simulated"):
+        compare(config)
