@@ -79,10 +79,11 @@ class Scanner:
         depth: the longest draft to look at.
         max_rows: rows per pass, hence what bounds memory: a pass holds ``[max_rows, V]`` logits and a mask over
             the keys that they see; the one cache that all passes share has room for ``max_rows * depth`` positions behind
-            the passages of as many starts. Beside it lie the target's own keys and values of every passage, and what every
-            layer was handed at their continuations.
+            the passages of as many starts.
         runners: so many runners-up of every drafted token are looked at, which siblings are; nothing is known of siblings
             where tokens are sampled.
+        most_bytes: bounds what lies beside it: the target's own keys and values of the passages, and what every layer was
+            handed at their continuations. Passages behind those that it holds are left out; None leaves out none.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped, or rows cannot be told apart in its attention.
@@ -96,13 +97,16 @@ class Scanner:
         depth: int = 8,
         max_rows: int = 256,
         runners: int = 0,
+        most_bytes: int | None = None,
     ) -> None:
         if depth < 1 or max_rows < 1:
             raise ValueError(f"depth, max_rows: {depth}, {max_rows} are not at least 1")
-        self.target, self.passages, self.sampling = target, tuple(passages), sampling
+        self.target, self.sampling = target, sampling
         self.depth, self.max_rows = depth, max_rows
         self.runners = runners if sampling.greedy else 0
-        self._texts = Texts(RowModel(target.model), target.vocabulary, self.passages, sampling, enters=True)
+        model, vocabulary = RowModel(target.model), target.vocabulary
+        self._texts = Texts(model, vocabulary, tuple(passages), sampling, enters=True, most_bytes=most_bytes)
+        self.passages = self._texts.passages
         every = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts) if passage.limit(s) > 0]
         self._packs = self._packed(every)
         self._drafts = ManyDrafts(self._texts, self.runners, self._packs[0] if self._packs else None)
@@ -111,6 +115,11 @@ class Scanner:
     def cache_bytes(self) -> int:
         """What the one cache of all passes takes so far."""
         return self._texts.cache_bytes
+
+    @property
+    def text_bytes(self) -> int:
+        """What the target's own states of the passages take."""
+        return sum(text.nbytes for text in self._texts.texts)
 
     def sample(self, rows: int) -> Scanner:
         """A scanner of about so many starts, evenly spread over all passages: enough to know agreement by, not rounds."""

@@ -130,6 +130,7 @@ class Texts:
         sampling: how they were chosen.
         enters: whether hidden states are kept, too.
         memory: of texts that were read in the same way before, and says what is kept of likely tokens.
+        most_bytes: which what was read of passages may take: later ones are left out, the first never; None for no bound.
     """
 
     @torch.inference_mode()
@@ -141,12 +142,19 @@ class Texts:
         sampling: Sampling,
         enters: bool = False,
         memory: Memory | None = None,
+        most_bytes: int | None = None,
     ) -> None:
         self.model, self.vocabulary, self._enters = model, vocabulary, enters
-        self.passages, self.sampling = tuple(passages), sampling
+        self.sampling = sampling
         memory = Memory(0, likely=0) if memory is None else memory
         self._likely = min(memory.likely, vocabulary)
-        self.texts = [memory.recall(passage, self._read) for passage in self.passages]
+        self.texts: list[Text] = []
+        for passage in passages:
+            text = memory.recall(passage, self._read)
+            if self.texts and most_bytes is not None and text.nbytes + sum(one.nbytes for one in self.texts) > most_bytes:
+                break
+            self.texts.append(text)
+        self.passages = tuple(passages[: len(self.texts)])
         self._cache: KVCache | None = None
         self._laid: Pack | None = None
 

@@ -44,6 +44,7 @@ class ScanSettings:
         prompts: tune prompts whose continuations are scanned; None takes all.
         screened_rows: positions of them that the first question about a mask is answered from.
         max_rows: rows per pass, which bounds the memory of a scan; None takes 256 on a CPU and 2048 elsewhere.
+        text_bytes: which the target's own states of the continuations may take; those that it does not hold are not scanned.
         thresholds: of the stop rules ``threshold`` and ``adaptive``, tried with every scanned mask.
         profile_repeats: how often every part of a round is timed.
         profile_error: it goes on, up to four times as often, while a median's standard error is more than this share of it.
@@ -54,13 +55,14 @@ class ScanSettings:
     prompts: int | None = 4
     screened_rows: int = 128
     max_rows: int | None = None
+    text_bytes: int = 2_000_000_000
     thresholds: Sequence[float] = (0.5, 0.6, 0.7, 0.8, 0.9)
     profile_repeats: int = 12
     profile_error: float = 0.02
     proposals: ProposalSettings = field(default_factory=ProposalSettings)
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "screened_rows", "max_rows", "profile_repeats"):
+        for name in ("prompts", "screened_rows", "max_rows", "text_bytes", "profile_repeats"):
             value = getattr(self, name)
             if value is not None or name not in ("prompts", "max_rows"):
                 check_whole(f"scan.{name}", value)
@@ -135,19 +137,23 @@ def open_scanner(
         print("scan: every continuation ends at once; there is nothing to scan")
         return None
     try:
-        return _scanner(target, passages, sampling, space.skip_length[1], settings.rows(target.device), space.siblings)
+        scanner = _scanner(target, passages, sampling, space, settings)
     except UnsupportedModel as error:
         print(f"scan: {error}; every trial is run")
         return None
+    if scanner is not None and len(scanner.passages) < len(passages):
+        print(f"scan: scan.text_bytes={settings.text_bytes} holds {len(scanner.passages)} of {len(passages)} continuations")
+    return scanner
 
 
 def _scanner(
-    target: Target, passages: Sequence[Passage], sampling: Sampling, depth: int, rows: int, siblings: int
+    target: Target, passages: Sequence[Passage], sampling: Sampling, space: SearchSpace, settings: ScanSettings
 ) -> Scanner | None:
     """A scanner with as many rows per pass as there is memory for; None, said in a line, where there is for none."""
+    depth, rows = space.skip_length[1], settings.rows(target.device)
     while True:
         try:
-            return _checked(Scanner(target, passages, sampling, depth, rows, siblings))
+            return _checked(Scanner(target, passages, sampling, depth, rows, space.siblings, settings.text_bytes))
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise

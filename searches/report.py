@@ -144,7 +144,8 @@ def verdict(finals: Finals) -> str:
     held_out = winner.held_out
     return (
         f"{winner.config.label()} wins: {held_out['speedup']:.2f} x plain decoding on held-out prompts "
-        f"(95 % interval {held_out['speedup_low']:.2f} to {held_out['speedup_high']:.2f}), "
+        f"(95 % interval {held_out['speedup_low']:.2f} to {held_out['speedup_high']:.2f}, "
+        f"for all {len(finals.finalists)} finalists at once from {winner.low:.2f} on), "
         f"output {_output(winner.config, held_out)}."
     )
 

@@ -1,9 +1,10 @@
-"""What scans take at once: ``max_rows`` bounds it, whatever number of passages and masks there is."""
+"""What scans take at once: ``max_rows`` and ``most_bytes`` bound it, whatever number of passages and masks there is."""
 
 from __future__ import annotations
 
 import random
 
+from layerskip.config import StopRule
 from layerskip.mask import SkipMask
 from layerskip.scan import Scanner
 from layerskip.target import Target
@@ -35,3 +36,25 @@ def test_the_memory_of_scans_is_that_of_a_pass(tiny_target: Target) -> None:
     few, many, wide = peak(8, 16), peak(64, 16), peak(64, 128)
     assert many <= 1.05 * few
     assert 4 * many < wide <= 8 * many
+
+
+def test_what_the_target_read_keeps_to_its_budget(tiny_target: Target) -> None:
+    """Passages that it does not hold are left out, and what is said of the others is what it was."""
+    passages = [passage_of(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(8)]
+    mask = SkipMask.parse("mlp:1", tiny_target.layers)
+    whole = Scanner(tiny_target, passages, GREEDY, depth=4)
+    budget = whole.text_bytes // 2
+    assert whole.passages == tuple(passages)
+    part = Scanner(tiny_target, passages, GREEDY, depth=4, most_bytes=budget)
+    assert part.passages == tuple(passages[:4])
+    assert part.text_bytes <= budget
+    (scan,), (all_of_it,) = part.scan([mask]), whole.scan([mask])
+    stop = StopRule()
+    assert part.counts(scan, 3, stop) == whole.counts(all_of_it, 3, stop)[:4]
+    assert len(Scanner(tiny_target, passages, GREEDY, depth=4, most_bytes=1).passages) == 1  # of nothing nothing is known
+
+    def peak(most_bytes: int | None) -> int:
+        return peak_bytes(lambda: Scanner(tiny_target, passages, GREEDY, depth=4, most_bytes=most_bytes))
+
+    assert whole.text_bytes <= peak(None)
+    assert peak(budget) < peak(None)

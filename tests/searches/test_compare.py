@@ -20,7 +20,6 @@ from tests.searches.known import Known
 from tests.searches.programs import execute
 from tests.searches.test_proposals import LAYERS, Landscape
 
-
 CONF = str(Path(__file__).parents[2] / "conf")
 
 

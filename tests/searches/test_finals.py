@@ -160,6 +160,7 @@ def test_the_report_says_what_the_winner_is_worth_and_what_it_cost() -> None:
     bench.speedups = {fast: 1.25}  # luck, in the search
     finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
     text = report.summary(study, finals, Stability(0.5, 0.25, 0.125), SeedStability(3, 0.75, 0.0625))
+    assert "(95 % interval 1.25 to 1.25, for all 1 finalists at once from 1.25 on)" in report.verdict(finals)
     seconds = report.search_seconds(study, finals)
     assert finals.seconds == pytest.approx(24 * (0.1 + 1.0 + 0.1 + 0.8))
     # Plain decoding takes 0.1 seconds a token, the winner 0.08.
