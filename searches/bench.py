@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from time import monotonic
 from typing import Protocol
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
@@ -121,9 +122,20 @@ def go_on(
     known, missing = (
         PromptSet(tuple(item for item in prompts if (f"{about} {item.id}" in kept) is there)) for there in (True, False)
     )
-    measured = bench.compare(configs, missing, 1, seed, without, known) if len(missing) else iter(())
+    measured: Iterator[Row] = bench.compare(configs, missing, 1, seed, without, known) if len(missing) else iter(())
     for item in prompts:
-        name = f"{about} {item.id}"
-        if name not in kept:
-            kept.add(name, {who: sample.to_dict() for who, sample in next(measured).items()})
-        yield {who: Sample.from_dict(fields) for who, fields in kept[name].items()}
+        yield kept_row(measured, kept, f"{about} {item.id}")
+
+
+def kept_row(measured: Iterator[Row], kept: Kept, name: str) -> Row:
+    """The row of a name; unless it is kept, it is the next one that is measured."""
+    if name not in kept:
+        start = monotonic()
+        samples = {who: sample.to_dict() for who, sample in next(measured).items()}
+        kept.add(name, {"samples": samples, "seconds": monotonic() - start})
+    return {who: Sample.from_dict(fields) for who, fields in kept[name]["samples"].items()}
+
+
+def seconds_of(kept: Kept) -> float:
+    """What the rows took that are kept, checking their outputs included."""
+    return sum(float(kept[name]["seconds"]) for name in kept)

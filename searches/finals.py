@@ -20,9 +20,9 @@ import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
 from layerskip.files import digest
-from layerskip.measurement import CONFIDENCE, Sample
+from layerskip.measurement import CONFIDENCE
 
-from .bench import BASELINE, Bench, Row, go_on
+from .bench import BASELINE, Bench, Row, go_on, kept_row, seconds_of
 from .kept import Kept
 from .objective import MeasureSettings
 from .pace import moved
@@ -131,7 +131,7 @@ def measure_finals(
     """
     chosen = {str(i): standing for i, standing in enumerate([*contenders(study, settings.finalists), *also])}
     configs = {name: standing.config for name, standing in chosen.items()}
-    asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed]
+    asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed, "rows and their seconds"]
     kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")
     rows: list[Row] = []
     left, gone, looked = dict(configs), set[str](), 0
@@ -148,7 +148,7 @@ def measure_finals(
         if len(left) <= 1:
             break
     again = measure_again(bench, left, rows, prompts, settings.drift, seed, kept)
-    measured, rows = [*rows, *again.values()], [again.get(place, row) for place, row in enumerate(rows)]
+    rows = [again.get(place, row) for place, row in enumerate(rows)]
     found = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in (BASELINE, *configs)}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = [
@@ -162,9 +162,8 @@ def measure_finals(
         for name, finalist in zip(configs, finalists, strict=True)
     ]
     finalists.sort(key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"]))
-    seconds = sum(sample.prefill_seconds + sample.decode_seconds for row in measured for sample in row.values())
     unsteady = sum(moved(rows, settings.drift))
-    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds, len(again), unsteady)
+    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds_of(kept), len(again), unsteady)
 
 
 def _order(finalist: Finalist) -> tuple[bool, float]:
@@ -188,10 +187,8 @@ def measure_again(
             repeat, number = divmod(place, len(prompts))
             item, before = prompts.items[number], PromptSet(prompts.items[:number])
             name = f"{repeat} {item.id} again"
-            if name not in kept:
-                (row,) = bench.compare(configs, PromptSet((item,)), 1, _seed(seed, repeat) + number, (), before)
-                kept.add(name, {who: sample.to_dict() for who, sample in row.items()})
-            found[place] = {who: Sample.from_dict(fields) for who, fields in kept[name].items()}
+            measured = bench.compare(configs, PromptSet((item,)), 1, _seed(seed, repeat) + number, (), before)
+            found[place] = kept_row(measured, kept, name)
     return found
 
 
