@@ -94,7 +94,7 @@ class BridgeTraining:
     def nbytes(self, passage: Passage) -> int:
         """The most that is held of one continuation until its gradient is there, in bytes, however good drafts become.
 
-        Weights are not counted.
+        The text as the target read it and its keys and values, laid out for drafts, are in it; weights are not counted.
         """
         weights = (*self.target.model.parameters(), *self._drafts.model.parameters(), *self.bridges.parameters())
         frozen = {weight.untyped_storage().data_ptr() for weight in weights}
@@ -108,7 +108,8 @@ class BridgeTraining:
 
         with saved_tensors_hooks(note, lambda tensor: tensor):
             self.loss([passage], never_wrong=True)
-        return sum(held.values())
+        (text,) = Texts(self._reads, self.target.vocabulary, [passage], Sampling(), memory=self._memory).texts
+        return sum(held.values()) + text.nbytes + text.cache.nbytes
 
 
 class _Layer(CacheLayerMixin):

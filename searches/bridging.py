@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .tracking import Tracker
 
 _COMPARED = 8  # texts that tell whether to begin as a neighbour
+_USED = 0.9  # of the budget of a step; the rest is for what passes take on the way
 
 
 def shape_of(config: DictConfig, target: Target) -> BridgeShape:
@@ -166,8 +167,8 @@ class BridgeLearner(Learner):
         self.bridges = Bridges(shape).to(target.device)
         said = tokens if tokens is not None else torch.arange(target.vocabulary)
         self._training = BridgeTraining(target, self.bridges, said, int(config.unroll), memory)
-        longest = self._training.nbytes(max(passages, key=lambda passage: passage.starts))
-        fit = int(config.training_bytes) // longest
+        longest = max(self._training.nbytes(passage) for passage in _largest(passages))
+        fit = int(_USED * config.training_bytes) // longest
         if not fit:
             raise InputError(f"training_bytes: {config.training_bytes} hold not even one text, which takes {longest}")
         super().__init__(config, self.bridges, len(passages), file)
@@ -192,6 +193,24 @@ class BridgeLearner(Learner):
         """By a scan of held-out continuations."""
         assert self._scanner is not None
         return _judged(self._scanner, self.bridges.shape, self.bridges, self._tokens)
+
+
+def _largest(passages: list[Passage]) -> list[Passage]:
+    """Those that no other exceeds in both positions to draft from and length: any of them may take most memory.
+
+    Answers are often as long as they may be, and then it is the prompts that tell them apart.
+    """
+    found: list[Passage] = []
+    longest = 0
+    for passage in sorted(passages, key=lambda passage: (-passage.starts, -_length(passage))):
+        if _length(passage) > longest:
+            longest = _length(passage)
+            found.append(passage)
+    return found
+
+
+def _length(passage: Passage) -> int:
+    return len(passage.prompt) + len(passage.tokens)
 
 
 def _judged(scanner: Scanner, shape: BridgeShape, bridges: Bridges | None, tokens: Tensor | None) -> list[float]:

@@ -1,0 +1,66 @@
+"""What a step of a bridges' training takes, against what torch's profiler counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from layerskip.bridge import BridgeShape
+from layerskip.mask import SkipMask
+from layerskip.passages import Passage
+from layerskip.target import Target
+from searches.application import InputError
+from searches.bridging import BridgeLearner
+from searches.learner import TrainingFile
+from tests.allocations import peak_bytes
+from tests.families import build
+
+ANSWER = 24
+
+
+class _Unfitted(BridgeLearner):
+    """Begins as it is made."""
+
+    def begin(self) -> None:
+        pass
+
+
+def _learner(folder: Path, target: Target, passages: list[Passage], training_bytes: int) -> BridgeLearner:
+    config = {"learning_rate": 0.001, "unroll": 2, "texts_per_step": 8, "training_bytes": training_bytes}
+    config |= {"steps": 9, "max_seconds": None, "seed": 0}
+    shape = BridgeShape.of(target, SkipMask.parse("layers:3-9", target.layers), "linear", 4)
+    file = TrainingFile(folder / f"{training_bytes}.pt", "one")
+
+    def fitted() -> None:
+        raise NotImplementedError
+
+    return _Unfitted(OmegaConf.create(config), shape, target, passages, None, None, file, fitted, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_step_keeps_its_budget_however_long_prompts_are(family: str, tmp_path: Path) -> None:
+    """Most answers are as long as they may be: prompts tell the dearest texts, and the longest of all says little."""
+    target = Target(build(family, num_hidden_layers=16))
+    generator = torch.Generator().manual_seed(0)
+
+    def passage(number: int, prompt: int, answer: int) -> Passage:
+        ids = torch.randint(3, target.vocabulary, (prompt + answer,), generator=generator).tolist()
+        return Passage(str(number), "own", tuple(ids[:prompt]), tuple(ids[prompt:]), answer)
+
+    prompts = [4] * 8 + [300] * 8
+    passages = [*(passage(number, prompt, ANSWER) for number, prompt in enumerate(prompts)), passage(99, 320, 4)]
+    budget = 10_000_000
+    learner = _learner(tmp_path, target, passages, budget)
+    assert 1 < learner.texts_per_step < 8
+    dearest = list(range(8, 8 + learner.texts_per_step))
+
+    def step() -> None:
+        learner.module.zero_grad()
+        learner.loss(dearest).backward()  # type: ignore[no-untyped-call]
+
+    assert 0.5 * budget < peak_bytes(step) <= budget
+    with pytest.raises(InputError, match=r"^training_bytes: 100000 hold not even one text, which takes \d+$"):
+        _learner(tmp_path, target, passages, 100_000)
