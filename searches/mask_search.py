@@ -28,6 +28,9 @@ _RUNS = 3  # contiguous runs whose ends are moved
 _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
 
+Runs = dict[tuple[int, int], float]
+"""What contiguous runs of whole layers are worth, by their first layer and the one behind their last."""
+
 
 class MaskSearch:
     """Asks about masks, each once, until so many are asked; keeps what each is worth."""
@@ -159,29 +162,43 @@ def _ask_runs(search: MaskSearch) -> None:
     where none of its parts does, so none is left out for what shorter ones are worth. Far apart starts come first, so that a
     budget which does not reach for all has looked everywhere.
     """
-    begin, end = search.skippable[0], search.skippable[-1] + 1
-    found: dict[tuple[int, int], float] = {}
-
-    def ask(runs: Iterable[tuple[int, int]], enough: int) -> None:
-        new = [(a, b) for a, b in dict.fromkeys(runs) if begin <= a < b <= end and (a, b) not in found]
-        new = new[: max(0, search.left - enough)]
-        found.update(zip(new, search.ask(run(search.layers, a, b - a) for a, b in new), strict=True))
-
+    end = search.skippable[-1] + 1
+    found: Runs = {}
     every = [(first, last) for first in search.skippable for last in range(first + 1, end + 1)]
     if len(every) <= search.left - 2 * len(search.sublayers()):
-        ask(every, 0)
+        ask_runs(search, found, every)
         return
     enough = search.left // 2  # for what comes behind
     for offset in (0, 4, 2, 6):
         for first in search.skippable[offset::8]:
-            ask(((first, min(end, first + 2**power)) for power in range(1, (end - first).bit_length() + 1)), enough)
-    enough = search.left // 2
+            doubled = ((first, min(end, first + 2**power)) for power in range(1, (end - first).bit_length() + 1))
+            ask_runs(search, found, doubled, enough)
+    move_ends(search, found, search.left // 2)
+
+
+def ask_runs(search: MaskSearch, found: Runs, runs: Iterable[tuple[int, int]], enough: int = 0) -> None:
+    """Ask about contiguous runs of whole layers.
+
+    Args:
+        search: asks.
+        found: what runs are worth, by where they begin and, exclusively, end; those that are asked about are added.
+        runs: to ask about; those that reach into protected layers are left out.
+        enough: so much of the budget stays unspent.
+    """
+    begin, end = search.skippable[0], search.skippable[-1] + 1
+    new = [(a, b) for a, b in dict.fromkeys(runs) if begin <= a < b <= end and (a, b) not in found]
+    new = new[: max(0, search.left - enough)]
+    found.update(zip(new, search.ask(run(search.layers, a, b - a) for a, b in new), strict=True))
+
+
+def move_ends(search: MaskSearch, found: Runs, enough: int = 0) -> None:
+    """Move the ends of the best runs by one, again and again, until that makes none better; arguments as of ``ask_runs``."""
     for _, (first, last) in sorted(((score, ends) for ends, score in found.items()), reverse=True)[:_RUNS]:
         best = None
         while (first, last) != best:
             best = first, last
             near = [(first + i, last + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
-            ask(near, enough)
+            ask_runs(search, found, near, enough)
             first, last = max((ends for ends in near if ends in found), key=lambda ends: found[ends])
 
 

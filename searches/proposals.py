@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from layerskip import SkipMask, SpeculativeConfig
 
 from .application import check_whole
-from .mask_search import MaskSearch, run
+from .mask_search import MaskSearch, Runs, ask_runs, move_ends
 from .oracle import Oracle, Prediction
-from .scan_oracle import ScanOracle
 from .space import SearchSpace
 
 _EARLY = 2  # first layers of runs that are bridged
+_STEPS = (8, 4, 2)  # between the lengths of those
+_APART = 6  # layers between where other runs begin, and between single sub-layers
+_DOUBLED = range(8)  # powers of two that those runs are long, up to the last layer
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,25 @@ def propose(
 
 
 def propose_bridged(
-    oracle: ScanOracle, space: SearchSpace, settings: ProposalSettings, on_mask: Callable[[], None] = lambda: None
+    oracle: Oracle, space: SearchSpace, settings: ProposalSettings, on_mask: Callable[[], None] = lambda: None
 ) -> list[Prediction]:
-    """The contiguous runs that are foretold to be fastest with what stands in for them, best first.
+    """The masks that are foretold to be fastest with what stands in for what they skip, best first.
 
     One long early run with one bridge is worth more than scattered skips, whatever these are worth when they are empty; so
-    runs from the first layers that may be skipped are asked about, of every other length.
+    runs from the first layers that may be skipped are asked about, of every other length. That is so of the models that were
+    looked at; of another one, later runs and single sub-layers are asked about, too, far apart. Then the ends of the best
+    runs are moved.
     """
     search = MaskSearch(oracle, space, settings.asked(space), on_mask, lambda _: None)
-    end = space.skippable[-1]
-    for first in space.skippable[:_EARLY]:
-        search.ask(run(search.layers, first, length) for length in range(2, end - first + 2, 2))
+    end, found = space.skippable[-1] + 1, Runs()
+    # Lengths that are far apart come first, so that a small budget has looked at long runs, too.
+    lengths = dict.fromkeys(length for step in _STEPS for length in range(_STEPS[-1], end, step))
+    enough = search.left // 2
+    ask_runs(search, found, ((first, first + length) for length in lengths for first in space.skippable[:_EARLY]), enough)
+    others = space.skippable[::_APART]
+    ask_runs(search, found, ((first, min(end, first + 2**power)) for power in _DOUBLED for first in others), enough // 2)
+    search.ask(search.single(kind, layer) for layer in others for kind in ("attention", "mlp"))
+    move_ends(search, found)
     return _scanned(search, settings)
 
 
@@ -100,7 +110,7 @@ def propose_all(
     settings: ProposalSettings,
     on_mask: Callable[[], None] = lambda: None,
     also: Sequence[SkipMask] = (),
-    bridged: Sequence[ScanOracle] = (),
+    bridged: Sequence[Oracle] = (),
 ) -> list[SpeculativeConfig]:
     """What a study tries first: lookups, as they are many times faster where the text repeats itself, then masks.
 

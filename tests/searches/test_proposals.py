@@ -20,7 +20,7 @@ from layerskip.rules import EXACT, AcceptRule
 from searches.mask_search import expected_speedup, published_masks, run
 from searches.oracle import Prediction
 from searches.prior import PREDICTED, Prior, calibrated_error
-from searches.proposals import ProposalSettings, propose
+from searches.proposals import ProposalSettings, propose, propose_bridged
 from searches.space import SearchSpace
 
 LAYERS = 8
@@ -125,6 +125,45 @@ def test_all_runs_are_asked_about_unless_the_budget_is_smaller() -> None:
     assert not every <= set(few.asked)
     assert every <= set(many.asked)
     assert len(many.asked) <= 200 + len(every)
+
+
+@dataclass
+class OneMask(Landscape):
+    """One mask loses next to nothing, bridged, and others the more, the more sub-layers they differ from it by."""
+
+    layers: int = 28
+    profile: CostProfile = LONG_PROFILE
+    best: SkipMask = field(default_factory=lambda: run(28, 2, 11))
+
+    def agreement(self, mask: SkipMask) -> float:
+        flags = zip((*mask.attention, *mask.mlp), (*self.best.attention, *self.best.mlp), strict=True)
+        return math.exp(-0.02 - 0.15 * sum(one != other for one, other in flags))
+
+
+@pytest.mark.parametrize("first", [2, 3, 8, 15, 21])
+@pytest.mark.parametrize("length", [5, 11])
+def test_a_bridged_run_is_found_to_the_layer(first: int, length: int) -> None:
+    """Odd lengths and late starts are on no grid that is asked about; ends move there."""
+    oracle, space, heard = OneMask(0, best=run(28, first, min(length, 26 - first))), SearchSpace(28, skip_length=(1, 6)), []
+    found = propose_bridged(oracle, space, ProposalSettings(), lambda: heard.append(1))
+    assert found[0].config.mask == oracle.best.format()
+    assert len(heard) == len(oracle.asked) == len(set(oracle.asked)) <= 90  # each is fitted first, which takes seconds
+
+
+@pytest.mark.parametrize("mask", ["attention:8", "mlp:20"])
+def test_a_single_bridged_sublayer_is_asked_about(mask: str) -> None:
+    oracle, space = OneMask(0, best=SkipMask.parse(mask, 28)), SearchSpace(28, skip_length=(1, 6))
+    assert propose_bridged(oracle, space, ProposalSettings())[0].config.mask == mask
+
+
+def test_bridged_masks_keep_a_small_budget_and_look_everywhere() -> None:
+    oracle, space = OneMask(0), SearchSpace(28, skip_length=(1, 6))
+    propose_bridged(oracle, space, ProposalSettings(screened=24))
+    assert len(oracle.asked) == len(set(oracle.asked)) <= 24
+    sizes = [mask.attention.count(True) for mask in oracle.asked if mask.attention == mask.mlp]
+    assert max(sizes) > 20
+    assert {mask.attention.index(True) for mask in oracle.asked if True in mask.attention} >= {2, 3, 8, 14, 20}
+    assert any(mask.attention != mask.mlp for mask in oracle.asked)
 
 
 def test_a_small_budget_is_kept() -> None:
