@@ -14,6 +14,7 @@ from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig
 
 from .application import InputError, check_flag, check_list, check_whole
 from .head_drafts import head_params, suggest_head
+from .lookup_drafts import lookup_params, suggest_lookup
 from .makeup import BRIDGES
 from .shelf import Shelf
 from .skipping import LEAST_PROBABILITY, skip_params, stop_params, suggest_skip, suggest_stop
@@ -192,26 +193,8 @@ class SearchSpace:
             return SpeculativeConfig(kind, members=(self._suggest(trial, "prompt_lookup"), self._suggest(trial, second)))
         if kind == "layer_skip":
             return suggest_skip(self, trial)
-        if kind == "prompt_lookup":
-            shortest, longest = self._suggest_ngram(trial, "")
-            return SpeculativeConfig(
-                kind,
-                trial.suggest_int("lookup_length", *self.lookup_length),
-                ngram_min=shortest,
-                ngram_max=longest,
-                match=str(trial.suggest_categorical("match", ("last", "first"))),
-            )
-        if kind == "retrieval":
-            shortest, longest = self._suggest_ngram(trial, "retrieval_")
-            return SpeculativeConfig(
-                kind,
-                trial.suggest_int("retrieval_length", *self.tree_length),
-                ngram_min=shortest,
-                ngram_max=longest,
-                datastore=str(trial.suggest_categorical("datastore", ("", *self.datastores))),
-                tree_tokens=trial.suggest_int("retrieval_tokens", *self.tree_tokens),
-                least_probability=trial.suggest_float("retrieval_probability", *LEAST_PROBABILITY, log=True),
-            )
+        if kind in ("prompt_lookup", "retrieval"):
+            return suggest_lookup(self, trial, kind)
         if kind == "token_recycling":
             return SpeculativeConfig(
                 kind,
@@ -238,12 +221,6 @@ class SearchSpace:
             return found
         return SpeculativeConfig()
 
-    def _suggest_ngram(self, trial: optuna.trial.BaseTrial, prefix: str) -> tuple[int, int]:
-        longest = trial.suggest_int(f"{prefix}ngram_max", *self.ngram)
-        # Its own name per upper end: a distribution whose bounds move is of no use to the samplers.
-        shortest = trial.suggest_int(f"{prefix}ngram_min_of_{longest}", self.ngram[0], longest)
-        return shortest, longest
-
     def params(self, config: SpeculativeConfig) -> dict[str, int | float | str]:
         """The choices that lead to a configuration; the reverse of :meth:`suggest`."""
         found: dict[str, int | float | str] = {}
@@ -253,13 +230,8 @@ class SearchSpace:
             found["second"] = config.members[1].kind
         elif config.kind == "layer_skip":
             found |= skip_params(self, config)
-        elif config.kind == "prompt_lookup":
-            found |= {"lookup_length": config.draft_length, "match": config.match}
-            found |= _ngram_params(config, "")
-        elif config.kind == "retrieval":
-            found |= {"retrieval_length": config.draft_length, "retrieval_tokens": config.tree_tokens}
-            found |= {"retrieval_probability": config.least_probability, "datastore": config.datastore}
-            found |= _ngram_params(config, "retrieval_")
+        elif config.kind in ("prompt_lookup", "retrieval"):
+            found |= lookup_params(config)
         elif config.kind == "token_recycling":
             found |= {"tree_length": config.draft_length, "tree_tokens": config.tree_tokens}
             found |= {"candidates": config.candidates, "least_probability": config.least_probability}
@@ -292,7 +264,3 @@ class SearchSpace:
             for match in ("last", "first")
             for length in lengths
         ]
-
-
-def _ngram_params(config: SpeculativeConfig, prefix: str) -> dict[str, int | float | str]:
-    return {f"{prefix}ngram_max": config.ngram_max, f"{prefix}ngram_min_of_{config.ngram_max}": config.ngram_min}
