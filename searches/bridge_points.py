@@ -35,7 +35,8 @@ from .tracking import Tracker
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
 EMPTY, TRAINED = "empty", "trained"
-FITTED = ("mean", "linear")  # in closed form alone
+MLP = "mlp"
+FITTED = ("mean", "linear", MLP)  # in closed form alone, an MLP to what its map leaves
 _TRAINING = ("steps", "max_seconds", "texts_per_step", "training_bytes", "learning_rate", "unroll")
 _LONG = 4  # drafted tokens with siblings
 
@@ -134,7 +135,7 @@ class BridgePoints:
         return found
 
     def _shape(self, mask: SkipMask, kind: str) -> BridgeShape:
-        if kind == TRAINED:
+        if kind in (TRAINED, MLP):
             return made_of("trained", self.config.trained, self.target, mask)
         return BridgeShape.of(self.target, mask, kind)
 

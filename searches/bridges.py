@@ -30,7 +30,7 @@ from layerskip.training import acceptance, stored_modules
 
 from .application import InputError, check_list, check_number, check_whole, run
 from .bench import BASELINE, ModelBench
-from .bridge_points import EMPTY, FITTED, TRAINED, BridgePoints
+from .bridge_points import EMPTY, FITTED, MLP, TRAINED, BridgePoints
 from .foresight import ScanSettings
 from .heading import heading
 from .learner import check_learning
@@ -122,6 +122,8 @@ def _check(config: DictConfig) -> None:
     check_learning(config)
     check_number("max_seconds", config.max_seconds, or_zero=True)
     check_list("kinds", config.kinds, FITTED)
+    if MLP in config.kinds and (not isinstance(config.trained, Mapping) or config.trained.get("kind") != MLP):
+        raise InputError("kinds: mlp is as wide as what is trained, and trained.kind is none")
     check_list("vocabularies", config.vocabularies)
     for size in config.vocabularies:
         check_whole("vocabularies", size)

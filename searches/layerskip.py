@@ -51,6 +51,7 @@ from .study import (
     without_password,
 )
 from .tracking import Tracker
+from .trained import TrainedBridges
 
 _LEAST_FREE_BYTES = 64 * 2**20
 
@@ -136,12 +137,12 @@ def _train_finalists(plan: Plan, study: optuna.Study) -> list[Standing]:
     """The finalists that are bridged once more, with trained bridges."""
     if plan.space.shelf is None or not plan.space.shelf.trains:
         return []
-    found = []
+    found, trained = [], TrainedBridges(plan.space.shelf)
     for standing in contenders(study, plan.measuring.finalists):
         if standing.config.bridge:
             reason = ""
             try:
-                found.append(dataclasses.replace(standing, config=plan.space.shelf.trained(standing.config)))
+                found.append(dataclasses.replace(standing, config=trained.of(standing.config)))
             except InputError as error:  # what was searched for so long shall be measured all the same
                 reason = str(error)
             except (MemoryError, RuntimeError) as error:
@@ -170,7 +171,8 @@ def _bridged(oracle: ScanOracle | None, plan: Plan) -> list[ScanOracle]:
     space, shelf = plan.space, plan.space.shelf
     if oracle is None or shelf is None:
         return []
-    return [oracle.made_up(makeup, shelf) for makeup in makeups(space.bridges, space.ranks, space.draft_heads)[1:]]
+    made = makeups(space.bridges, space.ranks, space.draft_heads, space.widths)
+    return [oracle.made_up(makeup, shelf) for makeup in made[1:]]
 
 
 def _propose(oracle: ScanOracle | None, bridged: list[ScanOracle], plan: Plan) -> list[SpeculativeConfig]:

@@ -26,7 +26,7 @@ from .space import TREES, SearchSpace
 from .study import StudySettings
 from .written import begun_like, check_drafted
 
-_BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads")
+_BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
 _LISTS = {"eagle": "eagle_heads", "medusa": "medusa_heads", "draft_model": "drafts", "cross_tokenizer": "cross_drafts"}
 """What a kind chooses from, and is nothing without."""
 _WITHOUT_EFFECT = ("outputs", "study", "tracking")
@@ -139,6 +139,8 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
     if not bridged:  # a study without bridges is what it was before there were any
         flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_BRIDGED))}
+    if "mlp" not in config.space.bridges:  # nor does one without MLPs change as they join
+        flat.pop("space.widths", None)
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
     return flat | {
         "target.digest": target.digest,

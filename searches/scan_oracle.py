@@ -136,7 +136,8 @@ class ScanOracle:
 
     def made_up(self, makeup: Makeup, shelf: Shelf) -> ScanOracle:
         """The same for masks that draft otherwise; texts and passes are shared."""
-        folder = self._folder / f"{makeup.bridge}-{makeup.rank}-{makeup.tokens}-{shelf.digest[:12]}"
+        bridge = f"{makeup.bridge}{makeup.width or ''}"
+        folder = self._folder / f"{bridge}-{makeup.rank}-{makeup.tokens}-{shelf.digest[:12]}"
         return ScanOracle(self._scanner, self._screen, self._profile, self._choices, folder, makeup, shelf)
 
     def _aided(self, mask: str) -> tuple[str, str]:

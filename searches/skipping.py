@@ -14,7 +14,7 @@ import optuna
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 
-from .makeup import Makeup
+from .makeup import RANKED, Makeup
 
 if TYPE_CHECKING:
     from .space import SearchSpace
@@ -38,9 +38,10 @@ def suggest_skip(space: SearchSpace, trial: optuna.trial.BaseTrial) -> Speculati
     if space.shelf is None:
         return skip
     bridge = str(trial.suggest_categorical("bridge", tuple(space.bridges)))
-    rank = int(trial.suggest_categorical("bridge_rank", tuple(space.ranks))) if bridge == "linear" else 0
+    rank = int(trial.suggest_categorical("bridge_rank", tuple(space.ranks))) if bridge in RANKED else 0
+    width = int(trial.suggest_categorical("bridge_width", tuple(space.widths))) if bridge == "mlp" else 0
     tokens = int(trial.suggest_categorical("draft_head", tuple(space.draft_heads)))
-    return made_up(space, skip, Makeup(bridge, rank, tokens))
+    return made_up(space, skip, Makeup(bridge, rank, tokens, width))
 
 
 def made_up(space: SearchSpace, config: SpeculativeConfig, makeup: Makeup) -> SpeculativeConfig:
@@ -63,8 +64,10 @@ def skip_params(space: SearchSpace, config: SpeculativeConfig) -> Params:
     if space.shelf is not None:
         makeup = space.shelf.makeup(config)
         found |= {"bridge": makeup.bridge, "draft_head": makeup.tokens}
-        if makeup.bridge == "linear":
+        if makeup.bridge in RANKED:
             found["bridge_rank"] = makeup.rank
+        if makeup.bridge == "mlp":
+            found["bridge_width"] = makeup.width
     return found
 
 

@@ -34,7 +34,7 @@ _MODEL_PREFIXES = {"draft_model": "", "cross_tokenizer": "cross_"}
 _NEVER_SECOND = ("none", "prompt_lookup", "cascade")
 _KNOWN = {"kinds": KINDS, "stops": STOPS, "bridges": BRIDGES}
 _LISTS = (
-    *(*_KNOWN, "ranks", "draft_heads", "datastores"),
+    *(*_KNOWN, "ranks", "widths", "draft_heads", "datastores"),
     *("eagle_heads", "medusa_heads", "drafts", "cross_drafts", "masks"),
 )
 
@@ -50,8 +50,9 @@ class SearchSpace:
         protect_last: so many last layers are never skipped.
         skip_length: shortest and longest draft of ``layer_skip``.
         siblings: the most other tokens that ``layer_skip`` may verify beside each drafted one; 0 searches chains alone.
-        bridges: what may stand in for skipped sub-layers: ``none``, ``mean``, ``linear``.
-        ranks: of linear bridges; 0 is a full map.
+        bridges: what may stand in for skipped sub-layers: ``none``, ``mean``, ``linear``, ``mlp``.
+        ranks: of the maps of ``linear`` and ``mlp`` bridges; 0 is a full map.
+        widths: of the MLPs of ``mlp`` bridges.
         draft_heads: sizes of the vocabulary that self-drafts and draft models have; 0 is all of it.
         stops: the stop rules of ``layer_skip``, ``draft_model`` and ``cross_tokenizer``.
         lookup_length: shortest and longest draft of ``prompt_lookup``.
@@ -84,6 +85,7 @@ class SearchSpace:
     siblings: int = 2
     bridges: Sequence[str] = ("none",)
     ranks: Sequence[int] = (0,)
+    widths: Sequence[int] = (512,)
     draft_heads: Sequence[int] = (0,)
     stops: Sequence[str] = STOPS
     lookup_length: Range = (2, 16)
@@ -110,12 +112,12 @@ class SearchSpace:
             check_list(f"space.{name}", getattr(self, name), _KNOWN.get(name))
         if set(self.kinds) <= {"none", "cascade"} and "cascade" in self.kinds:
             raise InputError("space.kinds: a cascade is prompt_lookup and another kind, and those are missing")
-        for name in ("stops", "bridges", "ranks", "draft_heads"):
+        for name in ("stops", "bridges", "ranks", "widths", "draft_heads"):
             if not getattr(self, name):
                 raise InputError(f"space.{name}: is empty")
-        for name in ("ranks", "draft_heads"):
+        for name, least in (("ranks", 0), ("widths", 1), ("draft_heads", 0)):
             for value in getattr(self, name):
-                check_whole(f"space.{name}", value, 0)
+                check_whole(f"space.{name}", value, least)
         for name in _RANGES:
             bounds = getattr(self, name)
             whole = isinstance(bounds, Sequence) and len(bounds) == 2 and all(type(bound) is int for bound in bounds)

@@ -31,15 +31,17 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch:
     few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(8))
     (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
     prompts = ("prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
-    overrides = (*SMALL, f"target.path={folder}", f"outputs={tmp_path}", *prompts, f"record={tmp_path}/record.json")
+    fitted = ["mean", "linear", *(["mlp"] if family == "llama" else [])]
+    which = (*prompts, f"kinds=[{','.join(fitted)}]", f"record={tmp_path}/record.json")
+    overrides = (*SMALL, f"target.path={folder}", f"outputs={tmp_path}", *which)
     done = launch("bridges", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "record.json").read_text())
     assert (tmp_path / "record.png").stat().st_size > 1000
     points = record["points"]
     kinds = {(point["mask"], point["bridge"], point["tokens"]) for point in points}
-    assert len(points) == len(kinds) == 2 * 4 * 2
-    assert {point["bridge"] for point in points} == {"empty", "mean", "linear", "trained"}
+    assert len(points) == len(kinds) == 2 * (2 + len(fitted)) * 2
+    assert {point["bridge"] for point in points} == {"empty", *fitted, "trained"}
     assert all(0 <= point["agreement"] <= 1 and point["predicted"] > 0 for point in points)
     assert str(tmp_path) not in json.dumps(record["points"])
     empty = {point["mask"]: point["agreement"] for point in points if (point["bridge"], point["tokens"]) == ("empty", None)}
@@ -89,7 +91,8 @@ def test_a_budget_that_holds_no_text_is_one_line(tiny_folder: Path, tmp_path: Pa
         ("calibration_bytes=many", "calibration_bytes"),
         ("begin_like=nothing.jsonl", "begin_like"),
         ("steps=0", "steps"),
-        ("kinds=[mlp]", "kinds"),
+        ("kinds=[other]", "kinds"),
+        ("kinds=[mlp] trained.kind=linear trained.width=0", "kinds"),
         ("kinds=linear", "kinds"),
         ("vocabularies=[x]", "vocabularies"),
         ("vocabularies=[-5]", "vocabularies"),
@@ -106,7 +109,7 @@ def test_bad_input_is_one_line_before_anything_is_written(
     override: str, named: str, tiny_folder: Path, tmp_path: Path, launch: Launch
 ) -> None:
     outputs = tmp_path / "outputs"
-    done = launch("bridges", *SMALL, f"target.path={tiny_folder}", f"outputs={outputs}", override, cwd=tmp_path)
+    done = launch("bridges", *SMALL, f"target.path={tiny_folder}", f"outputs={outputs}", *override.split(), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"error: {named}: ")
     assert done.stderr.count("\n") == 1

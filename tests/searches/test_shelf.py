@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -20,15 +19,11 @@ from layerskip.passages import continue_prompts
 from layerskip.prompts import PromptSet
 from layerskip.scan import Scanner
 from searches.application import InputError
-from searches.bridging import BridgeLearner
-from searches.layerskip import _train_finalists
 from searches.makeup import Makeup, makeups
-from searches.objective import MeasureSettings
 from searches.oracle import Choices
 from searches.scan_oracle import ScanOracle
 from searches.shelf import BridgingSettings, Shelf
 from searches.space import SearchSpace
-from searches.standings import Standing
 from tests.families import build
 from tests.searches.conftest import Launch
 from tests.searches.programs import journal_study, quick
@@ -47,7 +42,7 @@ def test_bridges_are_fitted_once(shelf: Shelf, tiny_target: Target, monkeypatch:
     found = [shelf.bridge(mask, LINEAR) for mask in masks]
     assert any(found)
     monkeypatch.setattr("searches.bridging.Calibration", None)  # whoever fits again fails
-    again = Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), shelf._folder.parents[1], 0)
+    again = Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), shelf.folder.parents[1], 0)
     assert [again.bridge(mask, LINEAR) for mask in masks] == found
     for mask, folder in zip(masks, found, strict=True):
         if folder:
@@ -80,9 +75,9 @@ def test_bridges_that_memory_cannot_hold_are_left_out(
         assert shelf.aids(mask, LINEAR).bridges == 0
         assert shelf.bridge(SkipMask.parse("layers:2", tiny_target.layers), LINEAR) == ""
         assert "layers:2 is left out" in capsys.readouterr().out  # the states are there, so other masks are tried
-    again = Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), shelf._folder.parents[1], 0)
+    again = Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), shelf.folder.parents[1], 0)
     again.bridge(mask, LINEAR)
-    assert list(shelf._folder.glob("*/head.json"))  # nothing of it was kept, so it is fitted where there is room
+    assert list(shelf.folder.glob("*/head.json"))  # nothing of it was kept, so it is fitted where there is room
 
 
 def test_states_that_memory_cannot_hold_are_read_once(
@@ -113,25 +108,8 @@ def test_what_a_mask_is_worth_without_the_bridges_that_it_should_have_is_not_kep
         blind.predict([mask])
         blind.agreements([mask])
     assert not list((tmp_path / "scans").rglob("*.jsonl"))
-    oracle(Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), shelf._folder.parents[1], 0)).predict([mask])
+    oracle(Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), shelf.folder.parents[1], 0)).predict([mask])
     assert list((tmp_path / "scans").rglob("counts.jsonl"))
-
-
-def test_finalists_that_cannot_be_trained_are_measured_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def trained(config: SpeculativeConfig) -> SpeculativeConfig:
-        raise InputError("training_bytes: 10 hold not even one text") if config.draft_length == 1 else MemoryError
-
-    found = [Standing(SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b")) for length in (1, 2)]
-    monkeypatch.setattr("searches.layerskip.contenders", lambda *_: found)
-    plan = SimpleNamespace(
-        space=SimpleNamespace(shelf=SimpleNamespace(trains=True, trained=trained)), measuring=MeasureSettings()
-    )
-    assert _train_finalists(plan, None) == []  # type: ignore[arg-type]
-    said = capsys.readouterr().out
-    assert "stay as they were fitted: training_bytes: 10 hold not even one text" in said
-    assert "stay as they were fitted: out of memory" in said
 
 
 def test_models_whose_rows_cannot_be_told_apart_are_not_bridged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,13 +122,14 @@ def test_models_whose_rows_cannot_be_told_apart_are_not_bridged(tmp_path: Path, 
 
 def test_choices_lead_to_made_up_masks_and_back(shelf: Shelf, tiny_target: Target) -> None:
     space = SearchSpace(
-        tiny_target.layers, ["layer_skip"], 1, 0, siblings=1, bridges=["none", "mean", "linear"], ranks=[0, 8],
-        draft_heads=[0, 40], shelf=shelf,
+        tiny_target.layers, ["layer_skip"], 1, 0, siblings=1, bridges=["none", "mean", "linear", "mlp"], ranks=[0, 8],
+        widths=[4, 6], draft_heads=[0, 40], shelf=shelf,
     )  # fmt: skip
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     configs = [space.suggest(study.ask()) for _ in range(40)]
     assert {shelf.makeup(config).tokens for config in configs} == {0, 40}
-    assert {shelf.makeup(config).bridge for config in configs} == {"none", "mean", "linear"}
+    assert {shelf.makeup(config).bridge for config in configs} == {"none", "mean", "linear", "mlp"}
+    assert {shelf.makeup(config).width for config in configs} == {0, 4, 6}
     for config in configs:
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
@@ -183,54 +162,10 @@ def test_models_of_other_tokenizers_draft_from_what_they_would_say(
     model = tiny_target.load_draft(str(draft), same_tokenizer=False)
     found = load_draft_tokens(shelf.head_of(str(draft), 40), model).tolist()
     assert model.tokenizer is not None
-    said = "".join(tiny_target.decode(text.tokens[text.begin :]) for text in shelf._texts)
+    said = "".join(tiny_target.decode(text.tokens[text.begin :]) for text in shelf.texts)
     counts = Counter(model.tokenizer(said, add_special_tokens=False)["input_ids"])
     assert {token for token, _ in counts.most_common(20)} <= set(found)
     assert model.eos_ids <= set(found)
-
-
-def test_finalists_are_trained_once(tiny_target: Target, tmp_path: Path) -> None:
-    shelf = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
-    mask = next(m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if shelf.bridge(m, LINEAR))
-    config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=shelf.bridge(mask, LINEAR))
-    trained = shelf.trained(config)
-    before, after = (load_bridges(found.bridge, tiny_target, mask).state_dict() for found in (config, trained))
-    assert any(not torch.equal(before[name], after[name]) for name in before)
-    assert shelf.makeup(trained) == LINEAR
-    written = (Path(trained.bridge) / "head.json").stat().st_mtime_ns
-    assert shelf.trained(config) == trained
-    assert (Path(trained.bridge) / "head.json").stat().st_mtime_ns == written
-    plain = generate(tiny_target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
-    assert generate(tiny_target, "Hello.", trained, max_new_tokens=12).tokens == plain.tokens
-
-
-def test_finalists_begin_as_their_nearest_neighbour(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[str | None] = []
-
-    class Noting(BridgeLearner):
-        def begin(self) -> None:
-            begun.append(None if self._neighbour is None else self._neighbour.shape.mask)
-            super().begin()
-
-    monkeypatch.setattr("searches.shelf.BridgeLearner", Noting)
-    monkeypatch.setattr("layerskip.bridge_fit.Fit.helps", True)
-    settings = BridgingSettings(200, 16, 8, 2**24, 0.2)
-    shelf = Shelf(tiny_target, Sampling(), settings, tmp_path, 0)
-    masks = ["layers:0", "layers:0-2", "layers:0-1", "attention:1"]
-    for mask in masks:
-        shelf.trained(_bridged(shelf, mask))
-    assert begun == [None, "layers:0", "layers:0-2", "layers:0-1"]  # of two as near, the one that was trained last
-    again = Shelf(tiny_target, Sampling(), settings, tmp_path, 0)
-    for mask in (masks[0], "attention:2"):  # what was trained before is not trained again, and is a neighbour
-        again.trained(_bridged(again, mask))
-    assert begun[len(masks) :] == ["layers:0"]
-
-
-def _bridged(shelf: Shelf, text: str) -> SpeculativeConfig:
-    mask = SkipMask.parse(text, shelf.target.layers)
-    return SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=shelf.bridge(mask, LINEAR))
 
 
 def test_an_oracle_foretells_masks_as_they_are_made_up(shelf: Shelf, tiny_target: Target, tmp_path: Path) -> None:
@@ -243,6 +178,8 @@ def test_an_oracle_foretells_masks_as_they_are_made_up(shelf: Shelf, tiny_target
     mask = next(m for m in (SkipMask.parse(f"layers:{i}", layers) for i in range(layers)) if shelf.bridge(m, LINEAR))
     made = makeups(["none", "linear"], [0], [0, 60])
     assert made == [Makeup(), Makeup(tokens=60), LINEAR, Makeup("linear", tokens=60)]
+    made.append(Makeup("mlp", 8, 60, 4))
+    assert makeups(["mlp", "mean"], [8], [60], [4]) == [Makeup(), made[-1], Makeup("mean", tokens=60)]
     found = {makeup: plain.made_up(makeup, shelf) for makeup in made}
     for makeup, oracle in found.items():
         (best,) = oracle.predict([mask])
@@ -256,15 +193,16 @@ def test_an_oracle_foretells_masks_as_they_are_made_up(shelf: Shelf, tiny_target
         drafted, tokens = sum(r.drafted for r in rounds), sum(r.committed for r in rounds)
         left_out = tiny_target.vocabulary - makeup.tokens if makeup.tokens else 0
         each = prices.draft_seconds(mask) - 0.01 * left_out
-        if makeup.bridge == "linear":
-            each += 0.2 + 1e-4 * (32 * 32 + 32)
+        if shelf.bridge(mask, makeup):
+            each += 0.2 + 1e-4 * ({"linear": 32 * 32, "mlp": 2 * 8 * 32 + 3 * 4 * 32}[makeup.bridge] + 32)
         spent = drafted * each + sum((0.3 if r.drafted else 0.0) + 8.0 + r.drafted for r in rounds)
         assert best.speedup == pytest.approx(tokens * 8.0 / spent)
 
 
 def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
-    which = ("space=bridged", "space.draft_heads=[0,60]", "scan.proposals.screened=12", "scan.proposals.enqueued=2")
+    made = ("space.bridges=[none,linear,mlp]", "space.widths=[8]", "space.draft_heads=[0,60]")
+    which = ("space=bridged", *made, "scan.proposals.screened=12", "scan.proposals.enqueued=2")
     overrides = (*quick(tiny_folder, tmp_path, "study.n_trials=8", "study.name=one"), *bridging, *which)
     done = launch("layerskip", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -272,7 +210,9 @@ def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path, launch: Launch
     assert any("bridge" in config for config in configs)
     assert any("draft_head" in config for config in configs)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("shelf/*/*/head.json")}
-    assert kept
+    fitted = [json.loads(path.read_text()) for path in kept if not path.parent.name.startswith(("head", "trained"))]
+    widths = {(about["shape"]["kind"], about["shape"]["width"], about["training"]["width"]) for about in fitted}
+    assert widths == {("linear", 0, 0), ("mlp", 8, 8)}
     target = load_target(str(tiny_folder), dtype="float32", device="cpu")
     found = Export.load(tmp_path / "one" / "best.json", target).config
     plain = generate(target, "a prompt", SpeculativeConfig(), max_new_tokens=12)
@@ -284,7 +224,12 @@ def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path, launch: Launch
 
 @pytest.mark.parametrize(
     ("fields", "named"),
-    [({"bridges": ["other"]}, "bridges"), ({"ranks": [-1]}, "ranks"), ({"draft_heads": []}, "draft_heads")],
+    [
+        ({"bridges": ["other"]}, "bridges"),
+        ({"ranks": [-1]}, "ranks"),
+        ({"widths": [0]}, "widths"),
+        ({"draft_heads": []}, "draft_heads"),
+    ],
 )
 def test_spaces_of_bridges_that_cannot_be_are_refused(fields: dict[str, object], named: str) -> None:
     with pytest.raises(InputError, match=f"^space.{named}: "):

@@ -1,0 +1,85 @@
+"""Bridges of finalists: trained once, from their nearest neighbour on, and never at the cost of what was searched for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, generate
+from layerskip.bridge import load_bridges
+from searches.application import InputError
+from searches.bridging import BridgeLearner
+from searches.layerskip import _train_finalists
+from searches.makeup import Makeup
+from searches.objective import MeasureSettings
+from searches.shelf import BridgingSettings, Shelf
+from searches.standings import Standing
+from searches.trained import TrainedBridges
+
+LINEAR = Makeup("linear")
+
+
+def test_finalists_that_cannot_be_trained_are_measured_as_they_are(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trained(_: TrainedBridges, config: SpeculativeConfig) -> SpeculativeConfig:
+        raise InputError("training_bytes: 10 hold not even one text") if config.draft_length == 1 else MemoryError
+
+    found = [Standing(SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b")) for length in (1, 2)]
+    monkeypatch.setattr("searches.layerskip.contenders", lambda *_: found)
+    monkeypatch.setattr(TrainedBridges, "of", trained)
+    shelf = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
+    plan = SimpleNamespace(space=SimpleNamespace(shelf=shelf), measuring=MeasureSettings())
+    assert _train_finalists(plan, None) == []  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert "stay as they were fitted: training_bytes: 10 hold not even one text" in said
+    assert "stay as they were fitted: out of memory" in said
+
+
+def test_finalists_are_trained_once(tiny_target: Target, tmp_path: Path) -> None:
+    shelf = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
+    mask = next(m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if shelf.bridge(m, LINEAR))
+    config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=shelf.bridge(mask, LINEAR))
+    grown = TrainedBridges(shelf)
+    trained = grown.of(config)
+    before, after = (load_bridges(found.bridge, tiny_target, mask).state_dict() for found in (config, trained))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert shelf.makeup(trained) == LINEAR
+    written = (Path(trained.bridge) / "head.json").stat().st_mtime_ns
+    assert grown.of(config) == trained
+    assert (Path(trained.bridge) / "head.json").stat().st_mtime_ns == written
+    plain = generate(tiny_target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
+    assert generate(tiny_target, "Hello.", trained, max_new_tokens=12).tokens == plain.tokens
+
+
+def test_finalists_begin_as_their_nearest_neighbour(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str | None] = []
+
+    class Noting(BridgeLearner):
+        def begin(self) -> None:
+            begun.append(None if self._neighbour is None else self._neighbour.shape.mask)
+            super().begin()
+
+    monkeypatch.setattr("searches.trained.BridgeLearner", Noting)
+    monkeypatch.setattr("layerskip.bridge_fit.Fit.helps", True)
+    settings = BridgingSettings(200, 16, 8, 2**24, 0.2)
+    shelf = Shelf(tiny_target, Sampling(), settings, tmp_path, 0)
+    grown, masks = TrainedBridges(shelf), ["layers:0", "layers:0-2", "layers:0-1", "attention:1"]
+    for mask in masks:
+        grown.of(_bridged(shelf, mask))
+    assert begun == [None, "layers:0", "layers:0-2", "layers:0-1"]  # of two as near, the one that was trained last
+    again = Shelf(tiny_target, Sampling(), settings, tmp_path, 0)
+    grown = TrainedBridges(again)
+    for mask in (masks[0], "attention:2"):  # what was trained before is not trained again, and is a neighbour
+        grown.of(_bridged(again, mask))
+    assert begun[len(masks) :] == ["layers:0"]
+
+
+def _bridged(shelf: Shelf, text: str) -> SpeculativeConfig:
+    mask = SkipMask.parse(text, shelf.target.layers)
+    return SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=shelf.bridge(mask, LINEAR))
