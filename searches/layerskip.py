@@ -27,6 +27,7 @@ from .bench import ModelBench
 from .finals import Finals, measure_finals
 from .foresight import foresee
 from .interrupt import is_interrupt
+from .ledger import FitLedger
 from .makeup import makeups
 from .objective import Objective
 from .plan import Plan, default_name, describe
@@ -97,8 +98,10 @@ def _composed(config: DictConfig) -> str:
 
 def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> Finals:
     tune, held_out = plan.prompts.split()
-    measuring, settings = plan.measuring, plan.settings
-    with foreseeing(study):
+    measuring, settings, fits = plan.measuring, plan.settings, FitLedger(study)
+    if plan.space.shelf is not None:
+        plan.space.shelf.on_use = fits.use
+    with foreseeing(study, fits):
         oracle = _foresee(plan, tune, folder)
         bridged = _bridged(oracle, plan)
         proposed = _propose(oracle, bridged, plan)
@@ -117,14 +120,14 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
             bar.set_postfix_str(f"best {incumbent(study):.3f} x")
 
         try:
-            run_trials(study, objective, settings, on_trial, starting_points(plan.space, proposed))
+            run_trials(study, objective, settings, on_trial, starting_points(plan.space, proposed), fits)
         except BaseException as error:
             if is_interrupt(error):
                 bar.close()
                 print(report.summary(study, None))
             raise
     final_prompts = held_out.take(measuring.held_out_prompts)
-    with foreseeing(study):
+    with foreseeing(study, fits):
         trained = _train_finalists(plan, study)
     rounds = len(final_prompts) * measuring.held_out_repeats
     with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:

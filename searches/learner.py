@@ -82,6 +82,11 @@ class Learner(ABC):
         module: what learns, in float32 and on its device.
         texts: how many texts there are to learn from.
         file: where everything is kept; that of another training is refused.
+
+    Attributes:
+        step: how many are done.
+        seconds: that they took, and what was before the first one.
+        before: those of them that other processes spent.
     """
 
     def __init__(self, config: DictConfig, module: nn.Module, texts: int, file: TrainingFile) -> None:
@@ -90,6 +95,7 @@ class Learner(ABC):
         self.texts_per_step = min(int(config.texts_per_step), texts)
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds, self._begun = 0, 0.0, 0.0
+        self.before = 0.0
         if file.path.exists():
             state: dict[str, Any] = torch.load(file.path, weights_only=True, map_location=self.device)
             if state.get("identity") != file.identity:
@@ -97,6 +103,7 @@ class Learner(ABC):
             module.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds, self._begun = state["step"], state["seconds"], state.get("begun", 0.0)
+            self.before = self.seconds
         else:
             start = time.monotonic()
             self.begin()

@@ -20,6 +20,7 @@ from layerskip import SkipMask, SpeculativeConfig
 from layerskip.mask import count
 
 from .finals import Finals
+from .ledger import FIT_SECONDS, fits_of
 from .objective import DRIFTED
 from .stability import SeedStability, Stability
 from .standings import configuration, is_lossless
@@ -76,6 +77,9 @@ def summary(
             f"{seeds.chance:.2f}.",
             "",
         ]
+    fits = fits_of(study)
+    if fits:
+        lines += [f"Fitting what stands in for skips took {sum(fits.values()):.0f} seconds, {len(fits)} times.", ""]
     if len(trials) > 1:
         lines += [f"Optuna, MLflow and Hydra took {overhead_seconds(trials):.2f} seconds a trial.", ""]
     drifted = sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials)
@@ -102,9 +106,11 @@ def _measured(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def search_seconds(study: optuna.Study, finals: Finals) -> float:
-    """What the search took, foretelling before it, interrupted trials and measuring its finalists included."""
-    trials = sum(trial.user_attrs.get("seconds", 0.0) for trial in study.get_trials(deepcopy=False))
-    return float(study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + trials + finals.seconds)
+    """What the search took: foretelling before it, all that was fitted for it, here or before, its trials, interrupted ones
+    included, and measuring its finalists."""
+    spent = [trial.user_attrs for trial in study.get_trials(deepcopy=False)]
+    trials = sum(each.get("seconds", 0.0) - each.get(FIT_SECONDS, 0.0) for each in spent)
+    return float(study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + sum(fits_of(study).values()) + trials + finals.seconds)
 
 
 def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:

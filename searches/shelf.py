@@ -92,6 +92,10 @@ class Shelf:
         outputs: where texts, bridges and heads are kept.
         seed: of the texts.
         like: what every other text begins like.
+
+    Attributes:
+        on_use: hears of every fit that is asked for, however often: its name, the seconds that it took, and how many of them
+            were spent just now.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Shelf:
         self._asked = digest(asked)
         self.folder = (outputs / "shelf" / self._asked[:12]).resolve()
         self._loaded: dict[str, Bridges] = {}
+        self.on_use: Callable[[str, float, float], None] = lambda *_: None
         self._beyond: set[Path] = set()  # what could not be fitted in this process's memory
 
     @property
@@ -130,9 +135,12 @@ class Shelf:
         folder = self._place(mask, makeup)
         if self._out_of_reach(folder):
             return ""
-        if not (folder / "head.json").exists() and not self._fit(mask, makeup, folder):
+        there = (folder / "head.json").exists()
+        if not there and not self._fit(mask, makeup, folder):
             return ""
-        return str(folder) if about(folder)["helps"] else ""
+        found = about(folder)
+        self.on_use(folder.name, found["seconds"], 0.0 if there else found["seconds"])
+        return str(folder) if found["helps"] else ""
 
     def lacks(self, mask: SkipMask, makeup: Makeup) -> bool:
         """Whether a mask's bridges are asked for and could not be fitted, as memory did not suffice."""

@@ -29,6 +29,7 @@ from layerskip import SpeculativeConfig
 from .application import InputError, check_whole
 from .interrupt import undisturbed
 from .kept import drop_partial_line
+from .ledger import FitLedger, noted
 from .objective import Objective
 from .space import SearchSpace
 from .standings import FINISHED, ranking
@@ -178,15 +179,21 @@ def study_id(study: optuna.Study) -> str:
 
 
 @contextlib.contextmanager
-def foreseeing(study: optuna.Study) -> Iterator[None]:
-    """Count the seconds of a block, which no trial is about, as the search's, also where it is interrupted."""
-    start = time.monotonic()
+def foreseeing(study: optuna.Study, fits: FitLedger | None = None) -> Iterator[None]:
+    """Count the seconds of a block, which no trial is about, as the search's, also where it is interrupted.
+
+    Args:
+        study: the search.
+        fits: counts what is fitted in the block; None where nothing is.
+    """
+    start, fitted = time.monotonic(), 0.0 if fits is None else fits.here
     try:
         yield
     finally:
         with undisturbed():
             spent = study.user_attrs.get(FORESIGHT_SECONDS, 0.0)
-            study.set_user_attr(FORESIGHT_SECONDS, spent + time.monotonic() - start)
+            counted = 0.0 if fits is None else fits.here - fitted
+            study.set_user_attr(FORESIGHT_SECONDS, spent + max(0.0, time.monotonic() - start - counted))
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:
@@ -200,6 +207,7 @@ def run_trials(
     settings: StudySettings,
     on_trial: Callable[[FrozenTrial], None],
     starts: Sequence[SpeculativeConfig] = (),
+    fits: FitLedger | None = None,
 ) -> None:
     """Run trials until enough are finished.
 
@@ -207,6 +215,7 @@ def run_trials(
         on_trial: hears of every finished trial.
         starts: what is tried before the sampler is asked, unless it was before; one at a time, so that the leader's turn to
             be measured again comes between them.
+        fits: counts what is fitted for trials; None where nothing is.
 
     Raises:
         KeyboardInterrupt: the trial at work is set aside, for :func:`prepare` to queue again; everything before is kept.
@@ -224,7 +233,8 @@ def run_trials(
             trial = study.ask()
         begun = time.monotonic()
         try:
-            value = objective(trial)
+            with noted(trial, fits):
+                value = objective(trial)
         except optuna.TrialPruned:
             done = tell(trial, state=TrialState.PRUNED)
         except BaseException:

@@ -14,7 +14,7 @@ from layerskip.files import digest
 
 from .bridging import BridgeLearner
 from .learner import TrainingFile
-from .shelf import Shelf
+from .shelf import Shelf, about
 from .written import passages_of
 
 _STEPS = 10**6  # time ends training
@@ -48,6 +48,7 @@ class TrainedBridges:
         shape = BridgeShape.of(self._target, mask, *made)
         identity = digest([shelf.digest, self._learning, shape.to_dict(), makeup.tokens])
         folder = shelf.folder / f"trained-{identity[:16]}"
+        here = 0.0
         if not (folder / "head.json").exists():
             learner = BridgeLearner(
                 OmegaConf.create(self._learning),
@@ -62,8 +63,11 @@ class TrainedBridges:
                 self._neighbour(shape),
             )
             learner.learn_all(None)
-            about = {"bridge": makeup.bridge, "rank": makeup.rank, "width": makeup.width, "texts": shelf.digest}
-            save_bridges(folder, learner.bridges, self._target, about | {"steps": learner.step} | self._learning)
+            said = {"bridge": makeup.bridge, "rank": makeup.rank, "width": makeup.width, "texts": shelf.digest}
+            said |= {"steps": learner.step, "seconds": learner.seconds}
+            save_bridges(folder, learner.bridges, self._target, said | self._learning)
+            here = learner.seconds - learner.before
+        shelf.on_use(folder.name, about(folder).get("seconds", 0.0), here)
         self._grown[shape] = folder
         return replace(config, bridge=str(folder))
 

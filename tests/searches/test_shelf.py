@@ -1,4 +1,4 @@
-"""Bridges in a search: fitted once, scored in place, tried by trials, and counted as what the search took."""
+"""Bridges in a search: fitted once, scored in place, and tried by trials."""
 
 from __future__ import annotations
 

@@ -1,0 +1,94 @@
+"""What a search took has every fit in it that it used, once: here or in another study, killed or not."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+from layerskip import Export, Sampling, SkipMask, Target
+from searches import report
+from searches.finals import Finals
+from searches.ledger import FitLedger, fits_of, noted
+from searches.makeup import Makeup
+from searches.shelf import BridgingSettings, Shelf
+from searches.study import foreseeing
+from tests.searches.conftest import Launch
+from tests.searches.programs import journal_study, quick, runs, sqlite
+
+NO_FINALS = Finals((), {}, 0.0)
+LINEAR = Makeup("linear")
+
+
+def _shelf(target: Target, outputs: Path, ledger: FitLedger) -> Shelf:
+    shelf = Shelf(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), outputs, 0)
+    shelf.on_use = ledger.use
+    return shelf
+
+
+def _kept(outputs: Path) -> dict[str, float]:
+    """The seconds of every fit on the shelf, as its files say."""
+    found = {}
+    for path in outputs.glob("shelf/*/*/head.json"):
+        about = json.loads(path.read_text(encoding="utf-8"))
+        if about["kind"] == "bridge":
+            found[path.parent.name] = about["training"]["seconds"]
+    return found
+
+
+def test_fits_count_once_whoever_made_them(tiny_target: Target, tmp_path: Path) -> None:
+    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("layers:1", "layers:1-2", "mlp:1")]
+    first, second, killed = (optuna.create_study() for _ in range(3))
+    begin = time.monotonic()
+    ledger = FitLedger(first)
+    shelf = _shelf(tiny_target, tmp_path, ledger)
+    with foreseeing(first, ledger):
+        for mask in (*masks, *masks):  # and asked for twice
+            shelf.bridge(mask, LINEAR)
+    wall, kept = time.monotonic() - begin, _kept(tmp_path)
+    assert len(kept) == 3
+    assert sum(kept.values()) < report.search_seconds(first, NO_FINALS) <= wall  # with reading the texts, and not twice
+    ledger = FitLedger(second)
+    shelf = _shelf(tiny_target, tmp_path, ledger)
+    with foreseeing(second, ledger):
+        shelf.bridge(masks[0], LINEAR)
+    (used,) = fits_of(second)
+    assert fits_of(second) == {used: kept[used]}
+    assert report.search_seconds(second, NO_FINALS) >= kept[used]
+    _shelf(tiny_target, tmp_path, FitLedger(killed)).bridge(masks[0], LINEAR)  # no clock was ever read
+    assert report.search_seconds(killed, NO_FINALS) == kept[used]
+    _shelf(tiny_target, tmp_path, FitLedger(killed)).bridge(masks[0], LINEAR)
+    assert report.search_seconds(killed, NO_FINALS) == kept[used]
+    assert f"took {sum(fits_of(first).values()):.0f} seconds, 3 times" in report.summary(first, None)
+
+
+def test_a_trials_own_fits_count_once() -> None:
+    study = optuna.create_study()
+    ledger, trial = FitLedger(study), study.ask()
+    with noted(trial, ledger):
+        ledger.use("one", 5.0, 5.0)
+        ledger.use("other", 7.0)
+    trial.set_user_attr("seconds", 6.0)  # as its clock says, which ran while one of them was fitted
+    study.tell(trial, 1.0)
+    assert report.search_seconds(study, NO_FINALS) == pytest.approx(5.0 + 7.0 + 1.0)
+
+
+def test_two_studies_on_one_shelf(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
+    which = ("space=bridged", "space.draft_heads=[0]", "scan.proposals.screened=8", "scan.proposals.enqueued=2")
+    for name in ("one", "two"):
+        more = ("study.n_trials=8", f"study.name={name}", *bridging, *which)
+        done = launch("layerskip", *quick(tiny_folder, tmp_path, *more), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        fits, kept = fits_of(journal_study(tmp_path, name)), _kept(tmp_path)
+        assert fits.keys() <= kept.keys()
+        assert fits == {fit: kept[fit] for fit in fits}
+        assert fits
+        said = Export.load(tmp_path / name / "best.json").search["seconds"]
+        assert said >= sum(fits.values())
+        assert f"took {sum(fits.values()):.0f} seconds, {len(fits)} times" in (tmp_path / name / "report.md").read_text()
+    logged = [run.data.metrics["search_seconds"] for run in runs(sqlite(tmp_path), "study")]
+    assert said in logged
