@@ -107,6 +107,12 @@ class Calibration:
         states = sum(state.numel() * state.element_size() for part in self._parts for state in part.states)
         return states + sum(text.cache.nbytes for text in self._texts.texts)
 
+    @property
+    def held(self) -> tuple[Passage, ...]:
+        """The passages that :meth:`judge` looks at, of the first of them a part perhaps: not for learning from."""
+        first = len(self.starts) - _judged(len(self.starts))
+        return self.passages[self.starts[first][0] :]
+
     def fit(self, shape: BridgeShape) -> Fit:
         """Fit the bridges of a mask: maps in closed form, and the MLPs of kind ``mlp`` to what those leave."""
         begin = time.monotonic()
@@ -114,7 +120,7 @@ class Calibration:
             torch.manual_seed(0)
             bridges = Bridges(shape).to(self.target.device)
         ridges = self._fit(bridges)
-        empty, bridged = self._judge(bridges.mask, None), self._judge(bridges.mask, bridges)
+        empty, bridged = self.judge(bridges.mask, None), self.judge(bridges.mask, bridges)
         return Fit(bridges, ridges, empty, bridged, len(self.starts), time.monotonic() - begin)
 
     def _affordable(self, passages: Sequence[Passage], most_bytes: int, max_rows: int) -> tuple[Passage, ...]:
@@ -241,8 +247,13 @@ class Calibration:
         self._model.prepare(part.visible, [mask], of, bridges=[bridges])
 
     @torch.inference_mode()
-    def _judge(self, mask: SkipMask, bridges: Bridges | None) -> float:
-        """How often the first drafted token is the target's, on the rows that were held out from the regressions."""
+    def judge(self, mask: SkipMask, bridges: Bridges | None) -> float:
+        """How often the first drafted token is the target's, on the rows that were held out from the regressions.
+
+        Args:
+            mask: what drafts skip.
+            bridges: of that mask; None for empty skips.
+        """
         left = judged = _judged(len(self.starts))
         right = 0
         for part in reversed(self._parts):

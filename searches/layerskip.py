@@ -27,7 +27,7 @@ from .bench import ModelBench
 from .finals import Finals, measure_finals
 from .foresight import foresee
 from .interrupt import is_interrupt
-from .ledger import FitLedger
+from .ledger import FitLedger, fits_of
 from .makeup import makeups
 from .objective import Objective
 from .plan import Plan, default_name, describe
@@ -105,6 +105,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
         oracle = _foresee(plan, tune, folder)
         bridged = _bridged(oracle, plan)
         proposed = _propose(oracle, bridged, plan)
+    _log_fits(plan, study, tracker)
     prepare(study)
     for trial in finished(study):
         tracker.record(trial)
@@ -128,7 +129,8 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
             raise
     final_prompts = held_out.take(measuring.held_out_prompts)
     with foreseeing(study, fits):
-        trained = _train_finalists(plan, study)
+        trained = _train_finalists(plan, study, tracker)
+    _log_fits(plan, study, tracker)
     rounds = len(final_prompts) * measuring.held_out_repeats
     with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:
         finals = measure_finals(study, bench, final_prompts, measuring, plan.seed, folder, bar.update, trained)
@@ -136,16 +138,23 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
     return finals
 
 
-def _train_finalists(plan: Plan, study: optuna.Study) -> list[Standing]:
-    """The finalists that are bridged once more, with trained bridges."""
+def _log_fits(plan: Plan, study: optuna.Study, tracker: Tracker) -> None:
+    """Let MLflow see what was fitted for the study so far."""
+    if plan.space.shelf is not None:
+        tracker.log_fits([plan.space.shelf.described(name) for name in fits_of(study)])
+
+
+def _train_finalists(plan: Plan, study: optuna.Study, tracker: Tracker | None) -> list[Standing]:
+    """The finalists that are bridged once more, with trained bridges, where these draft better than empty skips."""
     if plan.space.shelf is None or not plan.space.shelf.trains:
         return []
-    found, trained = [], TrainedBridges(plan.space.shelf)
+    found, trained = [], TrainedBridges(plan.space.shelf, tracker)
     for standing in contenders(study, plan.measuring.finalists):
         if standing.config.bridge:
             reason = ""
             try:
-                found.append(dataclasses.replace(standing, config=trained.of(standing.config)))
+                config = trained.of(standing.config)
+                found += [] if config is None else [dataclasses.replace(standing, config=config)]
             except InputError as error:  # what was searched for so long shall be measured all the same
                 reason = str(error)
             except (MemoryError, RuntimeError) as error:

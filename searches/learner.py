@@ -87,6 +87,7 @@ class Learner(ABC):
         step: how many are done.
         seconds: that they took, and what was before the first one.
         before: those of them that other processes spent.
+        kept: those of them whose steps lie in the file.
     """
 
     def __init__(self, config: DictConfig, module: nn.Module, texts: int, file: TrainingFile) -> None:
@@ -95,7 +96,7 @@ class Learner(ABC):
         self.texts_per_step = min(int(config.texts_per_step), texts)
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds, self._begun = 0, 0.0, 0.0
-        self.before = 0.0
+        self.before = self.kept = 0.0
         if file.path.exists():
             state: dict[str, Any] = torch.load(file.path, weights_only=True, map_location=self.device)
             if state.get("identity") != file.identity:
@@ -103,7 +104,7 @@ class Learner(ABC):
             module.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds, self._begun = state["step"], state["seconds"], state.get("begun", 0.0)
-            self.before = self.seconds
+            self.before = self.kept = self.seconds
         else:
             start = time.monotonic()
             self.begin()
@@ -173,6 +174,7 @@ class Learner(ABC):
         state |= {"identity": self.file.identity, "asked": self.file.asked}
         with whole(self.file.path) as partial:
             torch.save(state, partial)
+        self.kept = self.seconds
 
     def _places(self) -> list[int]:
         """Texts of this step: of all in a random order that changes every time they were gone through, the next ones."""

@@ -31,20 +31,21 @@ class FitLedger:
 
     def __init__(self, study: optuna.Study) -> None:
         self._study, self.here = study, 0.0
-        self._known = set(fits_of(study))
+        self._known = fits_of(study)
 
     def use(self, name: str, seconds: float, here: float = 0.0) -> None:
         """Write a fit down, unless it is.
 
         Args:
             name: of the fit.
-            seconds: that it took.
+            seconds: that it took; so far, where it was interrupted and goes on later.
             here: so many of them were spent in this process, while clocks ran.
         """
-        if name not in self._known:
+        if self._known.get(name) != seconds:
+            place = list(self._known).index(name) if name in self._known else len(self._known)
             with undisturbed():
-                self._study.set_user_attr(_FIT + name, seconds)
-            self._known.add(name)
+                self._study.set_user_attr(_FIT + name, [place, seconds])
+            self._known[name] = seconds
             self.here += here
 
 
@@ -61,5 +62,6 @@ def noted(trial: optuna.Trial, fits: FitLedger | None) -> Iterator[None]:
 
 
 def fits_of(study: optuna.Study) -> dict[str, float]:
-    """The seconds of every fit that a study used, by name."""
-    return {name.removeprefix(_FIT): float(took) for name, took in study.user_attrs.items() if name.startswith(_FIT)}
+    """The seconds of every fit that a study used, by name, in the order in which it first used them."""
+    found = [(*value, name.removeprefix(_FIT)) for name, value in study.user_attrs.items() if name.startswith(_FIT)]
+    return {name: float(took) for _, took, name in sorted(found)}

@@ -201,6 +201,16 @@ class Shelf:
         kind, rank, width = (bridge.get(name, 0) for name in ("bridge", "rank", "width"))
         return Makeup(str(kind or "none"), int(rank), int(size), int(width))
 
+    def described(self, name: str) -> dict[str, Any]:
+        """A fit, by the name that ``on_use`` heard: what it is of, what it took, and what it is worth; empty where it is not
+        done, or gone."""
+        if not (self.folder / name / "head.json").exists():
+            return {}
+        said = json.loads((self.folder / name / "head.json").read_text(encoding="utf-8"))
+        training, shape = said["training"], {part: said["shape"][part] for part in ("mask", "kind", "rank", "width")}
+        found = {"fit_seconds": training["seconds"], "trained": "steps" in training}
+        return shape | found | {f"agreement_{part}": training[part] for part in ("empty", "bridged")}
+
     @functools.cached_property
     def texts(self) -> list[OwnText]:
         """The target's own."""

@@ -7,9 +7,11 @@ trial is finished. What a kill left missing or half written is written again whe
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ _METRICS = (
     "prefill_seconds",
     "decode_seconds",
 )
+_FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
+_AT_ONCE = 999  # metrics of a batch, of which a store takes a thousand: whole fits
 _LARGEST = 1e300
 
 
@@ -98,6 +102,12 @@ class Tracker:
             self._client.log_batch(self.run_id, params=[Param(k, v) for k, v in self._params.items()])
         self._recorded = self._drop_unfinished()
         return str(self.run_id)
+
+    def nested(self, name: str, identity: str, params: Mapping[str, Any], role: str) -> Tracker:
+        """The same for a piece of work below the study's run, which has a run of its own; arguments as of ``open_study``."""
+        below = copy.copy(self)
+        below.open_study(name, identity, params, {"mlflow.parentRunId": self.run_id}, role)
+        return below
 
     def _drop_unfinished(self) -> set[int]:
         """The trials that have a whole run; half-written ones are deleted."""
@@ -172,6 +182,23 @@ class Tracker:
         now = int(time.time() * 1000)
         values = [Metric(k, float(v), now, step) for k, v in metrics.items() if math.isfinite(v) and abs(v) < _LARGEST]
         self._client.log_batch(run_id, metrics=values, params=[Param(k, v) for k, v in (params or {}).items()])
+
+    @undisturbed()
+    def log_fits(self, fits: Sequence[Mapping[str, Any]]) -> None:
+        """Write what bridges were fitted: metrics with a step for each fit, in one batch, and a table that names them.
+
+        Args:
+            fits: all so far, in one order: ``fit_seconds``, ``agreement_empty``, ``agreement_bridged``, and what names them.
+                Those that are written already are not written again; one that is empty keeps its place.
+        """
+        known = {metric.step for metric in self._client.get_metric_history(self.run_id, _FIT_METRICS[0])}
+        new = [(step, fit) for step, fit in enumerate(fits) if fit and step not in known]
+        now = int(time.time() * 1000)
+        values = [Metric(name, float(fit[name]), now, step) for step, fit in new for name in _FIT_METRICS]
+        for first in range(0, len(values), _AT_ONCE):
+            self._client.log_batch(self.run_id, metrics=values[first : first + _AT_ONCE])
+        if new:
+            self._client.log_text(self.run_id, json.dumps(fits, indent=1), "fits.json")
 
     @undisturbed()
     def tag(self, tags: Mapping[str, Any]) -> None:

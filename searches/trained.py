@@ -1,7 +1,13 @@
-"""What do finalists draft with? Bridges that are trained by gradient, from what a shelf has fitted in closed form."""
+"""What do finalists draft with? Bridges that are trained by gradient, from what a shelf has fitted in closed form.
+
+Training lowers a loss on its own texts, which is no promise: what comes of it is judged beside empty skips on texts that it
+has not seen, those that the calibration holds back from its fits as well.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +20,12 @@ from layerskip.files import digest
 
 from .bridging import BridgeLearner
 from .learner import TrainingFile
+from .makeup import Makeup
 from .shelf import Shelf, about
+from .tracking import Tracker
 from .written import passages_of
 
+_RECIPE = 2  # of training and judging; what was trained otherwise is trained anew
 _STEPS = 10**6  # time ends training
 _SAVED = 30.0  # seconds between savings
 _TOKENS = 16384  # that training looks at where drafts are from the whole vocabulary: enough to learn by
@@ -28,33 +37,55 @@ class TrainedBridges:
 
     Args:
         shelf: where closed forms, texts and settings come from, and where what is trained is kept.
+        tracker: of the study, below whose run every training gets one; None tells nobody.
     """
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf, self._target = shelf, shelf.target
+    def __init__(self, shelf: Shelf, tracker: Tracker | None = None) -> None:
+        self._shelf, self._target, self._tracker = shelf, shelf.target, tracker
         self._learning: dict[str, Any] = {name: getattr(shelf.settings, name) for name in _SETTINGS}
         self._learning |= {"max_seconds": shelf.settings.train_seconds, "steps": _STEPS}
         self._learning |= {"save_seconds": _SAVED, "seed": shelf.seed}
         self._grown: dict[BridgeShape, Path] = {}
 
-    def of(self, config: SpeculativeConfig) -> SpeculativeConfig:
+    def of(self, config: SpeculativeConfig) -> SpeculativeConfig | None:
         """A bridged configuration with its bridges trained, from their closed form on, or from what was trained before of
-        the nearest mask, where that loses less."""
+        the nearest mask, where that loses less; None, said in a line, where drafts are then no better than with empty skips.
+        """
         shelf = self._shelf
         mask = SkipMask.parse(config.mask, self._target.layers)
         makeup = shelf.makeup(config)
         width = makeup.width or shelf.settings.train_width
         made = ("mlp", makeup.rank, width) if width else (makeup.bridge, makeup.rank)
         shape = BridgeShape.of(self._target, mask, *made)
-        identity = digest([shelf.digest, self._learning, shape.to_dict(), makeup.tokens])
+        identity = digest([_RECIPE, shelf.digest, self._learning, shape.to_dict(), makeup.tokens])
         folder = shelf.folder / f"trained-{identity[:16]}"
         here = 0.0
         if not (folder / "head.json").exists():
+            here = self._train(folder, identity, shape, makeup)
+        found = about(folder)
+        shelf.on_use(folder.name, found["seconds"], here)
+        if not found["helps"]:
+            worth = f"({found['bridged']:.2f}) than empty skips ({found['empty']:.2f})"
+            print(f"bridge: {shape.kind} trained for {mask.format()} drafts no better {worth}; it is not used")
+            return None
+        self._grown[shape] = folder
+        return replace(config, bridge=str(folder))
+
+    def _train(self, folder: Path, identity: str, shape: BridgeShape, makeup: Makeup) -> float:
+        """Train, judge, and keep all of it; returns the seconds that this process spent."""
+        shelf = self._shelf
+        with contextlib.ExitStack() as stack:
+            run = None
+            if self._tracker is not None:
+                run = self._tracker.nested(folder.name, identity, self._learning | shape.to_dict(), "training")
+                stack.enter_context(run.closing())
+            held = set(shelf.calibration.held)
+            passages = passages_of(shelf.texts)
             learner = BridgeLearner(
                 OmegaConf.create(self._learning),
                 shape,
                 self._target,
-                passages_of(shelf.texts),
+                [passage for passage in passages if passage not in held] or passages,
                 None,
                 shelf.tokens(makeup.tokens or _TOKENS),
                 TrainingFile(folder / "training.pt", identity),
@@ -62,14 +93,25 @@ class TrainedBridges:
                 shelf.memory,
                 self._neighbour(shape),
             )
-            learner.learn_all(None)
+            try:
+                learner.learn_all(run)
+            except BaseException:
+                shelf.on_use(folder.name, learner.kept, learner.kept - learner.before)
+                raise
+            start = time.monotonic()
+            judged = [shelf.calibration.judge(learner.bridges.mask, bridges) for bridges in (None, learner.bridges)]
+            empty, bridged = judged
+            seconds = learner.seconds + time.monotonic() - start
             said = {"bridge": makeup.bridge, "rank": makeup.rank, "width": makeup.width, "texts": shelf.digest}
-            said |= {"steps": learner.step, "seconds": learner.seconds}
+            said |= {"steps": learner.step, "seconds": seconds}
+            said |= {"helps": bridged > empty, "empty": empty, "bridged": bridged}
+            if run is not None:
+                worth = {"agreement_empty": empty, "agreement_bridged": bridged, "training_seconds": seconds}
+                if learner.fit is not None:
+                    worth |= {"fit_seconds": learner.fit.seconds, "agreement_closed_form": learner.fit.bridged}
+                run.log(run.run_id, worth, step=learner.step)
             save_bridges(folder, learner.bridges, self._target, said | self._learning)
-            here = learner.seconds - learner.before
-        shelf.on_use(folder.name, about(folder).get("seconds", 0.0), here)
-        self._grown[shape] = folder
-        return replace(config, bridge=str(folder))
+        return seconds - learner.before
 
     def _neighbour(self, shape: BridgeShape) -> Bridges | None:
         """Trained bridges of the same kind and size whose mask differs least, if there are any."""

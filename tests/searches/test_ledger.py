@@ -8,6 +8,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from mlflow.tracking import MlflowClient
 
 from layerskip import Export, Sampling, SkipMask, Target
 from searches import report
@@ -76,6 +77,19 @@ def test_a_trials_own_fits_count_once() -> None:
     assert report.search_seconds(study, NO_FINALS) == pytest.approx(5.0 + 7.0 + 1.0)
 
 
+def test_a_training_that_was_interrupted_counts_once() -> None:
+    study = optuna.create_study()
+    ledger = FitLedger(study)
+    ledger.use("one", 5.0, 5.0)
+    ledger.use("training", 7.0, 7.0)  # so far
+    ledger.use("other", 1.0)
+    again = FitLedger(study)
+    again.use("training", 12.0, 5.0)
+    assert again.here == 5.0
+    assert fits_of(study) == {"one": 5.0, "training": 12.0, "other": 1.0}
+    assert list(fits_of(study)) == ["one", "training", "other"]
+
+
 def test_two_studies_on_one_shelf(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     which = ("space=bridged", "space.draft_heads=[0]", "scan.proposals.screened=8", "scan.proposals.enqueued=2")
@@ -90,5 +104,18 @@ def test_two_studies_on_one_shelf(tiny_folder: Path, tmp_path: Path, launch: Lau
         said = Export.load(tmp_path / name / "best.json").search["seconds"]
         assert said >= sum(fits.values())
         assert f"took {sum(fits.values()):.0f} seconds, {len(fits)} times" in (tmp_path / name / "report.md").read_text()
+        (run,) = [run for run in runs(sqlite(tmp_path), "study") if run.data.tags["study"] == name]
+        history = {
+            metric: MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, metric)
+            for metric in ("fit_seconds", "agreement_empty", "agreement_bridged")
+        }
+        assert [m.value for m in sorted(history["fit_seconds"], key=lambda m: m.step)] == list(fits.values())
+        assert {metric: len(found) for metric, found in history.items()} == dict.fromkeys(history, len(fits))
     logged = [run.data.metrics["search_seconds"] for run in runs(sqlite(tmp_path), "study")]
     assert said in logged
+    trainings = runs(sqlite(tmp_path), "training")
+    assert len(trainings) == sum(fit.startswith("trained-") for fit in kept)
+    for run in trainings:
+        assert run.info.status == "FINISHED"
+        assert run.data.tags["mlflow.parentRunId"]
+        assert {"loss", "fit_seconds", "agreement_empty", "agreement_bridged"} <= run.data.metrics.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ import torch
 
 from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, generate
 from layerskip.bridge import load_bridges
+from layerskip.passages import Passage
+from layerskip.view import skip_view
 from searches.application import InputError
 from searches.bridging import BridgeLearner
 from searches.layerskip import _train_finalists
@@ -17,6 +20,7 @@ from searches.makeup import Makeup
 from searches.objective import MeasureSettings
 from searches.shelf import BridgingSettings, Shelf
 from searches.standings import Standing
+from searches.tracking import Tracker
 from searches.trained import TrainedBridges
 
 LINEAR = Makeup("linear")
@@ -33,7 +37,7 @@ def test_finalists_that_cannot_be_trained_are_measured_as_they_are(
     monkeypatch.setattr(TrainedBridges, "of", trained)
     shelf = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
     plan = SimpleNamespace(space=SimpleNamespace(shelf=shelf), measuring=MeasureSettings())
-    assert _train_finalists(plan, None) == []  # type: ignore[arg-type]
+    assert _train_finalists(plan, None, None) == []  # type: ignore[arg-type]
     said = capsys.readouterr().out
     assert "stay as they were fitted: training_bytes: 10 hold not even one text" in said
     assert "stay as they were fitted: out of memory" in said
@@ -53,6 +57,52 @@ def test_finalists_are_trained_once(tiny_target: Target, tmp_path: Path) -> None
     assert (Path(trained.bridge) / "head.json").stat().st_mtime_ns == written
     plain = generate(tiny_target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
     assert generate(tiny_target, "Hello.", trained, max_new_tokens=12).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("harm", [False, True])
+def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
+    harm: bool, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And is judged on texts that it did not learn from, by real drafts of one token behind each of their prefixes."""
+    learnt: list[Passage] = []
+
+    class Noting(BridgeLearner):
+        def loss(self, places: list[int]) -> torch.Tensor:
+            learnt.extend(self._passages[place] for place in places)
+            return super().loss(places)
+
+        def learn_all(self, tracker: Tracker | None) -> None:
+            super().learn_all(tracker)
+            for parameter in self.module.parameters() if harm else ():
+                parameter.data.zero_()  # as good as empty skips, hence no better
+
+    monkeypatch.setattr("searches.trained.BridgeLearner", Noting)
+    settings = BridgingSettings(300, 16, 8, 2**24, 0.5)
+    shelf = Shelf(tiny_target, Sampling(), settings, tmp_path, 0)
+    mask = next(m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if shelf.bridge(m, LINEAR))
+    config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=shelf.bridge(mask, LINEAR))
+    found = TrainedBridges(shelf).of(config)
+    said = capsys.readouterr().out
+    (folder,) = shelf.folder.glob("trained-*")
+    about = json.loads((folder / "head.json").read_text())["training"]
+    held = shelf.calibration.held
+    assert held and learnt and not set(held) & set(learnt)
+    assert about["helps"] == (about["bridged"] > about["empty"])
+    assert (found is None) == (not about["helps"]) == (f"trained for {mask.format()} drafts no better" in said)
+    assert (found is None) == harm
+    bridges = load_bridges(folder, tiny_target, mask)
+    rows = [(passage, s) for passage in held for s in range(passage.starts)][-round(0.2 * len(shelf.calibration.starts)) :]
+    for chosen, rate in ((None, about["empty"]), (bridges, about["bridged"])):
+        view, right = skip_view(tiny_target.model, mask, chosen), 0
+        for passage, s in rows:
+            ids = torch.tensor([[*passage.prompt, *passage.tokens[: s + 1]]])
+            with torch.no_grad():
+                cache = tiny_target.model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+                drafted = view(input_ids=ids[:, -1:], past_key_values=cache).logits[0, -1].argmax()
+            right += int(drafted) == passage.tokens[s + 1]
+        assert right / len(rows) == pytest.approx(rate, abs=1.5 / len(rows))
+    assert TrainedBridges(shelf).of(config) == found  # nor is it trained again
+    assert sorted(path.name for path in shelf.folder.glob("trained-*")) == [folder.name]
 
 
 def test_finalists_begin_as_their_nearest_neighbour(
