@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ from .bridging import BridgeLearner, calibrate, made_of, rates
 from .foresight import ScanSettings, cost_profile
 from .kept import Kept
 from .learner import TrainingFile
+from .mask_search import MaskSearch, ask_runs
 from .oracle import Choices
+from .scan_oracle import ScanOracle
+from .space import SearchSpace
 from .tracking import Tracker
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
@@ -39,6 +43,9 @@ MLP = "mlp"
 FITTED = ("mean", "linear", MLP)  # in closed form alone, an MLP to what its map leaves
 _TRAINING = ("steps", "max_seconds", "texts_per_step", "training_bytes", "learning_rate", "unroll")
 _LONG = 4  # drafted tokens with siblings
+_EDGE = 2  # first and last layers that short skips keep
+_SHORT = range(1, 5)  # layers of a run that may pay when it is left empty
+_ASKED = 400  # short skips at most
 
 
 class BridgePoints:
@@ -108,6 +115,7 @@ class BridgePoints:
             "stops": [stop.to_dict() for stop in self.stops],
         }
         self.folder = outputs / f"bridges-{digest(asked)[:12]}"
+        self._screened = scanning.screened_rows
         self._kept = Kept(self.folder / "scans.jsonl")
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
         self._asked = digest(asked)
@@ -118,10 +126,11 @@ class BridgePoints:
         """Made when first asked for, as a run that goes on may need none."""
         return calibrate(self.target, self.passages, int(self.config.calibration_bytes), "calibration_bytes", self._memory)
 
-    def points(self, mask: SkipMask) -> list[dict[str, Any]]:
-        """What is known of a mask, for every kind of bridge and every draft head."""
+    def points(self, mask: SkipMask, bridged: bool = True) -> list[dict[str, Any]]:
+        """What is known of a mask, left empty and perhaps for every kind of bridge, and for every draft head."""
         found = []
-        for kind in (EMPTY, *self.config.kinds, *((TRAINED,) if self.config.max_seconds else ())):
+        kinds = (*self.config.kinds, *((TRAINED,) if self.config.max_seconds else ())) if bridged else ()
+        for kind in (EMPTY, *kinds):
             name = f"{mask.format()} {kind}"
             if name not in self._kept:
                 self._kept.add(name, self._scan(mask, kind))
@@ -134,6 +143,35 @@ class BridgePoints:
                 found.append(self._point(mask, kind, kept["fit"] | {"helps": helps}, row))
         return found
 
+    def short_skips(self, most: int) -> list[SkipMask]:
+        """Single sub-layers and short runs that seem worth most when they are left empty, best first.
+
+        Bridged masks are chosen for what they are worth bridged; what empty skips reach is told by those that suit them.
+        """
+        edge = _EDGE if self.target.layers > 2 * _EDGE else 0
+        space = SearchSpace(self.target.layers, ["layer_skip"], edge, edge, (1, self.scanner.depth))
+        oracle = ScanOracle(
+            self.scanner, self.scanner.sample(self._screened), self.profile, self._choices, self.folder / "short"
+        )
+        search = MaskSearch(oracle, space, _ASKED, lambda: None, lambda _: None)
+        search.ask(search.single(*part) for part in search.sublayers())
+        ask_runs(search, {}, ((first, first + length) for length in _SHORT for first in space.skippable))
+        return search.foremost(most)
+
+    def log_fits(self) -> None:
+        """Let MLflow see what was fitted and trained, and what it is worth."""
+        fits = []
+        for name in self._kept:
+            mask, _, kind = name.rpartition(" ")
+            if kind != EMPTY:
+                empty, bridged = (self._kept[f"{mask} {which}"]["heads"][0]["rates"][0] for which in (EMPTY, kind))
+                fit = {"mask": mask, "kind": kind, "fit_seconds": self._kept[name]["fit"]["seconds"]}
+                fits.append(fit | {"agreement_empty": empty, "agreement_bridged": bridged})
+        described = environment(self.target.device)
+        self._tracker.open_study(self.folder.name, self._asked, {"target": self.target.name}, described, role="bridges")
+        with self._tracker.closing():
+            self._tracker.log_fits(fits)
+
     def _shape(self, mask: SkipMask, kind: str) -> BridgeShape:
         if kind in (TRAINED, MLP):
             return made_of("trained", self.config.trained, self.target, mask)
@@ -143,10 +181,8 @@ class BridgePoints:
         return self.folder / f"{mask.format().replace(':', '-').replace(';', '_').replace(',', '.')}-{kind}"
 
     def _scan(self, mask: SkipMask, kind: str) -> dict[str, Any]:
-        if kind != EMPTY:
-            self.calibration  # noqa: B018  # what reading all texts takes is nobody's fit
         own, fit = (None, {"seconds": 0.0, "positions": 0}) if kind == EMPTY else self._fitted(mask, kind)
-        rows = []
+        start, rows = time.monotonic(), []
         for tokens in (None, *self.heads.values()):
             (scan,) = self.scanner.scan([mask], bridges=[own], tokens=tokens, floor=self._choices.floor)
             counts = []
@@ -155,18 +191,26 @@ class BridgePoints:
                 counts.append([length, rule, branching.siblings, found.to_list()])
             right = rates(scan)
             rows.append({"tokens": None if tokens is None else len(tokens), "rates": right, "counts": counts})
-        return {"fit": fit, "heads": rows}
+        return {"fit": fit | {"scan_seconds": time.monotonic() - start}, "heads": rows}
 
     def _fitted(self, mask: SkipMask, kind: str) -> tuple[Bridges, dict[str, Any]]:
-        """Bridges, saved, in the target's dtype, as they will decode; and how long they took, to how many positions."""
-        shape = self._shape(mask, kind)
+        """Bridges, saved, in the target's dtype, as they will decode; and how long they took, to how many positions.
+
+        What reading all texts takes is nobody's fit; it is told with the one that it was done for.
+        """
+        shape, start = self._shape(mask, kind), time.monotonic()
+        known = "calibration" in vars(self)
+        self.calibration  # noqa: B018
+        reading = 0.0 if known else time.monotonic() - start
         if kind == TRAINED:
             learner = self._trained(shape, mask)
             found, about = learner.bridges, {"seconds": learner.seconds, "steps": learner.step}
             about["positions"] = sum(passage.starts for passage in self.passages)
+            about["wall_seconds"] = learner.seconds + learner.judging
         else:
             fit = self.calibration.fit(shape)
-            found, about = fit.bridges, {"seconds": fit.seconds, "positions": fit.rows}
+            found, about = fit.bridges, {"seconds": fit.seconds, "positions": fit.rows, "wall_seconds": fit.seconds}
+        about |= {"reading_seconds": reading, "wall_seconds": about["wall_seconds"] + reading}
         save_bridges(self._place(mask, kind), found, self.target, {"asked": self._asked})
         return found.to(self.target.model.dtype).requires_grad_(False), about
 

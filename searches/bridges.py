@@ -2,8 +2,9 @@
 
 ``python -m searches.bridges`` fits and trains bridges for some masks on the target's own texts, scans the continuations of
 prompts that nothing was fitted to, foretells speedups from a cost profile, then decodes held-out prompts with the best
-configurations that skip emptily and the best that are bridged. It works on any target that can be scanned; what is fitted,
-trained and scanned is kept, and the same command goes on.
+configurations that skip emptily, few sub-layers or as many as are bridged, and the best that are bridged. What wins there by
+the rule of a study's finals, plain decoding perhaps, is exported. It works on any target that can be scanned; what is
+fitted, trained and scanned is kept, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from layerskip import Export, MaskError, Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip import Export, MaskError, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
 from layerskip.drafters.build import build_drafter
 from layerskip.eagle import load_eagle, read_modules
 from layerskip.environment import environment
@@ -30,11 +31,14 @@ from layerskip.training import acceptance, stored_modules
 
 from .application import InputError, check_list, check_number, check_whole, run
 from .bench import BASELINE, ModelBench
+from .bridge_finals import Contest, choose, contest, named
 from .bridge_points import EMPTY, FITTED, MLP, TRAINED, BridgePoints
+from .finals import Row
 from .foresight import ScanSettings
 from .heading import heading
 from .learner import check_learning
 from .objective import MeasureSettings, check_seed
+from .report import verdict
 from .written import begun_like, check_drafted
 
 _NUMBERS = (
@@ -47,6 +51,8 @@ _NUMBERS = (
     "training_bytes",
     "remembered_bytes",
 )
+
+_SHORT = 2  # short empty skips that are scanned for each contender
 
 
 def bridges(config: DictConfig) -> dict[str, Any]:
@@ -66,51 +72,40 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         build_drafter(SpeculativeConfig("eagle", head=str(config.eagle_head)), target)  # refuses now what cannot draft
     work = BridgePoints(config, target, sampling, scanning, tune.take(measuring.prompts), measuring.max_new_tokens, like)
     points = [point for mask in masks for point in work.points(mask)]
-    chosen = _choose(points, int(config.contenders))
-    configs = {name: SpeculativeConfig.from_dict(point["config"]) for name, point in chosen.items()}
+    work.log_fits()
+    short = [mask for mask in work.short_skips(_SHORT * int(config.contenders)) if mask not in masks]
+    skips = [point for mask in short for point in work.points(mask, bridged=False)]
+    chosen = choose([*points, *skips], int(config.contenders))
+    others = {}
     if config.eagle_head is not None:
-        configs["eagle"] = SpeculativeConfig("eagle", 3, head=str(config.eagle_head), candidates=1)
+        others["eagle"] = SpeculativeConfig("eagle", 3, head=str(config.eagle_head), candidates=1)
     prompts = held_out.take(measuring.held_out_prompts)
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
-    rows = []
     with tqdm(total=len(prompts) * measuring.repeats, unit="prompt", desc="held-out", disable=None) as bar:
-        for row in bench.compare(configs, prompts, measuring.repeats, config.seed):
-            rows.append(row)
-            bar.update()
-    measured = {}
-    for name, found in configs.items():
-        measurement = Measurement.of(rows, BASELINE, name)
-        low, high = measurement.interval()
-        measured[name] = {
-            "config": _named(found),
-            "speedup": measurement.speedup,
-            "low": low,
-            "high": high,
-            "predicted": chosen[name]["predicted"] if name in chosen else None,
-            "acceptance_rate": measurement.to_dict()["acceptance_rate"],
-            "losslessness": measurement.to_dict()["losslessness"]["verdict"],
-        }
-    if "bridged 1" in configs:
-        evidence = Measurement.of(rows, BASELINE, "bridged 1").to_dict()
-        evidence |= {"prompts_digest": prompts.digest, "max_new_tokens": measuring.max_new_tokens}
-        where = environment(target.device)
-        Export(Export.describe(target), configs["bridged 1"], sampling, evidence, where).save(work.folder / "best.json")
-        print(f"wrote {work.folder / 'best.json'}, what is foretold to be the fastest that is bridged")
+        found = contest(chosen, others, bench, prompts, measuring.repeats, config.seed, bar.update)
+    spent, winner = _seconds([*points, *skips], found), found.winner
+    evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest, "max_new_tokens": measuring.max_new_tokens}
+    where, search = environment(target.device), {"seconds": sum(spent.values())}
+    Export(Export.describe(target), winner.config, sampling, evidence, where, search).save(work.folder / "best.json")
     record = heading("layerskip.bridges/1", target) | {
         "prompts": {"scanned": len(tune.take(measuring.prompts)), "held_out": len(prompts), "digest": held_out.digest},
         "max_new_tokens": measuring.max_new_tokens,
         "texts": len(work.passages),
         "trained": {**config.trained, "seconds": config.max_seconds},
         "profile": work.profile.to_dict(),
-        "points": [point | {"config": _named(SpeculativeConfig.from_dict(point["config"]))} for point in points],
-        "eagle": _eagle(config.eagle_head, target, work.scanned, rows),
-        "measured": measured,
+        "points": [_recorded(point) for point in points],
+        "short_skips": [_recorded(point) for point in skips],
+        "eagle": _eagle(config.eagle_head, target, work.scanned, found.rows),
+        "measured": found.measured(),
+        "over_empty": found.over_empty(),
+        "winner": named(winner.config),
+        "seconds": spent,
     }
     path = Path(config.record or Path(config.outputs) / "bridges.json")
     write_json(path, record)
     draw(record, path.with_suffix(".png"))
     print(table(record))
-    print(f"wrote {path} and {path.with_suffix('.png')}")
+    print(f"\n{verdict(found.finals)}\nwrote {work.folder / 'best.json'}, {path} and {path.with_suffix('.png')}")
     return record
 
 
@@ -131,10 +126,22 @@ def _check(config: DictConfig) -> None:
         check_list("masks", config.masks)
 
 
-def _named(config: SpeculativeConfig) -> dict[str, Any]:
-    """A configuration for a record, what it was trained by named without the place."""
-    fields = config.to_dict()
-    return fields | {name: Path(fields[name]).name for name in ("bridge", "draft_head", "head") if name in fields}
+def _recorded(point: Mapping[str, Any]) -> dict[str, Any]:
+    """A point for a record, without the place of its parts."""
+    return {**point, "config": named(SpeculativeConfig.from_dict(point["config"]))}
+
+
+def _seconds(points: Sequence[Mapping[str, Any]], found: Contest) -> dict[str, float]:
+    """What everything took, by those that did it, today or before; a fit without what reading its texts took."""
+    spent = dict.fromkeys(("reading", "fitting", "training", "scanning"), 0.0)
+    for point in points:
+        if point["tokens"] is None:
+            fit = point["fit"]
+            spent["reading"] += (reading := fit.get("reading_seconds", 0.0))
+            spent["scanning"] += fit.get("scan_seconds", 0.0)
+            part = "training" if point["bridge"] == TRAINED else "fitting"
+            spent[part] += fit.get("wall_seconds", fit["seconds"]) - reading
+    return spent | {"decoding": found.seconds}
 
 
 def _runs(layers: int) -> list[str]:
@@ -154,20 +161,7 @@ def _mask(text: str, target: Target) -> SkipMask:
     return mask
 
 
-def _choose(points: list[dict[str, Any]], most: int) -> dict[str, dict[str, Any]]:
-    """The configurations that are foretold to be fastest, so many of those that skip emptily and of those bridged."""
-    chosen = {}
-    for name, kinds in (("empty", True), ("bridged", False)):
-        some = [point for point in points if (point["bridge"] == EMPTY) is kinds and point["fit"]["helps"]]
-        best: dict[tuple[str, str], dict[str, Any]] = {}
-        for point in sorted(some, key=lambda point: -point["predicted"]):
-            best.setdefault((point["mask"], point["bridge"]), point)
-        for number, point in enumerate(list(best.values())[:most]):
-            chosen[f"{name} {number + 1}"] = point
-    return chosen
-
-
-def _eagle(folder: str | None, target: Target, scanned: Sequence[Passage], rows: list[Any]) -> dict[str, Any] | None:
+def _eagle(folder: str | None, target: Target, scanned: Sequence[Passage], rows: Sequence[Row]) -> dict[str, Any] | None:
     """A head beside them: how often its first token is right where masks are scanned, and what a drafted one costs."""
     if folder is None:
         return None
@@ -191,12 +185,16 @@ def _eagle(folder: str | None, target: Target, scanned: Sequence[Passage], rows:
 
 def table(record: Mapping[str, Any]) -> str:
     """A record as Markdown."""
-    lines = ["| skipped | bridge | drafts from | draft cost | agreement | predicted |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| skipped | bridge | drafts from | draft cost | agreement | predicted | fitted in s |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for point in record["points"]:
         size = "all tokens" if point["tokens"] is None else f"{point['tokens']} tokens"
+        fitted = "" if point["bridge"] == EMPTY else f"{point['fit']['seconds']:.1f}"
         lines.append(
             f"| {point['mask']} | {point['bridge']} | {size} | {point['draft_cost']:.2f} | {point['agreement']:.2f} "
-            f"| {point['predicted']:.2f} |"
+            f"| {point['predicted']:.2f} | {fitted} |"
         )
     lines += ["", "| measured on held-out prompts | x plain | 95 % interval | predicted | output |", "|---|---|---|---|---|"]
     for name, found in record["measured"].items():
@@ -206,6 +204,12 @@ def table(record: Mapping[str, Any]) -> str:
             f"| {name}: {label} | {found['speedup']:.2f} | {found['low']:.2f} to {found['high']:.2f} | {predicted} "
             f"| {found['losslessness'].replace('_', '-')} |"
         )
+    ratios = dict(record["over_empty"] or {})
+    empty = ratios.pop("empty", None)
+    for name, ratio in ratios.items():
+        lines += ["", f"{name} over {empty}: {ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"]
+    took = ", ".join(f"{name} {seconds:.0f}" for name, seconds in record["seconds"].items())
+    lines += ["", f"Seconds: {took}; {sum(record['seconds'].values()):.0f} in all."]
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ none does, plain decoding wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,10 +149,30 @@ def measure_finals(
             break
     again = measure_again(bench, left, rows, prompts, settings.drift, seed, kept)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
-    found = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in (BASELINE, *configs)}
+    finalists = judge_rows(rows, configs, {name: standing.speedup for name, standing in chosen.items()}, left)
+    baseline = Measurement.of(rows, BASELINE, BASELINE).to_dict()
+    return Finals(finalists, baseline, seconds_of(kept), len(again), sum(moved(rows, settings.drift)))
+
+
+def judge_rows(
+    rows: Sequence[Row],
+    configs: Mapping[str, SpeculativeConfig],
+    before: Mapping[str, float],
+    left: Collection[str] | None = None,
+) -> tuple[Finalist, ...]:
+    """What rows of held-out prompts say of configurations, the fastest first.
+
+    Args:
+        rows: plain decoding in each, beside those configurations that were measured on the prompt.
+        configs: by name.
+        before: the speedup that each was expected to have.
+        left: those that stayed to the end; None for all.
+    """
+    left = configs.keys() if left is None else left
+    found = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in configs}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = [
-        Finalist(config, chosen[name].speedup, found[name].to_dict(), found[name].interval(confidence=confidence)[0])
+        Finalist(config, before[name], found[name].to_dict(), found[name].interval(confidence=confidence)[0])
         for name, config in configs.items()
     ]
     stayed = [pair for pair in zip(finalists, configs, strict=True) if pair[1] in left]
@@ -162,8 +182,7 @@ def measure_finals(
         for name, finalist in zip(configs, finalists, strict=True)
     ]
     finalists.sort(key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"]))
-    unsteady = sum(moved(rows, settings.drift))
-    return Finals(tuple(finalists), found[BASELINE].to_dict(), seconds_of(kept), len(again), unsteady)
+    return tuple(finalists)
 
 
 def _order(finalist: Finalist) -> tuple[bool, float]:

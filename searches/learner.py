@@ -88,6 +88,7 @@ class Learner(ABC):
         seconds: that they took, and what was before the first one.
         before: those of them that other processes spent.
         kept: those of them whose steps lie in the file.
+        judging: further seconds, that judging took.
     """
 
     def __init__(self, config: DictConfig, module: nn.Module, texts: int, file: TrainingFile) -> None:
@@ -96,7 +97,7 @@ class Learner(ABC):
         self.texts_per_step = min(int(config.texts_per_step), texts)
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds, self._begun = 0, 0.0, 0.0
-        self.before = self.kept = 0.0
+        self.before = self.kept = self.judging = 0.0
         if file.path.exists():
             state: dict[str, Any] = torch.load(file.path, weights_only=True, map_location=self.device)
             if state.get("identity") != file.identity:
@@ -104,7 +105,7 @@ class Learner(ABC):
             module.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds, self._begun = state["step"], state["seconds"], state.get("begun", 0.0)
-            self.before = self.kept = self.seconds
+            self.before, self.kept, self.judging = self.seconds, self.seconds, state.get("judging", 0.0)
         else:
             start = time.monotonic()
             self.begin()
@@ -161,7 +162,9 @@ class Learner(ABC):
                 bar.set_postfix_str(f"loss {sum(losses) / len(losses):.3f}")
                 if time.monotonic() - kept >= self.config.save_seconds or self.progress >= 1.0:
                     self.save()
+                    start = now(self.device)
                     rates = [] if tracker is None else self.judge()
+                    self.judging += now(self.device) - start
                     found = {f"held_out_acceptance_at_{place + 1:02d}": rate for place, rate in enumerate(rates)}
                     if tracker is not None:
                         tracker.log(tracker.run_id, found | {"loss": sum(losses) / len(losses)}, step=self.step)
@@ -170,7 +173,7 @@ class Learner(ABC):
     def save(self) -> None:
         """Keep everything, whole or not at all."""
         state: dict[str, Any] = {"head": self.module.state_dict(), "optimiser": self.optimiser.state_dict()}
-        state |= {"step": self.step, "seconds": self.seconds, "begun": self._begun}
+        state |= {"step": self.step, "seconds": self.seconds, "begun": self._begun, "judging": self.judging}
         state |= {"identity": self.file.identity, "asked": self.file.asked}
         with whole(self.file.path) as partial:
             torch.save(state, partial)

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 
-from layerskip import Export, SpeculativeConfig, generate, load_target
+from layerskip import Export, load_target
 from tests.searches.conftest import Launch
+from tests.searches.programs import runs, sqlite
 from tests.tiny import save_tiny
 
 SMALL = (
@@ -51,20 +53,36 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch:
     assert helped or family == "gemma3_text"  # that one says nothing that a bridge could learn
     assert set(record["measured"]) == {"empty 1", *(["bridged 1"] if helped else [])}
     assert {found["losslessness"] for found in record["measured"].values()} == {"exact"}
-    if not helped:
-        assert "drafts no better" in done.stdout
-        return
+    short = {point["mask"] for point in record["short_skips"]}
+    assert short and not short & set(empty) and all(point["bridge"] == "empty" for point in record["short_skips"])
+    foretold = max(p["predicted"] for p in (*points, *record["short_skips"]) if p["bridge"] == "empty")
+    assert record["measured"]["empty 1"]["predicted"] == foretold
+    fits = [point["fit"] for point in whole]
+    assert all(fit["wall_seconds"] >= fit["seconds"] and fit["scan_seconds"] > 0 for fit in fits)
+    assert sum(record["seconds"].values()) > sum(fit["seconds"] for fit in fits)
+    (run,) = runs(sqlite(tmp_path), "bridges")
+    history = MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, "agreement_bridged")
+    assert sorted(metric.value for metric in history) == pytest.approx(sorted(point["agreement"] for point in whole))
     target = load_target(str(folder), dtype="float32", device="cpu")
     (best,) = tmp_path.glob("bridges-*/best.json")
-    config = Export.load(best, target).config
-    assert Path(config.bridge).parent == best.parent
-    plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=16)
-    assert generate(target, "Tell me more.", config, max_new_tokens=16).tokens == plain.tokens
+    export = Export.load(best, target)
+    assert export.config.kind == record["winner"]["kind"] == "none"  # of two prompts nobody knows better
+    assert "No drafting wins" in done.stdout
+    assert export.search["seconds"] == pytest.approx(sum(record["seconds"].values()))
+    if not helped:
+        assert "drafts no better" in done.stdout
+        assert record["over_empty"] is None
+        return
+    assert record["over_empty"]["empty"] == "empty 1"
+    ratio, speed = record["over_empty"]["bridged 1"], {name: f["speedup"] for name, f in record["measured"].items()}
+    assert ratio["ratio"] == pytest.approx(speed["bridged 1"] / speed["empty 1"])
+    assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
     if family != "llama":
         return
     again = launch("bridges", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "record.json").read_text())["points"] == points
+    assert len(MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, "agreement_bridged")) == len(history)
 
 
 def test_a_budget_that_holds_no_text_is_one_line(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
