@@ -197,7 +197,9 @@ class Bridges(nn.Module):
         return [(gap, self.of(gap)) for gap in self.mask.gaps]
 
 
-def save_bridges(folder: Path, bridges: Bridges, target: Target, training: Mapping[str, Any]) -> None:
+def save_bridges(
+    folder: Path, bridges: Bridges, target: Target, training: Mapping[str, Any], calibration: str | None = None
+) -> None:
     """Write the bridges of a mask of a target.
 
     Args:
@@ -205,8 +207,9 @@ def save_bridges(folder: Path, bridges: Bridges, target: Target, training: Mappi
         bridges: of any dtype.
         target: that they belong to.
         training: how they came about, for people.
+        calibration: the digest of what they were fitted to.
     """
-    save_head(folder, _KIND, bridges.shape.to_dict(), bridges.state_dict(), target, training)
+    save_head(folder, _KIND, bridges.shape.to_dict(), bridges.state_dict(), target, training, calibration)
 
 
 def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = None) -> Bridges:

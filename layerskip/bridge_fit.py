@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .bridge import Bridge, Bridges, BridgeShape
 from .mask import Gap, SkipMask
-from .passages import Passage
+from .passages import Passage, digest_of
 from .regression import learn
 from .ridge import regress
 from .rows import RowModel
@@ -100,6 +100,11 @@ class Calibration:
         packs = [self._pack(self.starts[i : i + max_rows]) for i in range(0, len(self.starts), max_rows)]
         self._texts.lay(max(packs, key=lambda pack: pack.end + pack.room))  # the one cache has room for all from now on
         self._parts = [self._read(pack) for pack in packs]
+
+    @property
+    def digest(self) -> str:
+        """What tells it from others of the same target."""
+        return digest_of(self.passages)
 
     @property
     def nbytes(self) -> int:

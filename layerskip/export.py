@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from .attachments import attach, locate
 from .config import ConfigError, SpeculativeConfig
 from .files import write_json
+from .heads import check_head, is_head
 from .hugging_face import custom_generate
 from .sampling import Sampling, SamplingError
 from .target import Target
@@ -126,11 +127,20 @@ class Export:
         """Make sure that the configuration means the same on a target.
 
         Raises:
-            ExportError: its architecture or its number of layers is another.
+            ExportError: its architecture or its number of layers is another, or a trained part was made for another target.
         """
         for name, value in (("architecture", target.architecture), ("layers", target.layers)):
             if self.target[name] != value:
                 raise ExportError(f"target.{name}: the export is for {self.target[name]}, this model has {value}")
+        for config in (self.config, *self.config.members):
+            # Tokens of another tokenizer are a draft model's own, which is loaded and asked when decoding begins.
+            named = ("bridge", "head", *(("draft_head",) if config.kind != "cross_tokenizer" else ()))
+            for name, folder in ((name, getattr(config, name)) for name in named):
+                if folder and is_head(Path(folder)):
+                    try:
+                        check_head(Path(folder), target, name)
+                    except ConfigError as error:
+                        raise ExportError(f"config.{error}") from None
 
     def custom_generate(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[..., Any]:
         """The decoding method for ``model.generate(**inputs, custom_generate=export.custom_generate())``.

@@ -7,7 +7,7 @@ under a digest of everything that they depend on.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,11 @@ class Passage:
     def limit(self, start: int) -> int:
         """The most tokens that a round may draft whose last committed token is ``tokens[start]``."""
         return self.max_new_tokens - start - 2
+
+
+def digest_of(passages: Iterable[Passage]) -> str:
+    """What tells some continuations from others: their tokens."""
+    return digest([[list(passage.prompt), list(passage.tokens)] for passage in passages])
 
 
 def continue_prompts(

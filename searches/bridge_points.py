@@ -211,7 +211,7 @@ class BridgePoints:
             fit = self.calibration.fit(shape)
             found, about = fit.bridges, {"seconds": fit.seconds, "positions": fit.rows, "wall_seconds": fit.seconds}
         about |= {"reading_seconds": reading, "wall_seconds": about["wall_seconds"] + reading}
-        save_bridges(self._place(mask, kind), found, self.target, {"asked": self._asked})
+        save_bridges(self._place(mask, kind), found, self.target, {"asked": self._asked}, self.calibration.digest)
         return found.to(self.target.model.dtype).requires_grad_(False), about
 
     def _trained(self, shape: BridgeShape, mask: SkipMask) -> BridgeLearner:

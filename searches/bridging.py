@@ -21,7 +21,7 @@ from layerskip.bridge_training import BridgeTraining
 from layerskip.draft_head import save_draft_tokens
 from layerskip.files import digest
 from layerskip.own_texts import OwnText
-from layerskip.passages import Passage
+from layerskip.passages import Passage, digest_of
 from layerskip.scan import Scan, Scanner
 from layerskip.texts import Memory
 
@@ -121,7 +121,7 @@ def train_bridges(
         return None
     training = learnt | {"steps_done": learner.step, "seconds": learner.seconds, "held_out": accepted, "empty": empty}
     training |= {"data": digest([list(text.tokens) for text in texts]), "dtype": target.dtype}
-    save_bridges(folder, learner.bridges, target, training)
+    save_bridges(folder, learner.bridges, target, training, digest_of(passages))
     if tokens is not None:
         save_draft_tokens(folder / "draft_head", tokens, target, learnt)
     tracker.log_file(folder / "head.json")

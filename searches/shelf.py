@@ -251,7 +251,7 @@ class Shelf:
             return False
         said = {"bridge": makeup.bridge, "rank": makeup.rank, "width": makeup.width, "helps": fit.helps}
         said |= {"empty": fit.empty, "bridged": fit.bridged, "seconds": fit.seconds, "rows": fit.rows}
-        save_bridges(folder, fit.bridges, self.target, said | {"texts": self._asked})
+        save_bridges(folder, fit.bridges, self.target, said | {"texts": self._asked}, self.calibration.digest)
         if not fit.helps:
             print(f"bridge: {makeup.bridge} for {mask.format()} drafts no better ({fit.bridged:.2f}) than empty skips")
         return True

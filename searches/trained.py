@@ -110,7 +110,7 @@ class TrainedBridges:
                 if learner.fit is not None:
                     worth |= {"fit_seconds": learner.fit.seconds, "agreement_closed_form": learner.fit.bridged}
                 run.log(run.run_id, worth, step=learner.step)
-            save_bridges(folder, learner.bridges, self._target, said | self._learning)
+            save_bridges(folder, learner.bridges, self._target, said | self._learning, shelf.calibration.digest)
         return seconds - learner.before
 
     def _neighbour(self, shape: BridgeShape) -> Bridges | None:

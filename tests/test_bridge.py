@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from layerskip import Export, generate
+from layerskip import Export, ExportError, generate
 from layerskip.attachments import attached
 from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration
@@ -216,6 +216,21 @@ def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
         replace(config, mask="")
 
 
+def test_bridges_say_whose_they_are_and_what_they_were_fitted_to(tmp_path: Path) -> None:
+    """And serve their target in any dtype and place, but not another revision of it, whatever its weights."""
+    model, found = target_of("llama").model, calibration("llama")
+    mine = Target(model, None, "some/model", "one")
+    save_bridges(tmp_path, found.fit(_shape(mine, "layers:1-2")).bridges, mine, {}, found.digest)
+    about = json.loads((tmp_path / "head.json").read_text())
+    assert about["target"]["name"] == "some/model" and about["target"]["revision"] == "one"
+    assert about["target"]["dtype"] == "float32"
+    assert about["calibration"] == found.digest != Calibration(found.target, found.passages[:9], 2**24).digest
+    for other in (mine, Target(model, None, "some/model"), Target(model, None, "elsewhere", "two")):
+        load_bridges(tmp_path, other)
+    with pytest.raises(ConfigError, match="^bridge: .* another target, some/model, .* its revision is one, not two$"):
+        load_bridges(tmp_path, Target(model, None, "some/model", "two"))
+
+
 def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
     """Moved to another machine with what lies beside it, the places where it was found gone."""
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
@@ -241,6 +256,11 @@ def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
     other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device="cpu")
     with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
         generate(other, "Hello.", export.config, max_new_tokens=12)
+    with pytest.raises(ExportError, match=r"^config\.bridge: .* made for another target.* weights are not"):
+        Export.load(tmp_path / "elsewhere" / "best.json", other)
+    shutil.rmtree(export.config.members[1].bridge)
+    with pytest.raises(ConfigError, match="^bridge: cannot read"):
+        generate(target, "Hello.", Export.load(tmp_path / "elsewhere" / "best.json", target).config, max_new_tokens=12)
     with pytest.raises(ConfigError, match="^bridge: there is nothing in"):
         Export(Export.describe(target), skip).save(tmp_path / "lost.json")
     assert not (tmp_path / "lost.json").exists()
