@@ -62,3 +62,11 @@ def most_tokens(target: Target) -> tuple[int, ...]:
     """All of a tiny target's tokens but one that its texts hold rarely; of the toy's, one that its prompt does not hold, as
     what the text holds is drafted all the same."""
     return tuple(token for token in range(target.vocabulary) if token != (0 if target is toy_target() else 7))
+
+
+def few_tokens(target: Target) -> tuple[int, ...]:
+    """Three; behind ``FEW_PROMPT`` two of the toy's are drafted only once the text has said them."""
+    return (1, 2, 3) if target is toy_target() else (3, 5, 7)
+
+
+FEW_PROMPT = (3,)

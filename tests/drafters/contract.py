@@ -89,9 +89,9 @@ def generated(family: str, prompt: Tokens, length: int, penalty: float = 1.0, eo
 
 
 @functools.cache
-def toy_law(toy: Target, sampling: Sampling, length: int) -> dict[Tokens, float]:
-    """The exact law of what is sampled behind ``TOY_PROMPT``."""
-    return exact_law(toy.model, TOY_PROMPT, sampling, length, frozenset({1}))
+def toy_law(toy: Target, sampling: Sampling, length: int, prompt: Tokens = TOY_PROMPT) -> dict[Tokens, float]:
+    """The exact law of what is sampled behind a prompt."""
+    return exact_law(toy.model, prompt, sampling, length, frozenset({1}))
 
 
 class Recorder:
@@ -158,6 +158,9 @@ class DrafterContract:
 
     toy = staticmethod(toy_target)
     """Whose laws they are."""
+
+    toy_prompt = TOY_PROMPT
+    """Behind which."""
 
     def drafter(self, target: Target) -> Drafter:
         """A new drafter for ``target``, which is any that this file makes."""
@@ -271,8 +274,8 @@ class DrafterContract:
         drafter = self.drafter(target)
         torch.manual_seed(0)
         for sampling in self.samplings:
-            results = [decode(target, drafter, TOY_PROMPT, sampling, 4) for _ in range(SAMPLES)]
-            assert_follows((tuple(result.tokens) for result in results), toy_law(target, sampling, 4))
+            results = [decode(target, drafter, self.toy_prompt, sampling, 4) for _ in range(SAMPLES)]
+            assert_follows((tuple(result.tokens) for result in results), toy_law(target, sampling, 4, self.toy_prompt))
             rounds = DecodeStats.join(result.stats for result in results).rounds
             for accepted in (0, 1, 2):
                 assert any(round.drafted >= 2 and round.accepted == accepted for round in rounds) == self.drafts

@@ -13,7 +13,7 @@ from layerskip.drafters.base import Drafter
 from layerskip.drafters.build import build_drafter
 from layerskip.sampling import Sampling
 from layerskip.target import Target
-from tests.drafters.bridges import bridge_folder, head_folder, most_tokens
+from tests.drafters.bridges import FEW_PROMPT, bridge_folder, few_tokens, head_folder, most_tokens
 from tests.drafters.contract import (
     FAMILIES,
     LENGTH,
@@ -89,6 +89,21 @@ class TestBridgedByMLPs(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         return _bridged(target, "layers:1-2", "mlp", 4, 8, draft_length=3, siblings=2, least_probability=0.05)
+
+
+class TestBridgedByMapsOfLowRank(DrafterContract):
+    def drafter(self, target: Target) -> Drafter:
+        return _bridged(target, "layers:1-2", "linear", 4, draft_length=3)
+
+
+class TestThreeTokens(DrafterContract):
+    """Much of what the target says cannot be drafted; the output has all of it nonetheless."""
+
+    toy_prompt = FEW_PROMPT
+
+    def drafter(self, target: Target) -> Drafter:
+        head = head_folder(family_of(target), few_tokens(target))
+        return _drafter(target, "attention:1", "mlp:0", draft_length=3, draft_head=head)
 
 
 class TestFewTokens(DrafterContract):
