@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import optuna
+
 from layerskip import SkipMask, passages
+from layerskip.bridge_fit import Calibration, Fit
 from layerskip.measurement import Sample
 from layerskip.scan import Scan, Scanner
-from searches import foresight
+from searches import foresight, layerskip, trained
 from searches.application import run
 from searches.bench import ModelBench
+from searches.bridging import BridgeLearner
 from searches.layerskip import search
 from searches.objective import Objective
+from searches.standings import Standing, configuration
 
 log, dies_in, dies_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 begun: list[str] = []
@@ -62,11 +67,23 @@ def compare_finalists(self: ModelBench, *args: Any) -> Iterator[Mapping[str, Sam
         yield row
 
 
+def one_bridged(study: optuna.Study, most: int) -> list[Standing]:
+    configs = [configuration(trial) for trial in study.get_trials(deepcopy=False) if "config" in trial.user_attrs]
+    return [Standing(config) for config in configs if config.bridge][:1]
+
+
 passages._decode = told("continuations", passages._decode, lambda target, item, *_: item.id)
 foresight.profile_costs = told("profile", foresight.profile_costs, lambda *_: "")  # type: ignore[attr-defined]
 Scanner.scan = scan_one_by_one  # type: ignore[method-assign, assignment]
 ModelBench.compare = compare_finalists  # type: ignore[method-assign, assignment]
 Objective.__call__ = told("trials", Objective.__call__, lambda _, trial: f"number {trial.number}")  # type: ignore[method-assign]
+Calibration.fit = told("fits", Calibration.fit, lambda _, shape: f"{shape.mask} {shape.kind}")  # type: ignore[method-assign]
+BridgeLearner.learn = told("training", BridgeLearner.learn, lambda learner: f"step {learner.step}")  # type: ignore[method-assign]
+if "space=bridged" in sys.argv:
+    # Tiny random models need not gain by bridges, and what is bridged need not be among the fastest.
+    Fit.helps = property(lambda fit: True)  # type: ignore[method-assign, assignment]
+    layerskip.contenders = one_bridged  # type: ignore[attr-defined]
+    trained._SAVED = 0.0  # after every step
 
 if __name__ == "__main__":
     sys.argv = ["layerskip", *sys.argv[4:]]
