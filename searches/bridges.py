@@ -30,10 +30,9 @@ from layerskip.readout import Readout
 from layerskip.training import acceptance, stored_modules
 
 from .application import InputError, check_list, check_number, check_whole, run
-from .bench import BASELINE, ModelBench
+from .bench import BASELINE, ModelBench, Row
 from .bridge_finals import Contest, choose, contest, named
 from .bridge_points import EMPTY, FITTED, MLP, TRAINED, BridgePoints
-from .finals import Row
 from .foresight import ScanSettings
 from .heading import heading
 from .learner import check_learning
