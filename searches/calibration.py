@@ -157,7 +157,7 @@ def _plant(config: DictConfig, settings: PlantedSettings) -> list[Outcome]:
         space=lambda layers: instantiate(parts.space, layers=layers),
         sampler=lambda seed: instantiate(parts.sampler, seed=seed),
         pruner=instantiate(parts.pruner),
-        **{name: instantiate(parts[name]) for name in ("study", "measure", "proposals")},
+        **{name: instantiate(parts[name]) for name in ("study", "measure", "scan")},
     )
     fields: dict[str, Any] = OmegaConf.to_container(config.planted, resolve=True)  # type: ignore[assignment]
     asked = [fields[name] for name in ("layers", "prompts", "search")]

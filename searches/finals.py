@@ -33,7 +33,7 @@ _HELD_OUT_SEED = 1_000_003
 _BLOCK = 6  # prompts between two looks at who is behind
 _LOOKS = 1.25  # so many times the prompts of the last look are decoded before the next one
 _LEAVING = 0.999  # confidence at which a configuration leaves; well above the verdict's, as it is looked at again and again
-_LEVEL = 0.03  # few prompts cannot tell a tenth either, which simplicity is not worth
+_LEVEL = 0.01  # few prompts cannot tell a tenth either, which simplicity is not worth
 _SIMPLEST = (
     *("none", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip"),
     *("medusa", "eagle", "draft_model", "cross_tokenizer"),

@@ -101,6 +101,15 @@ class MaskSearch:
         """All that may be skipped."""
         return [(kind, layer) for layer in self.skippable for kind in ("attention", "mlp")]
 
+    def near(self, mask: SkipMask) -> list[SkipMask]:
+        """Flips of single sub-layers, and of pairs among those that promise most: a skipped and a kept one are a swap."""
+        skipped = [part for part in self.sublayers() if getattr(mask, part[0])[part[1]]]
+        kept = [part for part in self.sublayers() if part not in skipped]
+        cheapest = sorted(kept, key=lambda part: self.price(*part))[:_SHORTLIST]
+        dearest = sorted(skipped, key=lambda part: -self.price(*part))[:_SHORTLIST]
+        pairs = itertools.combinations([*dearest, *cheapest], 2)
+        return [flip(mask, *part) for part in self.sublayers()] + [flip(flip(mask, *one), *other) for one, other in pairs]
+
     def price(self, kind: str, layer: int) -> float:
         """Agreement lost per second saved when one sub-layer is left out."""
         saved = self.oracle.profile.saved_seconds(kind)[layer]
@@ -244,15 +253,9 @@ def _add_greedily(search: MaskSearch) -> None:
 
 
 def _change_best(search: MaskSearch) -> None:
-    """Flips of single sub-layers, and of pairs among those that promise most, around the best, until none helps; a pair of a
-    skipped and a kept one is a swap."""
+    """Ask about what is near the best, until nothing near it is better."""
     while not search.exhausted:
         before = search.best
-        search.ask(flip(before, kind, layer) for kind, layer in search.sublayers())
-        skipped = [part for part in search.sublayers() if getattr(before, part[0])[part[1]]]
-        kept = [part for part in search.sublayers() if part not in skipped]
-        cheapest = sorted(kept, key=lambda part: search.price(*part))[:_SHORTLIST]
-        dearest = sorted(skipped, key=lambda part: -search.price(*part))[:_SHORTLIST]
-        search.ask(flip(flip(before, *one), *other) for one, other in itertools.combinations([*dearest, *cheapest], 2))
+        search.ask(search.near(before))
         if search.best == before:
             return

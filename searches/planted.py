@@ -18,10 +18,11 @@ from layerskip import SpeculativeConfig
 from .application import check_whole
 from .bars import Count
 from .finals import measure_finals
+from .foresight import ScanSettings
 from .landscape import Landscape
 from .objective import MeasureSettings, Objective
 from .prior import Prior
-from .proposals import ProposalSettings, propose_all
+from .proposals import propose_all
 from .simulation import Machine, SimulatedBench, SimulatedOracle
 from .space import SearchSpace
 from .standings import configuration
@@ -100,7 +101,7 @@ class Search:
         pruner: of all searches.
         study: how long.
         measure: how much is decoded.
-        proposals: how much is foretold before.
+        scan: how much is foretold before, and from how many prompts.
     """
 
     space: Callable[[int], SearchSpace]
@@ -108,7 +109,7 @@ class Search:
     pruner: optuna.pruners.BasePruner
     study: StudySettings
     measure: MeasureSettings
-    proposals: ProposalSettings
+    scan: ScanSettings
 
 
 def find_planted(seed: int, hopeless: bool, settings: PlantedSettings, search: Search) -> Outcome:
@@ -118,10 +119,10 @@ def find_planted(seed: int, hopeless: bool, settings: PlantedSettings, search: S
     space, measuring = search.space(settings.layers), search.measure
     tune, held_out = draw_prompts(settings.prompts, seed).split()
     bench = SimulatedBench(landscape, Machine(seed))
-    oracle = SimulatedOracle(landscape, space, tune.take(measuring.prompts))
+    oracle = SimulatedOracle(landscape, space, tune.take(search.scan.prompts), search.scan.screened_rows)
     study = open_study(f"planted-{seed}", InMemoryStorage(), search.pruner, {})
     study.sampler = search.sampler(seed)
-    starts = starting_points(space, propose_all(oracle, space, search.proposals))
+    starts = starting_points(space, propose_all(oracle, space, search.scan.proposals))
     objective = Objective(bench, space, tune, measuring, seed, prior=Prior(oracle))
     run_trials(study, objective, search.study, lambda _: None, starts)
     winner = measure_finals(study, bench, held_out.take(measuring.held_out_prompts), measuring, seed).winner.config

@@ -6,7 +6,7 @@ are scanned whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from layerskip import SkipMask, SpeculativeConfig
@@ -16,6 +16,7 @@ from .mask_search import MaskSearch, Runs, ask_runs, move_ends
 from .oracle import Oracle, Prediction
 from .space import SearchSpace
 
+_NEAR = 4  # masks near the best one that are scanned before what is best is asked again
 _EARLY = 2  # first layers of runs that are bridged
 _STEPS = (8, 4, 2)  # between the lengths of those
 _APART = 6  # layers between where other runs begin, and between single sub-layers
@@ -71,7 +72,7 @@ def propose(
     """
     search = MaskSearch(oracle, space, settings.asked(space), on_mask, on_best)
     search.explore(also)
-    return _scanned(search, settings)
+    return _refined(search, settings)
 
 
 def propose_bridged(
@@ -127,5 +128,22 @@ def propose_all(
 
 def _scanned(search: MaskSearch, settings: ProposalSettings) -> list[Prediction]:
     """What is foretold of the most promising masks, best first."""
-    found = search.oracle.predict(search.foremost(settings.scanned))
+    return _best_first(search.oracle.predict(search.foremost(settings.scanned)), settings)
+
+
+def _refined(search: MaskSearch, settings: ProposalSettings) -> list[Prediction]:
+    """The same, where a part of the scans is left for masks near the best one: whole scans see what few positions do not."""
+    foremost = search.foremost(settings.scanned)
+    found = dict(zip(foremost, search.oracle.predict(foremost[: -(-len(foremost) * 2 // 3)]), strict=False))
+    while left := settings.scanned - len(found):
+        search.ask(near := search.near(max(found, key=lambda mask: found[mask].speedup)))
+        asked = sorted((mask for mask in near if mask in search.scores), key=lambda mask: -search.scores[mask])
+        some = [mask for mask in (*asked, *foremost) if mask not in found][: min(_NEAR, left)]
+        if not some:
+            break
+        found |= zip(some, search.oracle.predict(some), strict=True)
+    return _best_first(found.values(), settings)
+
+
+def _best_first(found: Iterable[Prediction], settings: ProposalSettings) -> list[Prediction]:
     return sorted(found, key=lambda prediction: -prediction.speedup)[: settings.enqueued]
