@@ -73,7 +73,8 @@ class SpeculativeConfig:
         draft: for ``draft_model`` and ``cross_tokenizer``: a hub id, folder or GGUF file, as ``load_target`` takes them.
         accept: for all that draft: which drafted tokens pass; any rule but ``exact`` changes the output.
         members: for ``cascade``: at least two configurations that draft; the first with a proposal drafts a round. One that
-            a stop rule ended behind its first token is taken only where the members behind have none, or none surer.
+            a stop rule ended behind its first token, or that was found behind matches which have earned less, lately, than
+            a member behind, is taken only where the members behind have no better one.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.

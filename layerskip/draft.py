@@ -21,12 +21,15 @@ class Draft:
             earlier one, or -1 for the last token of the sequence.
         probs: ``[K, V]`` float32, the distribution that each token was drawn from, in a tree given the siblings before
             it; None where the draft is deterministic, hence one-hot.
+        match: behind how many tokens of the context it was found in a text; 0 where it was not looked up. It is then
+            deterministic.
         unsure: whether a stop rule ended it behind its first token; that may not depend on the token that was drawn.
     """
 
     tokens: Tensor
     parents: tuple[int, ...] | None = None
     probs: Tensor | None = None
+    match: int = 0
     unsure: bool = False
 
     @classmethod
@@ -35,9 +38,9 @@ class Draft:
         return cls(torch.empty(0, dtype=torch.int64, device=device))
 
     @classmethod
-    def of_tree(cls, tokens: Sequence[int], parents: Sequence[int], device: torch.device) -> Draft:
+    def of_tree(cls, tokens: Sequence[int], parents: Sequence[int], device: torch.device, match: int = 0) -> Draft:
         """A deterministic draft on the device; a tree of one branch is a chain, which is cheaper to verify."""
         if not tokens:
             return cls.empty(device)
         chain = all(parent == node - 1 for node, parent in enumerate(parents))
-        return cls(upload(tokens, device), None if chain else tuple(parents))
+        return cls(upload(tokens, device), None if chain else tuple(parents), match=match)

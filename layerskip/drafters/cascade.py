@@ -1,9 +1,10 @@
-"""Drafting by the first of several drafters that has a proposal which it is sure of.
+"""Drafting by the first of several drafters that has a proposal which is worth it.
 
 What repeats is copied for nothing, what does not is drafted at a price: a lookup drafts where it finds something, and a
-dearer drafter everywhere else. A draft that a stop rule ended behind its first token waits until the others were asked: it
-is taken where none of them is surer. Whoever did not draft a round follows the text, and hears what the target said in the
-round, all the same. This follows no paper.
+dearer drafter everywhere else. Two kinds of drafts wait until the others were asked, and are taken where none of them has a
+better one: those that a stop rule ended behind its first token, and those out of the text of whose like fewer tokens are
+accepted, lately, than of what one of the others drafts. Whoever did not draft a round follows the text, and hears what the
+target said in the round, all the same. This follows no paper.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Drafter, Follower, Learner, Reader, Said
+from .expectation import Expectation
 
 
 class Cascade:
-    """Asks its members in order.
+    """Asks its members in order; it knows from prompt to prompt what became of their drafts, until it is told to forget.
 
     Args:
-        members: drafters; which of them has a proposal, and which is sure, may depend on the context alone, not on the
-            tokens it would draw.
+        members: drafters; which of them has a proposal, which is sure, and behind a match of how many tokens, may depend on
+            the context alone, not on the tokens it would draw.
     """
+
+    learns = True
 
     def __init__(self, members: Sequence[Drafter]) -> None:
         self.members = tuple(members)
@@ -36,34 +40,44 @@ class Cascade:
             raise ConfigError("members: they read different hidden states")
         self.modules = self._readers[0].modules if self._readers else ()
         self._followers = [member for member in members if isinstance(member, Follower)]
-        self._drafted: Drafter | None = None
+        self._drafted: int | None = None  # the place of whose draft it was
+        self._expectation = Expectation()
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Start every member."""
         self._drafted = None
+        self._expectation.begin()
         for member in self.members:
             member.start(prompt, cache, chooser)
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """The first draft that is sure, else the first that is not empty; who is not asked learns the text all the same."""
+        """The first draft worth taking, else the first that is not empty; who is not asked learns the text all the same."""
         for follower in self._followers:
             follower.follow(context)
+        self._expectation.follow(context.tokens)
         self._drafted, found = None, Draft.empty(context.last.device)
-        for member in self.members:
+        for place, member in enumerate(self.members):
             draft = member.draft(context, limit)
-            if draft.tokens.shape[0] and (self._drafted is None or not draft.unsure):
-                self._drafted, found = member, draft
-                if not draft.unsure:
-                    break
+            if not draft.tokens.shape[0]:
+                continue
+            if draft.match:
+                self._expectation.watch((place, draft.match), draft, len(context.tokens))
+            waits = draft.unsure or self._outdone(place, draft.match)
+            if self._drafted is None or not waits:
+                self._drafted, found = place, draft
+            if not waits:
+                break
         return found
 
-    @property
-    def learns(self) -> bool:
-        """Whether any member does."""
-        return any(isinstance(member, Learner) and member.learns for member in self.members)
+    def _outdone(self, place: int, match: int) -> bool:
+        """Whether of a member's drafts behind such a match fewer tokens are accepted than of what one behind it drafts."""
+        expected = self._expectation.expect((place, match)) if match else None
+        others = (self._expectation.expect(behind) for behind in range(place + 1, len(self.members)))
+        return expected is not None and any(other is not None and other > expected for other in others)
 
     def forget(self) -> None:
-        """Let every member forget."""
+        """Forget what drafts were worth, and let every member forget."""
+        self._expectation.forget()
         for member in self.members:
             if isinstance(member, Learner):
                 member.forget()
@@ -74,9 +88,10 @@ class Cascade:
             reader.read(features)
 
     def observe(self, verdict: Verdict) -> None:
-        """Tell the member whose draft it was."""
+        """Tell the member whose draft it was, and remember what became of it."""
         if self._drafted is not None:
-            self._drafted.observe(verdict)
+            self.members[self._drafted].observe(verdict)
+            self._expectation.add(self._drafted, verdict.accepted)
 
     def hear(self, said: Said) -> None:
         """Tell every member."""

@@ -44,23 +44,30 @@ class PromptLookup:
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Propose what followed the longest n-gram that the context ends with; nothing where none occurred before."""
-        found = self.propose(context.tokens, limit)
-        return Draft(upload(found, context.last.device)) if found else Draft.empty(context.last.device)
+        start, size = self._search(context.tokens)
+        if not size:
+            return Draft.empty(context.last.device)
+        return Draft(upload(self._copy(context.tokens, start, limit), context.last.device), match=size)
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """The same on token ids; ``tokens`` goes on where it stood at the last call."""
-        self._index(tokens)
-        for size in self.sizes:
-            start = self._follows.get(tuple(tokens[-size:])) if size < len(tokens) else None
-            if start is not None:
-                return _copy(tokens, start, min(limit, self.draft_length))
-        return []
+        start, size = self._search(tokens)
+        return self._copy(tokens, start, limit) if size else []
 
     def observe(self, verdict: Verdict) -> None:
         """Nothing to learn; the next context has it all."""
 
     def hear(self, said: Said) -> None:
         """Nothing to learn."""
+
+    def _search(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """What follows the longest n-gram that the tokens end with begins where, and how long it is; 0 long if none is."""
+        self._index(tokens)
+        for size in self.sizes:
+            start = self._follows.get(tuple(tokens[-size:])) if size < len(tokens) else None
+            if start is not None:
+                return start, size
+        return 0, 0
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Index every n-gram that a token follows, which leaves out the one that the context ends with."""
@@ -72,7 +79,6 @@ class PromptLookup:
                         self._follows[ngram] = end
         self._indexed = len(tokens)
 
-
-def _copy(tokens: Sequence[int], start: int, count: int) -> list[int]:
-    period = len(tokens) - start
-    return [tokens[start + i % period] for i in range(count)]
+    def _copy(self, tokens: Sequence[int], start: int, limit: int) -> list[int]:
+        period = len(tokens) - start
+        return [tokens[start + i % period] for i in range(min(limit, self.draft_length))]

@@ -71,19 +71,21 @@ class Retrieval:
 
     def draft(self, context: Context, limit: int) -> Draft:
         """A tree of what followed the longest n-gram that the context ends with; nothing where none did."""
-        tokens, parents = self.propose(context.tokens, min(limit, self.draft_length))
-        return Draft.of_tree(tokens, parents, context.last.device)
+        tokens, parents, match = self.propose(context.tokens, min(limit, self.draft_length))
+        return Draft.of_tree(tokens, parents, context.last.device, match)
 
-    def propose(self, tokens: list[int], depth: int) -> tuple[list[int], list[int]]:
-        """The same on token ids: the tree's tokens and their parents; ``tokens`` is read on as it grows."""
+    def propose(self, tokens: list[int], depth: int) -> tuple[list[int], list[int], int]:
+        """The same on token ids: the tree's tokens, their parents, and how long the n-gram is; ``tokens`` is read on as it
+        grows."""
         self._texts[-1] = tokens
         self._index()
         for size in self.sizes:
             if size <= len(tokens):
                 found = self._continuations(tuple(tokens[-size:]), depth)
                 if found:
-                    return grow(_Trie(found), _Trie.successors, depth, self.tree_tokens, self.least_probability)
-        return [], []
+                    tree = grow(_Trie(found), _Trie.successors, depth, self.tree_tokens, self.least_probability)
+                    return *tree, size
+        return [], [], 0
 
     def observe(self, verdict: Verdict) -> None:
         """Nothing to learn; the next context has it all."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -23,6 +25,7 @@ from layerskip.readout import Readout
 from layerskip.sampling import Chooser
 from layerskip.target import Target
 from layerskip.translation import Translation
+from layerskip.tree import path_to
 from layerskip.verify import Verdict
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, generated, target_of
 from tests.drafters.heads import eagle_head, family_of, medusa_heads
@@ -39,7 +42,24 @@ def _skip(target: Target) -> dict[str, object]:
     return SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
 
 
-class TestLookupThenLayerSkip(DrafterContract):
+class Choosing(DrafterContract):
+    """What became of drafts is remembered; it is seen where it changes who drafts, which behind few tokens it need not."""
+
+    learns = True
+    remembers = True
+
+    def test_what_was_learnt_lasts_until_it_is_forgotten(self) -> None:
+        target = target_of("llama")
+        drafter = self.drafter(target)
+        assert isinstance(drafter, Cascade)
+        runs = []
+        for _ in range(2):
+            drafter.forget()
+            runs.append([decode(target, drafter, prompt, GREEDY, LENGTH).stats for prompt in PROMPTS * 2])
+        assert runs[0] == runs[1]
+
+
+class TestLookupThenLayerSkip(Choosing):
     def drafter(self, target: Target) -> Drafter:
         skip = _skip(target)
         return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, skip]}), target)
@@ -55,11 +75,10 @@ class TestLookupThenTrees(DrafterContract):
         return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))])
 
 
-class TestLookupThenWindow(DrafterContract):
+class TestLookupThenWindow(Choosing):
     """The second hears of passes that the first has drafted for, in which it asked nothing."""
 
     trees = True
-    learns = True
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
@@ -67,7 +86,7 @@ class TestLookupThenWindow(DrafterContract):
         return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, window]}), target)
 
 
-class TestLookupThenSiblings(DrafterContract):
+class TestLookupThenSiblings(Choosing):
     trees = True
     samplings = SAMPLINGS[1:2]
 
@@ -76,7 +95,7 @@ class TestLookupThenSiblings(DrafterContract):
         return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, skip]}), target)
 
 
-class TestLookupThenDraftModel(DrafterContract):
+class TestLookupThenDraftModel(Choosing):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
@@ -220,6 +239,94 @@ def test_who_was_never_asked_has_kept_the_request_for_the_next_one() -> None:
     assert told.tokens == again.tokens == fresh.tokens == generated("llama", PROMPTS[2], LENGTH)
     assert len(again.stats.rounds) < len(fresh.stats.rounds)
     assert again.stats.rounds[0].accepted > 0  # of what only the request before can have taught it
+
+
+class Told(Member):
+    """Drafts the next tokens of a text, of which some are wrong, where it is in the mood to."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        super().__init__()
+        self.text, self.mood = text, random.Random(3)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        said = [token if self.mood.random() < 0.7 else 9 for token in self.text[len(context.tokens) :][:2]]
+        return Draft(torch.tensor(said if self.mood.random() < 0.9 else [], dtype=torch.int64))
+
+
+class Kept(Member):
+    """Another drafter, and its last draft."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.drafter, self.tree_tokens = drafter, drafter.tree_tokens
+        self.last = Draft.empty(torch.device("cpu"))
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        self.drafter.start(prompt, cache, chooser)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        self.last = self.drafter.draft(context, limit)
+        return self.last
+
+
+def _branches(draft: Draft) -> list[list[int]]:
+    tokens = draft.tokens.tolist()
+    parents = draft.parents or range(-1, len(tokens) - 1)
+    return [[tokens[at] for at in path_to(node, parents)] for node in range(len(tokens))]
+
+
+def _run(branches: list[list[int]], text: Sequence[int]) -> int:
+    """The most tokens of a text that one of the branches has."""
+    return max((len(branch) for branch in branches if list(text[: len(branch)]) == branch), default=0)
+
+
+def _mean(values: list[int]) -> float:
+    assert len(values) <= 32  # of more, the first ones would fade
+    return sum(values) / len(values) if len(values) >= 4 else math.nan
+
+
+@pytest.mark.parametrize("kind", ["prompt_lookup", "retrieval"])
+def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
+    """Every choice on some texts, against the means of all that the texts had told of earlier drafts by then."""
+    source, text = random.Random(1), list[int]()
+    fields = {"kind": kind, "ngram_min": 2, "ngram_max": 3, "draft_length": 4}
+    first = Kept(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
+    second = Kept(Told(text))
+    cascade = Cascade([first, second])
+    earned: dict[int, list[int]] = {}  # behind matches of each length: what drafts had accepted, taken or not
+    taken: list[int] = []  # what the second had accepted
+    waits = fallbacks = 0
+    for _ in range(2):
+        text[:] = source.choices(range(4), k=45)
+        text += text[8:30]
+        cascade.start(text[:8], None, None)  # type: ignore[arg-type]
+        open_drafts: list[tuple[int, int, list[list[int]]]] = []
+        known = 9
+        while known < len(text) - 5:
+            for begin, match, branches in list(open_drafts):
+                run = _run(branches, text[begin:known])
+                if begin + run < known or run == max(map(len, branches)):
+                    earned.setdefault(match, []).append(run)
+                    open_drafts.remove((begin, match, branches))
+            second.last = Draft.empty(torch.device("cpu"))
+            draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
+            match, other = first.last.match, second.last.tokens.shape[0] > 0
+            assert (match > 0) == (first.last.tokens.shape[0] > 0)
+            if match:
+                open_drafts.append((known, match, _branches(first.last)))
+            behind = match > 0 and _mean(earned.get(match, [])) < _mean(taken)
+            assert draft is (second.last if other and (behind or not match) else first.last if match else draft)
+            waits, fallbacks = waits + behind, fallbacks + (behind and not other)
+            accepted = _run(_branches(draft), text[known:])
+            if draft is second.last:
+                taken.append(accepted)
+            cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
+            known += accepted + 1
+    assert waits > 5
+    assert fallbacks
+    cascade.forget()
+    cascade.start(text, None, None)  # type: ignore[arg-type]
+    assert cascade.draft(Context(text, torch.tensor(text[-1:])), 4) is first.last  # the order is trusted again
 
 
 class Often(Member):
