@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,12 @@ class Clocked:
         self.tree_tokens = drafter.tree_tokens
         self.modules = drafter.modules if isinstance(drafter, Reader) else ()
         self._readings: list[tuple[Any, Any]] = []
+        self._given: tuple[weakref.ref[Any], ...] = ()
+
+    @property
+    def given(self) -> list[object]:
+        """The target's cache and the chooser that it was last started with, as far as they are still there."""
+        return [found for ref in self._given if (found := ref()) is not None]
 
     @property
     def seconds(self) -> float:
@@ -49,6 +56,7 @@ class Clocked:
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt."""
+        self._given = weakref.ref(cache), weakref.ref(chooser)
         self.drafter.start(prompt, cache, chooser)
 
     def draft(self, context: Context, limit: int) -> Draft:

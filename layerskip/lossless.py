@@ -72,14 +72,16 @@ class Losslessness:
         return "near_tie" if all(d.near_tie for d in self.divergences) else "different"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for exports and logs."""
+        """Plain values, for exports and logs; ``tolerance`` is that where the margin is the largest."""
+        worst = max(self.divergences, key=lambda found: found.margin, default=None)
         return {
             "verdict": self.verdict,
             "basis": self.basis,
             "compared": self.compared,
             "near_ties": sum(d.near_tie for d in self.divergences),
             "different": sum(not d.near_tie for d in self.divergences),
-            "largest_margin": max((d.margin for d in self.divergences), default=0.0),
+            "largest_margin": 0.0 if worst is None else worst.margin,
+            "tolerance": 0.0 if worst is None else worst.tolerance,
         }
 
     @classmethod

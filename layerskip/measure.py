@@ -20,7 +20,7 @@ from .drafters.base import Drafter, Learner
 from .drafters.build import build_drafter
 from .lossless import Losslessness, find_divergence
 from .measurement import Measurement, Sample
-from .memory import PeakMemory
+from .memory import PeakMemory, held_bytes
 from .prompts import PromptError, PromptItem, PromptSet
 from .rules import EXACT, AcceptRule
 from .sampling import Sampling
@@ -68,6 +68,10 @@ class Decoder:
         """Let the drafter forget what it has learnt from earlier prompts."""
         if isinstance(self.drafter.drafter, Learner):
             self.drafter.drafter.forget()
+
+    def held_bytes(self) -> int:
+        """What the drafter's weights and caches take beside the target's own, as its last prompt has left them."""
+        return held_bytes(self.drafter.drafter, beside=(self.target.model, *self.drafter.given))
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
@@ -251,6 +255,7 @@ def _timed(
         prefill_seconds=prefilled - start,
         decode_seconds=end - prefilled,
         peak_memory_bytes=memory.read(),
+        decoding_bytes=memory.grown(),
         stats=continuation.stats,
         draft_seconds=contender.drafter.seconds if isinstance(contender, Decoder) else 0.0,
     )

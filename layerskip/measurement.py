@@ -33,6 +33,7 @@ class Sample:
         stats: the rounds.
         lossless: compared with the reference's output.
         draft_seconds: those of ``decode_seconds`` that drafting took; 0.0 for a peer, who does not say.
+        decoding_bytes: how far device memory rose above what was allocated before; None on a CPU, where nobody can tell.
     """
 
     prompt_id: str
@@ -45,6 +46,7 @@ class Sample:
     stats: DecodeStats
     lossless: Losslessness = Losslessness(0)
     draft_seconds: float = 0.0
+    decoding_bytes: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,6 +84,7 @@ class Sample:
             DecodeStats.join(p.stats for p in parts),
             Losslessness.join(p.lossless for p in parts),
             sum(p.draft_seconds for p in parts),
+            max((p.decoding_bytes for p in parts if p.decoding_bytes is not None), default=None),
         )
 
 

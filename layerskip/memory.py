@@ -1,4 +1,8 @@
-"""How much memory did something need at its peak, or did it run out? Device memory on CUDA, the process's on a CPU."""
+"""How much memory does something hold, how much did it need at its peak, or did it run out?
+
+What an object holds are its tensors, on any device; tables and indexes made of Python objects, and files mapped into memory,
+are left out. A peak is the device's on CUDA, where it tells what decoding took; on a CPU it is that of the whole process.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ import contextlib
 import gc
 import resource
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -22,6 +30,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
@@ -38,6 +47,39 @@ class PeakMemory:
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+    def grown(self) -> int | None:
+        """How far the peak lies above what was allocated at creation, in bytes; None on a CPU, where nobody can tell."""
+        return None if self._before is None else self.read() - self._before
+
+
+def held_bytes(thing: object, beside: Iterable[object] = ()) -> int:
+    """Bytes of the tensors that can be reached from an object, each storage once.
+
+    Args:
+        thing: anything, such as a drafter.
+        beside: what was there without it; tensors that can be reached from there count nothing.
+    """
+    shared = {storage for other in beside for storage, _ in _storages(other)}
+    return sum(size for storage, size in set(_storages(thing)) if storage not in shared)
+
+
+def _storages(thing: object) -> Iterator[tuple[int, int]]:
+    """Address and bytes of every storage that can be reached; of a function only what it encloses."""
+    waiting: list[Any] = [thing]
+    seen: dict[int, Any] = {}
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(found, (type, ModuleType)):
+            continue
+        seen[id(found)] = found  # alive, so that no other object takes its id
+        if isinstance(found, Tensor):
+            storage = found.untyped_storage()
+            yield storage.data_ptr(), storage.nbytes()
+        elif isinstance(found, FunctionType):
+            waiting += [found.__closure__, found.__defaults__]
+        else:
+            waiting += filter(gc.is_tracked, gc.get_referents(found))
 
 
 def release() -> None:

@@ -1,13 +1,16 @@
 """Named configurations and peers side by side: what is how fast, on these prompts, on this machine, today?
 
 ``python -m searches.benchmark`` measures them in one run, interleaved prompt by prompt; ``config=best.json`` adds an export,
-and takes the prompts that no search sees. It prints a table, writes JSON and logs to MLflow.
+and takes the prompts that no search sees. It prints a table, writes JSON and logs to MLflow. A drafter's memory is that of
+its weights and caches beside the target's own, as tensors; n-grams and tables of Python objects, mapped files and the caches
+of transformers' own methods are not counted. On CUDA, what decoding takes at its peak beside all that is loaded is told too.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip import (
+    AcceptRule,
     Export,
     Measurement,
     PromptSet,
@@ -27,11 +31,12 @@ from layerskip import (
     save_draft_checkpoint,
 )
 from layerskip.files import write_json
-from layerskip.measure import Contender, Decoder, Task, interleave
+from layerskip.measure import Decoder, Task, interleave
 from layerskip.measurement import Sample
 from layerskip.tree_timing import TreeTiming, time_tree
 
-from .application import InputError, check_whole, run
+from .application import InputError, check_flag, check_whole, run
+from .benchmark_table import table
 from .datastore import refuse_answers
 from .heading import heading
 from .objective import MeasureSettings, check_seed
@@ -50,6 +55,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         _, prompts = prompts.split()
     prompts = prompts.take(measuring.prompts)
     check_seed(config.seed)
+    check_flag("allow_lossy", config.allow_lossy)
     check_whole("tree.tokens", config.tree.tokens, 0)
     check_whole("tree.context", config.tree.context)
     target: Target = instantiate(config.target)
@@ -62,10 +68,12 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     timing = _time_tree(config, target, sampling)
     task = Task(sampling, measuring.max_new_tokens, config.seed)
     rows: list[Mapping[str, Sample]] = []
+    held = dict.fromkeys(contenders, 0)
     repeats = measuring.repeats
     with tqdm(total=len(prompts) * repeats, unit="prompt", disable=None) as bar:
         for row in interleave(target, prompts, contenders, task, repeats):
             rows.append(row)
+            held |= {name: max(held[name], contender.held_bytes()) for name, contender in contenders.items()}
             bar.update()
     record = heading("layerskip.benchmark/1", target) | {
         "sampling": sampling.to_dict(),
@@ -75,7 +83,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         "configs": {name: found.to_dict() for name, found in configs.items()},
         "results": {
             name: _result(rows, name, rivals.get(name), _members(name, configs))
-            | {"lossless": name not in configs or configs[name].lossless}
+            | {"lossless": name not in configs or configs[name].lossless, "drafter_bytes": held[name]}
             for name in contenders
         },
         "verification": None if timing is None else timing.to_dict(),
@@ -114,9 +122,9 @@ def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTi
 
 def _contenders(
     config: DictConfig, target: Target, prompts: PromptSet
-) -> tuple[dict[str, Contender], dict[str, str], dict[str, SpeculativeConfig]]:
+) -> tuple[dict[str, Decoder | Peer], dict[str, str], dict[str, SpeculativeConfig]]:
     """Everyone who takes part, who is compared with whom, and what our own are."""
-    contenders: dict[str, Contender] = {BASELINE: Decoder.of(target, SpeculativeConfig())}
+    contenders: dict[str, Decoder | Peer] = {BASELINE: Decoder.of(target, SpeculativeConfig())}
     configs = {BASELINE: SpeculativeConfig()}
     own, others = _present(config.contenders), _present(config.peers)
     export = None if config.config is None else Export.load(config.config, target).config
@@ -137,8 +145,13 @@ def _contenders(
     if export is not None:
         configs["export"] = export
         _check_datastores("config", export, target, prompts)
-    for name, found in configs.items():
+    for name, found in list(configs.items()):
         contenders[name] = Decoder.of(target, found)
+        if config.allow_lossy and found.lossless and name != BASELINE:
+            for rule in ("threshold", "typical"):
+                beside = f"{name}_{rule}"
+                configs[beside] = replace(found, accept=AcceptRule(rule))
+                contenders[beside] = Decoder.of(target, configs[beside])
     for name, fields in others.items():
         contenders[name] = Peer(target, **fields)
     return contenders, rivals, configs
@@ -180,6 +193,8 @@ def _result(rows: list[Mapping[str, Sample]], name: str, rival: str | None, memb
     found = Measurement.of(rows, BASELINE, name).to_dict()
     seconds = found["prefill_seconds"] + found["decode_seconds"]
     found["end_to_end_tokens_per_second"] = found["tokens"] / seconds
+    risen = [sample.decoding_bytes for row in rows if (sample := row[name]).decoding_bytes is not None]
+    found["decoding_bytes"] = max(risen, default=None)
     if rival is not None:
         found["rival"] = {"name": rival} | _ratio(Measurement.of(rows, rival, name))
     if members:
@@ -194,81 +209,6 @@ def _ratio(measurement: Measurement) -> dict[str, float]:
 
 def _beside(measurement: Measurement) -> dict[str, Any]:
     return _ratio(measurement) | {"by_category": {kind: _ratio(part) for kind, part in measurement.by_category.items()}}
-
-
-def table(record: Mapping[str, Any]) -> str:
-    """A record as Markdown: all prompts, then kind of work by kind of work, then the conditions."""
-    lines = [
-        "| decoding | tokens/s | x plain | 95 % interval | acceptance | tokens/round | drafting | memory | output "
-        "| x rival (transformers) |",
-        "|" + "---|" * 10,
-    ]
-    results = record["results"]
-    for name, found in results.items():
-        rival = found.get("rival")
-        against = f"{rival['speedup']:.2f} ({rival['low']:.2f} to {rival['high']:.2f})" if rival else ""
-        drafts = record["configs"].get(name, {"kind": "none"})["kind"] != "none"
-        acceptance = f"{found['acceptance_rate']:.2f}" if drafts else ""
-        drafting = f"{found['draft_share']:.0%}" if drafts else ""
-        output = found["losslessness"]["verdict"].replace("_", "-") if found["lossless"] else "lossy"
-        memory = (found["peak_memory_bytes"] - found["baseline_peak_memory_bytes"]) / 2**20
-        lines.append(
-            f"| {name} | {found['tokens_per_second']:.1f} | {found['speedup']:.2f} "
-            f"| {found['speedup_low']:.2f} to {found['speedup_high']:.2f} | {acceptance} "
-            f"| {found['tokens_per_round']:.2f} | {drafting} | {memory:+.0f} MB "
-            f"| {output} | {against} |"
-        )
-    kinds = sorted({kind for found in results.values() for kind in found["speedup_by_category"]})
-    lines += ["", f"| x plain, by kind of work | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
-    for name, found in results.items():
-        shown = [f"{found['speedup_by_category'][kind]:.2f}" for kind in kinds]
-        lines.append(f"| {_marked(name, found)} | {' | '.join(shown)} |")
-    lines += _rounds(results, kinds) + _cascades(results, kinds)
-    if (found := record.get("verification")) is not None:  # older records have none
-        timing = TreeTiming(**found)
-        lines += [
-            "",
-            f"Verifying a tree of {timing.tokens} tokens takes {timing.ratio:.2f} times what a chain of as many takes, "
-            f"{timing.chain_seconds * 1000:.1f} ms behind {timing.context} tokens.",
-        ]
-    where, versions = record["environment"], record["environment"]["versions"]
-    prompts = record["prompts"]
-    lines += [
-        "",
-        f"{record['target']['name']} in {record['target']['dtype']} on {where['device']} ({where['device_name']}, "
-        f"{where['threads']} threads), {prompts['count']} prompts ({prompts['name']}) x {record['repeats']}, "
-        f"{record['max_new_tokens']} new tokens, torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"{record['date']}.",
-    ]
-    return "\n".join(lines)
-
-
-def _marked(name: str, found: Mapping[str, Any]) -> str:
-    return name if found["lossless"] else f"{name} (lossy)"
-
-
-def _rounds(results: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
-    """Tokens per round, which hang on the drafter and the prompts, not on the machine; older records do not say."""
-    rows = []
-    for name, found in results.items():
-        if (counts := found.get("tokens_per_round_by_category")) and found["tokens_per_round"] > 1:
-            rows.append(f"| {_marked(name, found)} | {' | '.join(f'{counts[kind]:.2f}' for kind in kinds)} |")
-    return ["", f"| tokens per round | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|", *rows] if rows else []
-
-
-def _cascades(results: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
-    """How many times as fast as its members a cascade is, prompt beside prompt."""
-
-    def said(ratio: Mapping[str, float]) -> str:
-        return f"{ratio['speedup']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-
-    rows = []
-    for name, found in results.items():
-        for member, against in found.get("members", {}).items():
-            shown = [said(against), *(said(against["by_category"][kind]) for kind in kinds)]
-            rows.append(f"| {name} x {member} | {' | '.join(shown)} |")
-    head = ["", f"| a cascade x its member | all | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
-    return [*head, *rows] if rows else []
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 from layerskip import DecodeStats, Round, Target
 from layerskip.decode import Continuation
 from layerskip.measure import Task
+from layerskip.memory import held_bytes
 
 from .application import InputError
 
@@ -74,6 +75,11 @@ class Peer:
             )
         tokens = output[0, len(prompt) :].tolist()
         return Continuation(tokens, DecodeStats(tuple(watch.rounds())), "")
+
+    def held_bytes(self) -> int:
+        """What a draft model takes beside the target; caches are gone when ``generate`` returns."""
+        with self._assistant() as options:
+            return held_bytes(options.get("assistant_model"), beside=(self.target.model,))
 
     @contextlib.contextmanager
     def _assistant(self) -> Iterator[dict[str, Any]]:

@@ -169,7 +169,8 @@ class Tracker:
         for name, found in record["results"].items():
             own = {"mlflow.parentRunId": self.run_id, "role": "contender", "contender": name}
             child = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
-            self.log(child, {m: found[m] for m in _METRICS}, params | {"lossless": str(found["lossless"])})
+            metrics = {metric: found[metric] for metric in (*_METRICS, "drafter_bytes")}
+            self.log(child, metrics, params | {"lossless": str(found["lossless"])})
             self._client.set_terminated(child)
         for name, text in texts.items():
             self.log_text(text, name)

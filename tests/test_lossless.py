@@ -151,6 +151,7 @@ def test_verdicts_join() -> None:
         "near_ties": 2,
         "different": 1,
         "largest_margin": 0.5,
+        "tolerance": FAR.tolerance,
     }
     assert Losslessness.join([]).verdict == "unchecked"
     assert Losslessness(4).to_dict()["largest_margin"] == 0.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from layerskip.memory import PeakMemory
+from layerskip.memory import PeakMemory, held_bytes
 
 MEBIBYTE = 2**20
 
@@ -46,3 +47,25 @@ def test_on_cuda_device_memory_counts() -> None:
     _allocate("cuda", 64 * MEBIBYTE)
     assert memory.read() == before + 64 * MEBIBYTE
     assert before >= kept.numel()
+    assert memory.grown() == 64 * MEBIBYTE
+
+
+def test_on_a_cpu_nobody_can_tell_what_decoding_took() -> None:
+    assert PeakMemory(torch.device("cpu")).grown() is None
+
+
+def test_what_is_held_is_counted_once_and_not_what_was_there_before() -> None:
+    class Slotted:
+        __slots__ = ("inside",)
+
+    weight, shared = torch.zeros(1000), torch.zeros(500)
+    slotted = Slotted()
+    slotted.inside = [weight[10:20], {"same": (weight.view(10, 100),)}]  # type: ignore[attr-defined]
+    module = torch.nn.Linear(4, 2)
+    module.forward = lambda x: x + shared.sum()  # type: ignore[method-assign, assignment, misc]
+    thing = [slotted, module, functools.partial(torch.add, torch.ones(7))]
+    thing.append(thing)  # type: ignore[arg-type]
+    own = 4 * (1000 + 4 * 2 + 2 + 7)
+    assert held_bytes(thing) == own + 4 * 500
+    assert held_bytes(thing, beside=[{"there": shared}]) == own
+    assert held_bytes(None) == 0

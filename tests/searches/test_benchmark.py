@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
-from layerskip import Export, PromptSet, SpeculativeConfig, Target
+from layerskip import AcceptRule, Export, PromptSet, SpeculativeConfig, Target
+from layerskip.lossless import Divergence, Losslessness
+from searches.benchmark_table import table
 from tests.searches.programs import execute, runs, sqlite
 from tests.tiny import save_tiny
 
@@ -28,6 +33,8 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
         "measure.max_new_tokens=48",
         "draft_mask=layers:2-3",
         "+contenders.loose={kind:prompt_lookup,accept:{kind:threshold,threshold:0.0}}",
+        "+contenders.lookup_then_model={kind:cascade,members:[{kind:prompt_lookup},"
+        "{kind:draft_model,draft:${draft_folder}}]}",
         f"config={folder / 'best.json'}",
         f"outputs={folder / 'outputs'}",
         cwd=folder,
@@ -41,7 +48,7 @@ def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  #
     results = record["record"]["results"]
     assert set(results) == {
         "plain", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model",
-        "loose", "export",
+        "loose", "lookup_then_model", "export",
         "transformers", "transformers_prompt_lookup", "transformers_early_exit", "transformers_assistant",
     }  # fmt: skip
     assert {found["losslessness"]["verdict"] for name, found in results.items() if name != "loose"} == {"exact"}
@@ -110,6 +117,69 @@ def test_rounds_are_told_by_kind_of_work(record: dict) -> None:  # type: ignore[
     assert min(counts.values()) <= found["tokens_per_round"] <= max(counts.values())
     shown = " | ".join(f"{counts[kind]:.2f}" for kind in sorted(counts))
     assert f"| prompt_lookup | {shown} |" in record["printed"]
+
+
+def _parameters(folder: Path) -> int:
+    """Bytes of a saved float32 model, tied tensors once."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return 4 * sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+
+
+def test_memory_is_what_a_drafter_holds_beside_the_target(record: dict) -> None:  # type: ignore[type-arg]
+    results, folder = record["record"]["results"], Path(record["record"]["configs"]["draft_model"]["draft"])
+    held = {name: found["drafter_bytes"] for name, found in results.items()}
+    weights = _parameters(folder)
+    assert weights <= held["transformers_assistant"] < weights + 10_000  # beside them, tables of positions
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # Keys and values of a token, in float32; prompts have some hundred tokens of a byte or so each.
+    token = 2 * 4 * config["num_key_value_heads"] * config["head_dim"] * config["num_hidden_layers"]
+    for name in ("draft_model", "lookup_then_model"):
+        assert 100 * token < held[name] - held["transformers_assistant"] < 3000 * token
+    free = ("plain", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip", "loose", "export")
+    assert {held[name] for name in free} == {0}  # a self-draft shares weights and cache
+    assert held["cascade"] < 1000  # drafts that wait for the text to tell what they were worth
+    assert {found["decoding_bytes"] for found in results.values()} == {None}
+    assert f"| +{held['draft_model'] / 2**20:.0f} MB |" in record["printed"]
+
+
+def test_how_near_ties_are_is_told_where_outputs_part(record: dict) -> None:  # type: ignore[type-arg]
+    assert "near-tie: " not in record["printed"]
+    tied = copy.deepcopy(record["record"])
+    for name, margin in (("cascade", 0.125), ("retrieval", 0.0625)):
+        found = Losslessness(6, (Divergence("p", 3, 0.03125, 0.25), Divergence("q", 1, margin, 0.5)))
+        tied["results"][name]["losslessness"] = found.to_dict()
+    assert "at most 0.125 of a logit apart (cascade), of 0.5 that rounding explains" in table(tied)
+
+
+def test_rules_that_change_the_output_stand_beside_exact_ones_where_they_are_allowed(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", num_hidden_layers=2)
+    kinds = ("retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model")
+    peers = ("", "_prompt_lookup", "_early_exit", "_assistant")
+    done = execute(
+        "benchmark",
+        "target=local",
+        f"target.path={model}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "measure.prompts=2",
+        "measure.max_new_tokens=16",
+        "tree.tokens=0",
+        "allow_lossy=true",
+        *(f"contenders.{kind}=null" for kind in kinds),
+        *(f"peers.transformers{peer}=null" for peer in peers),
+        f"outputs={tmp_path / 'outputs'}",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "outputs" / "benchmark.json").read_text(encoding="utf-8"))
+    lossless = {name: result["lossless"] for name, result in found["results"].items()}
+    exact, lossy = {"plain", "prompt_lookup"}, {"prompt_lookup_threshold", "prompt_lookup_typical"}
+    assert lossless == dict.fromkeys(exact, True) | dict.fromkeys(lossy, False)
+    plain = found["configs"]["prompt_lookup"]
+    for name in lossy:
+        assert found["configs"][name] == plain | {"accept": AcceptRule(name.rpartition("_")[2]).to_dict(), "lossless": False}
+        (row,) = (line for line in done.stdout.splitlines() if line.startswith(f"| {name} |"))
+        assert "| lossy |" in row
 
 
 def test_verifying_a_tree_is_timed_beside_a_chain(record: dict) -> None:  # type: ignore[type-arg]
