@@ -1,7 +1,8 @@
 """What will the target say in a few tokens? Heads that each look one token further, from one hidden state.
 
 Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads (arXiv 2401.10774), section 2.1.1: every
-head adds a residual block to the hidden state that the target's own output layer then reads.
+head adds a residual block to the hidden state that the target's own output layer then reads. The paper gives each head an
+output layer of its own, begun as the target's and trained on; sharing it leaves less to train, and is less free.
 """
 
 from __future__ import annotations
