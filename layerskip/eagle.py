@@ -5,9 +5,9 @@ beside the hidden state before it, through one linear map and one decoder layer,
 token; the target's own output layer reads it. EAGLE-3 (arXiv 2503.01840) lets it read three of the target's layers and its
 own outputs. The layer is transformers' Llama layer, whatever the target's family.
 
-A head of three layers is simpler than EAGLE-3's as its authors published it: it feeds back what has passed its last norm, and
-theirs what has not; a linear map joins embedding and state as in EAGLE, where their layer's attention reads both side by side,
-each normed; and the target's output layer reads the result, where theirs has trained one of its own.
+A head of three layers is simpler than EAGLE-3's as its authors published it: it feeds back what has passed its last norm,
+theirs what has not; a linear map joins embedding and state as in EAGLE, where their layer's attention reads both side by
+side, each normed; and the target's output layer reads the result, where theirs has a trained one of its own.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from layerskip.config import StopRule
@@ -22,10 +23,11 @@ from tests.drafters.contract import (
     SAMPLINGS,
     DrafterContract,
     Recorder,
+    Tokens,
     deep_toy,
     target_of,
 )
-from tests.drafters.heads import UNROLL, eagle_head, family_of
+from tests.drafters.heads import UNROLL, eagle_head, family_of, tiny
 
 
 def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | None = None, **tree: float) -> Eagle:
@@ -117,3 +119,47 @@ def test_trees_hold_the_likeliest_tokens() -> None:
         assert context == same
         assert len([branch for branch in tree if len(branch) == 1]) == 4
         assert chain[0] in tree
+
+
+def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth: int) -> dict[Tokens, float]:
+    """Chances of all branches that are looked at behind a context, each by whole passes of target and head, on no cache."""
+    embeddings, readout = target.model.get_input_embeddings(), Readout(target, head.tokens)
+    known = head.fuse(read_features(target, context[:-1], head.shape.modules))
+    readout.follow(context)
+
+    def think_of(branch: Tokens) -> torch.Tensor:
+        own = [think_of(branch[:level]) for level in range(len(branch))]
+        tokens = torch.tensor([*context[1:], *branch])
+        found: torch.Tensor = head(embeddings(tokens)[None], torch.stack([*known, *own])[None])
+        return found[0, -1]
+
+    chances: dict[Tokens, float] = {(): 1.0}
+    front: list[Tokens] = [()]
+    for _ in range(depth):
+        born = {}
+        for branch in front:
+            probs = readout(think_of(branch)).softmax(-1)
+            for place in probs.argsort(descending=True)[:width].tolist():
+                born[*branch, readout.token(place)] = chances[branch] * float(probs[place])
+        chances |= born
+        front = sorted(born, key=lambda branch: -born[branch])[:width]
+    del chances[()]
+    return chances
+
+
+@pytest.mark.parametrize(("family", "few"), [("llama", 0), ("llama", 3), ("deep", 0)])
+@pytest.mark.parametrize(("width", "size"), [(2, 6), (3, 12)])
+def test_whole_trees_are_those_of_passes_without_a_cache(family: str, few: int, width: int, size: int) -> None:
+    """At every level, behind prompts and behind what was rejected on the way."""
+    target, deepest = tiny(family), 0
+    head = eagle_head(family, family == "deep", target.vocabulary - few if few else None)
+    for prompt in PROMPTS[1:4]:
+        prompt = tuple(token % target.vocabulary for token in prompt)
+        recorder = Recorder(_eagle(target, head, 4, candidates=width, tree_tokens=size))
+        decode(target, recorder, prompt, GREEDY, LENGTH, eos_ids=frozenset())
+        for context, branches in recorder.drafts[:4]:
+            with torch.no_grad():
+                chances = _rebuilt(target, head, context, width, 4)
+            assert set(branches) == set(sorted(chances, key=lambda branch: -chances[branch])[:size])
+            deepest = max(deepest, *map(len, branches))
+    assert deepest > 2
