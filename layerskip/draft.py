@@ -21,8 +21,8 @@ class Draft:
             earlier one, or -1 for the last token of the sequence.
         probs: ``[K, V]`` float32, the distribution that each token was drawn from, in a tree given the siblings before
             it; None where the draft is deterministic, hence one-hot.
-        match: behind how many tokens of the context it was found in a text; 0 where it was not looked up. It is then
-            deterministic.
+        match: behind how many tokens of the context it was found in a text; 0 where it was not looked up.
+        found: where it was, its tokens once more, on the host; it is deterministic then.
         unsure: whether a stop rule ended it behind its first token; that may not depend on the token that was drawn.
     """
 
@@ -30,6 +30,7 @@ class Draft:
     parents: tuple[int, ...] | None = None
     probs: Tensor | None = None
     match: int = 0
+    found: tuple[int, ...] = ()
     unsure: bool = False
 
     @classmethod
@@ -43,4 +44,5 @@ class Draft:
         if not tokens:
             return cls.empty(device)
         chain = all(parent == node - 1 for node, parent in enumerate(parents))
-        return cls(upload(tokens, device), None if chain else tuple(parents), match=match)
+        found = tuple(tokens) if match else ()
+        return cls(upload(tokens, device), None if chain else tuple(parents), match=match, found=found)

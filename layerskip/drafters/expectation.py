@@ -42,11 +42,11 @@ class Expectation:
         self._means[like] = seen, mean + (accepted - mean) / seen
 
     def watch(self, like: Hashable, draft: Draft, begin: int) -> None:
-        """Add, once the text tells, what a draft of certain tokens has accepted, or would have had.
+        """Add, once the text tells, what a draft has accepted, or would have had.
 
         Args:
             like: what the draft is like.
-            draft: without ``probs``, as what is drawn may be rejected and said all the same.
+            draft: one that was looked up, as what is drawn may be rejected and said all the same.
             begin: how long the text is that it continues.
         """
         self._open.append((like, draft, begin))
@@ -65,10 +65,9 @@ class Expectation:
 
 def _agreement(draft: Draft, text: Sequence[int]) -> tuple[int, bool]:
     """How many tokens of a text lie on a branch of a draft, and whether the branch ends there."""
-    tokens = draft.tokens.tolist()
-    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
+    parents = range(-1, len(draft.found) - 1) if draft.parents is None else draft.parents
     children: dict[int, dict[int, int]] = {}
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+    for node, (token, parent) in enumerate(zip(draft.found, parents, strict=True)):
         children.setdefault(parent, {}).setdefault(token, node)
     node, count = -1, 0
     for token in text:

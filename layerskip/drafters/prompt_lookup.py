@@ -47,7 +47,8 @@ class PromptLookup:
         start, size = self._search(context.tokens)
         if not size:
             return Draft.empty(context.last.device)
-        return Draft(upload(self._copy(context.tokens, start, limit), context.last.device), match=size)
+        found = self._copy(context.tokens, start, limit)
+        return Draft(upload(found, context.last.device), match=size, found=tuple(found))
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """The same on token ids; ``tokens`` goes on where it stood at the last call."""
