@@ -205,6 +205,13 @@ def test_everyone_hears_the_first_contenders_answers(tiny_target: Target) -> Non
         (SpeculativeConfig("layer_skip", 3, mask="layers:1", stop=StopRule("adaptive", 0.6, carry=False)), False),
         (SpeculativeConfig("layer_skip", 3, mask="layers:1"), False),
         (SpeculativeConfig("prompt_lookup", 3), False),
+        (
+            SpeculativeConfig(
+                "cascade",
+                members=(SpeculativeConfig("prompt_lookup", 3), SpeculativeConfig("layer_skip", 3, mask="layers:1")),
+            ),
+            True,
+        ),
     ],
     ids=str,
 )

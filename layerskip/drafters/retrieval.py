@@ -1,8 +1,10 @@
 """Drafting from what was written before: in this text, in earlier ones, and in a datastore.
 
 The datastore is REST's (Retrieval-Based Speculative Decoding, arXiv 2311.08252, section 4), the index that grows with every
-request SuffixDecoding's (arXiv 2411.04975). The longest n-gram that the text ends with and that was written before decides;
-everything that followed it becomes a trie, and the trie's most frequent branches the draft.
+request SuffixDecoding's (arXiv 2411.04975). The longest n-gram that the text ends with and that was written before is looked
+up; places that agree with much less of the text than the best of them are left out, everything that followed the others
+becomes a trie, and the trie's most frequent branches the draft. As in SuffixDecoding a short match makes a small draft; it
+finds matches in a suffix tree, where here n-grams are found and read on backwards.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from ..verify import Verdict
 from .base import Context, Said
 
 _MOST = 32  # continuations of an n-gram from each source
+_REACH = 64  # tokens of a match
+_SHARE = 0.5  # of the longest match, that another place's has to have
+_ROOM = 10  # drafted tokens for each token of a match in own texts
 
 
 class Retrieval:
@@ -26,9 +31,9 @@ class Retrieval:
     Args:
         datastore: what was written elsewhere; None where there is none.
         ngram_min: the shortest n-gram looked up.
-        ngram_max: the longest, tried first.
+        ngram_max: the longest, tried first; how much more of the text agrees is looked at behind it.
         draft_length: the depth of a tree, at most.
-        tree_tokens: the most tokens of one.
+        tree_tokens: the most tokens of one; without a datastore ten for each token of the match, at most.
         least_probability: a branch ends where it followed less often than that.
         memory: so many tokens of earlier texts are kept, some hundred bytes each; the oldest texts go first.
     """
@@ -70,21 +75,21 @@ class Retrieval:
         self._texts[-1] = context.tokens
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """A tree of what followed the longest n-gram that the context ends with; nothing where none did."""
+        """A tree of what followed the longest matches of the context's end; nothing where there are none."""
         tokens, parents, match = self.propose(context.tokens, min(limit, self.draft_length))
         return Draft.of_tree(tokens, parents, context.last.device, match)
 
     def propose(self, tokens: list[int], depth: int) -> tuple[list[int], list[int], int]:
-        """The same on token ids: the tree's tokens, their parents, and how long the n-gram is; ``tokens`` is read on as it
+        """The same on token ids: the tree's tokens, their parents, and how long the match is; ``tokens`` is read on as it
         grows."""
         self._texts[-1] = tokens
         self._index()
         for size in self.sizes:
             if size <= len(tokens):
-                found = self._continuations(tuple(tokens[-size:]), depth)
+                found, match = self._continuations(tokens, size, depth)
                 if found:
-                    tree = grow(_Trie(found), _Trie.successors, depth, self.tree_tokens, self.least_probability)
-                    return *tree, size
+                    room = self.tree_tokens if self.datastore is not None else min(_ROOM * match, self.tree_tokens)
+                    return *grow(_Trie(found), _Trie.successors, depth, room, self.least_probability), match
         return [], [], 0
 
     def observe(self, verdict: Verdict) -> None:
@@ -120,10 +125,16 @@ class Retrieval:
             self._indexed = 0
             self._index()
 
-    def _continuations(self, ngram: tuple[int, ...], length: int) -> list[list[int]]:
-        """The latest first, as of equally frequent branches the first wins."""
+    def _continuations(self, tokens: list[int], size: int, length: int) -> tuple[list[list[int]], int]:
+        """What followed an n-gram where most of the text agrees, and how much does; the latest first, as it wins ties."""
+        ngram = tuple(tokens[-size:])
+        found_at = self._places.get(ngram, ())
+        places = [(_common(self._texts[number], end, tokens, size), number, end) for number, end in found_at]
+        match = max((common for common, _, _ in places), default=size)
         found = []
-        for number, end in reversed(self._places.get(ngram, ())):
+        for common, number, end in reversed(places):
+            if common < _SHARE * match:
+                continue
             text = self._texts[number]
             period = len(text) - end
             # Where the text at work repeats itself, it is copied on: LZ77's overlapping copies.
@@ -131,7 +142,15 @@ class Retrieval:
             found.append([text[end + i % period] for i in range(length if repeated else min(length, period))])
         if self.datastore is not None:
             found += [part for part in self.datastore.continuations(ngram, length, _MOST) if part]
-        return found
+        return found, match
+
+
+def _common(text: list[int], end: int, tokens: list[int], known: int) -> int:
+    """How many tokens before a place of a text are those that others end with; so many are known to be."""
+    most, here = min(end, len(tokens), _REACH), len(tokens)
+    while known < most and text[end - known - 1] == tokens[here - known - 1]:
+        known += 1
+    return known
 
 
 class _Trie:

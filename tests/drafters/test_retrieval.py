@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from pathlib import Path
@@ -40,19 +41,22 @@ class TestDatastore(DrafterContract):
         return Retrieval(Datastore.build(texts, target), **SHAPE)
 
 
-def _trees(texts: list[list[int]], context: list[int], sizes: range, depth: int) -> dict[tuple[int, ...], float]:
-    """How often each continuation followed the longest n-gram that any text has."""
-    for size in sizes:
-        ngram = context[-size:]
-        rows = [t[e : e + depth] for t in texts for e in range(size, len(t)) if t[e - size : e] == ngram]
-        if len(context) >= size and rows:
-            counts = Counter(tuple(row[: i + 1]) for row in rows for i in range(len(row)))
-            shares = {}
-            for branch, count in counts.items():
-                above = counts[branch[:-1]] if len(branch) > 1 else len(rows)
-                shares[branch] = count / above * shares.get(branch[:-1], 1.0)
-            return shares
-    return {}
+def _agreement(text: list[int], context: list[int]) -> int:
+    """How many of their last tokens are the same."""
+    return max(n for n in range(min(len(text), len(context)) + 1) if not n or text[-n:] == context[-n:])
+
+
+def _trees(texts: list[list[int]], context: list[int], longest: int, depth: int) -> dict[tuple[int, ...], float]:
+    """How often each continuation followed where at least half as much agrees as at best, and no less than ``longest``."""
+    places = [(_agreement(t[:e], context), t[e : e + depth]) for t in texts for e in range(1, len(t))]
+    best = max((agreement for agreement, _ in places), default=0)
+    rows = [row for agreement, row in places if agreement >= max(1, min(best, longest), best / 2)]
+    counts = Counter(tuple(row[: i + 1]) for row in rows for i in range(len(row)))
+    shares: dict[tuple[int, ...], float] = {}
+    for branch, count in counts.items():
+        above = counts[branch[:-1]] if len(branch) > 1 else len(rows)
+        shares[branch] = count / above * shares.get(branch[:-1], 1.0)
+    return shares
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["own texts", "datastore"])
@@ -70,9 +74,34 @@ def test_trees_hold_what_followed_most_often(stored: bool) -> None:
         context = [9, *source.sample(range(4), k=3)]  # without repetitions, which would be a further source
         tokens, parents, _ = drafter.propose(context, 3)
         branches = [tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))]
-        shares = _trees(texts, context, range(3, 0, -1), 3)
+        shares = _trees(texts, context, 3, 3)
         likely = sorted((share for share in shares.values() if share >= 0.15), reverse=True)
         assert [shares[branch] for branch in branches] == pytest.approx(likely[:5])
+
+
+def test_much_longer_matches_decide_however_short_the_ngrams_are() -> None:
+    """Texts are indexed by single tokens; few places that agree with much of the context go before many that do not."""
+    source, longest = random.Random(4), 0
+    for _ in range(40):
+        phrases = [source.sample(range(8), k=6) for _ in range(4)]
+        texts = [[*itertools.chain(*source.choices(phrases, k=6))] for _ in range(2)]
+        drafter = Retrieval(None, 1, 1, 3, 50, 0.0)
+        for text in texts:
+            drafter.start((), None, None)  # type: ignore[arg-type]
+            drafter.propose(text, 1)
+        drafter.start((), None, None)  # type: ignore[arg-type]
+        context = [9, *source.choice(phrases)[: source.randint(1, 5)]]  # without repetitions, a further source
+        tokens, parents, match = drafter.propose(context, 3)
+        branches = {tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))}
+        expected = _trees(texts, context, 1, 3)
+        if not expected:
+            assert match == 0
+            continue
+        assert match == max(_agreement(text[:end], context) for text in texts for end in range(1, len(text)))
+        assert branches <= set(expected)
+        assert len(branches) == min(len(expected), 10 * match)
+        longest = max(longest, match)
+    assert longest == 5
 
 
 def test_the_text_at_work_is_copied_on_where_it_repeats_itself() -> None:
