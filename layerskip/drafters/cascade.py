@@ -3,8 +3,9 @@
 What repeats is copied for nothing, what does not is drafted at a price: a lookup drafts where it finds something, and a
 dearer drafter everywhere else. Two kinds of drafts wait until the others were asked, and are taken where none of them has a
 better one: those that a stop rule ended behind its first token, and those out of the text of whose like fewer tokens are
-accepted, lately, than of what one of the others drafts. Whoever did not draft a round follows the text, and hears what the
-target said in the round, all the same. This follows no paper.
+accepted, lately, than of what one of the others drafts. Of several that look up, which costs next to nothing, the one that
+promises more is taken. Whoever did not draft a round follows the text, and hears what the target said in the round, all the
+same. This follows no paper.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Drafter, Follower, Learner, Reader, Said
 from .expectation import Expectation
+
+_LONG = 8  # tokens of a match, of which more say no more
+_HOPE = 8.0  # accepted tokens of a draft that was looked up, before any is known
+_TRIAL = 1.0  # of what a member behind drafts, so that it is tried where what was looked up is worth less
 
 
 class Cascade:
@@ -42,6 +47,7 @@ class Cascade:
         self._followers = [member for member in members if isinstance(member, Follower)]
         self._drafted: int | None = None  # the place of whose draft it was
         self._expectation = Expectation()
+        self._lookups: set[int] = set()  # places of members that were seen to look up, who cost next to nothing to ask
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Start every member."""
@@ -55,29 +61,42 @@ class Cascade:
         for follower in self._followers:
             follower.follow(context)
         self._expectation.follow(context.tokens)
-        self._drafted, found = None, Draft.empty(context.last.device)
+        self._drafted, found, waits = None, Draft.empty(context.last.device), True
         for place, member in enumerate(self.members):
+            if not waits and not (found.match and place in self._lookups):
+                continue
             draft = member.draft(context, limit)
             if not draft.tokens.shape[0]:
                 continue
             if draft.match:
-                self._expectation.watch((place, draft.match), draft, len(context.tokens))
-            waits = draft.unsure or self._outdone(place, draft.match)
-            if self._drafted is None or not waits:
+                self._lookups.add(place)
+                self._expectation.watch(_like(place, draft), draft, len(context.tokens))
+            if waits:
+                waits = draft.unsure or (draft.match > 0 and self._outdone(place, draft))
+                taken = self._drafted is None or not waits
+            else:
+                assert self._drafted is not None
+                taken = self._expects(place, draft) > self._expects(self._drafted, found, _HOPE)
+            if taken:
                 self._drafted, found = place, draft
-            if not waits:
-                break
         return found
 
-    def _outdone(self, place: int, match: int) -> bool:
-        """Whether of a member's drafts behind such a match fewer tokens are accepted than of what one behind it drafts."""
-        expected = self._expectation.expect((place, match)) if match else None
-        others = (self._expectation.expect(behind) for behind in range(place + 1, len(self.members)))
-        return expected is not None and any(other is not None and other > expected for other in others)
+    def _expects(self, place: int, draft: Draft, hope: float = 0.0) -> float:
+        """How many tokens of a member's draft are accepted, as far as it was looked up."""
+        return self._expectation.expect(_like(place, draft), hope)
+
+    def _outdone(self, place: int, draft: Draft) -> bool:
+        """Whether fewer tokens are expected of a draft than a member behind has accepted where it drafts.
+
+        Of little evidence this says no: there is more hope for who is in front.
+        """
+        expected = self._expects(place, draft, _HOPE)
+        return any(self._expectation.expect(behind, _TRIAL) > expected for behind in range(place + 1, len(self.members)))
 
     def forget(self) -> None:
         """Forget what drafts were worth, and let every member forget."""
         self._expectation.forget()
+        self._lookups.clear()
         for member in self.members:
             if isinstance(member, Learner):
                 member.forget()
@@ -97,3 +116,8 @@ class Cascade:
         """Tell every member."""
         for member in self.members:
             member.hear(said)
+
+
+def _like(place: int, draft: Draft) -> tuple[int, int]:
+    """What a draft that was looked up is like: another of the same member behind as long a match."""
+    return place, min(draft.match, _LONG)

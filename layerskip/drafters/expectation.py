@@ -11,8 +11,7 @@ from collections.abc import Hashable, Sequence
 
 from ..draft import Draft
 
-_FEW = 4  # drafts, of which fewer say nothing
-_LATELY = 32  # drafts; older ones fade
+_LATELY = 128  # drafts; older ones fade
 
 
 class Expectation:
@@ -30,10 +29,10 @@ class Expectation:
         """Begin a new text; what is known stays."""
         self._open: list[tuple[Hashable, Draft, int]] = []
 
-    def expect(self, like: Hashable) -> float | None:
-        """Accepted tokens of a draft; None where too few like it were seen."""
+    def expect(self, like: Hashable, hope: float = 0.0) -> float:
+        """Accepted tokens of a draft: the mean of those seen, and of one more that had as many as is hoped for."""
         seen, mean = self._means.get(like, (0, 0.0))
-        return mean if seen >= _FEW else None
+        return (seen * mean + hope) / (seen + 1)
 
     def add(self, like: Hashable, accepted: int) -> None:
         """A draft had so many tokens accepted."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Sequence
 
@@ -27,7 +26,17 @@ from layerskip.target import Target
 from layerskip.translation import Translation
 from layerskip.tree import path_to
 from layerskip.verify import Verdict
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, generated, target_of
+from tests.drafters.contract import (
+    GREEDY,
+    LENGTH,
+    PROMPTS,
+    SAMPLINGS,
+    DrafterContract,
+    Recorder,
+    generated,
+    target_of,
+    toy_target,
+)
 from tests.drafters.heads import eagle_head, family_of, medusa_heads
 from tests.drafters.test_cross_tokenizer import LETTERS, _other_letters, _spelling
 from tests.drafters.test_draft_model import _like
@@ -280,9 +289,10 @@ def _run(branches: list[list[int]], text: Sequence[int]) -> int:
     return max((len(branch) for branch in branches if list(text[: len(branch)]) == branch), default=0)
 
 
-def _mean(values: list[int]) -> float:
-    assert len(values) <= 32  # of more, the first ones would fade
-    return sum(values) / len(values) if len(values) >= 4 else math.nan
+def _mean(values: list[int], hope: int = 0) -> float:
+    """Of the values and one more."""
+    assert len(values) <= 128  # of more, the first ones would fade
+    return (sum(values) + hope) / (len(values) + 1)
 
 
 @pytest.mark.parametrize("kind", ["prompt_lookup", "retrieval"])
@@ -296,7 +306,7 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
     earned: dict[int, list[int]] = {}  # behind matches of each length: what drafts had accepted, taken or not
     taken: list[int] = []  # what the second had accepted
     waits = fallbacks = 0
-    for _ in range(2):
+    for _ in range(6):
         text[:] = source.choices(range(4), k=45)
         text += text[8:30]
         cascade.start(text[:8], None, None)  # type: ignore[arg-type]
@@ -314,7 +324,7 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
             assert (match > 0) == (first.last.tokens.shape[0] > 0)
             if match:
                 open_drafts.append((known, match, _branches(first.last)))
-            behind = match > 0 and _mean(earned.get(match, [])) < _mean(taken)
+            behind = match > 0 and _mean(earned.get(match, []), 8) < _mean(taken, 1)
             assert draft is (second.last if other and (behind or not match) else first.last if match else draft)
             waits, fallbacks = waits + behind, fallbacks + (behind and not other)
             accepted = _run(_branches(draft), text[known:])
@@ -327,6 +337,33 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
     cascade.forget()
     cascade.start(text, None, None)  # type: ignore[arg-type]
     assert cascade.draft(Context(text, torch.tensor(text[-1:])), 4) is first.last  # the order is trusted again
+
+
+def test_of_what_is_looked_up_the_more_promising_is_taken() -> None:
+    """Three tokens repeat themselves: the first copies one of them, the second, once it was seen to look up, six."""
+    fields = {"kind": "prompt_lookup", "ngram_max": 3}
+    first, second = (
+        Kept(build_drafter(SpeculativeConfig.from_dict(fields | {"ngram_min": least, "draft_length": length}), toy_target()))
+        for least, length in ((2, 1), (1, 6))
+    )
+    cascade, text, chosen = Cascade([first, second]), [1, 2, 3] * 40, []
+    known = 4
+    cascade.start(text[:known], None, None)  # type: ignore[arg-type]
+    while known < 100:
+        second.last = Draft.empty(torch.device("cpu"))
+        draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 6)
+        chosen.append((draft is second.last, first.last.tokens.shape[0], second.last.tokens.shape[0]))
+        accepted = _run(_branches(draft), text[known:])
+        cascade.observe(Verdict(draft.found, accepted, text[known + accepted], torch.tensor([0])))
+        known += accepted + 1
+    assert chosen[0] == (True, 0, 6)  # of four tokens no two come before
+    assert chosen[1] == (False, 1, 6)  # both look up; little is known, and the order is trusted
+    assert chosen[-1] == (True, 1, 6)
+    turn = [second for second, *_ in chosen[1:]]
+    assert turn == sorted(turn)
+    cascade.forget()
+    cascade.start(text[:9], None, None)  # type: ignore[arg-type]
+    assert cascade.draft(Context(text[:9], torch.tensor(text[8:9])), 6) is first.last
 
 
 class Often(Member):
