@@ -31,7 +31,7 @@ def suggest_lookup(space: SearchSpace, trial: optuna.trial.BaseTrial, kind: str)
         )
     return SpeculativeConfig(
         kind,
-        trial.suggest_int("retrieval_length", *space.tree_length),
+        trial.suggest_int("retrieval_length", *space.lookup_length),
         ngram_min=shortest,
         ngram_max=longest,
         datastore=str(trial.suggest_categorical("datastore", ("", *space.datastores))),

@@ -55,10 +55,10 @@ class SearchSpace:
         widths: of the MLPs of ``mlp`` bridges.
         draft_heads: sizes of the vocabulary that self-drafts and draft models have; 0 is all of it.
         stops: the stop rules of ``layer_skip``, ``draft_model`` and ``cross_tokenizer``.
-        lookup_length: shortest and longest draft of ``prompt_lookup``.
+        lookup_length: shortest and longest draft of ``prompt_lookup``; least and greatest depth of ``retrieval``'s trees.
         ngram: shortest and longest n-gram of ``prompt_lookup`` and ``retrieval``.
-        tree_length: least and greatest depth of the trees of ``retrieval`` and ``token_recycling``.
-        tree_tokens: fewest and most tokens that such a tree may have.
+        tree_length: least and greatest depth of the trees of ``token_recycling``.
+        tree_tokens: fewest and most tokens that a tree of either may have.
         datastores: those that ``retrieval`` chooses from, beside having none.
         candidates: fewest and most successors, or n-grams, kept of a token.
         lookahead_length: shortest and longest draft of ``lookahead``.

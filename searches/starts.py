@@ -24,7 +24,7 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
     if "prompt_lookup" in arms:
         points += [_lookup(space, 8, 3), _lookup(space, 4, 2)]
     if "retrieval" in arms:
-        length, size, longest = _clip((8, space.tree_length), (12, space.tree_tokens), (4, space.ngram))
+        length, size, longest = _clip((16, space.lookup_length), (24, space.tree_tokens), (4, space.ngram))
         retrieval = SpeculativeConfig("retrieval", length, ngram_min=space.ngram[0], ngram_max=longest, tree_tokens=size)
         points += [replace(retrieval, datastore=name) for name in ("", *space.datastores)]
     if "token_recycling" in arms:
