@@ -150,6 +150,8 @@ def _contenders(
         if config.allow_lossy and found.lossless and name != BASELINE:
             for rule in ("threshold", "typical"):
                 beside = f"{name}_{rule}"
+                if beside in configs:
+                    raise InputError(f"contenders.{beside}: allow_lossy=true gives {name} a row of that name")
                 configs[beside] = replace(found, accept=AcceptRule(rule))
                 contenders[beside] = Decoder.of(target, configs[beside])
     for name, fields in others.items():

@@ -15,7 +15,8 @@ from layerskip import Measurement, PromptSet, SpeculativeConfig
 
 from .bench import BASELINE, Bench, Row
 from .bridge_points import EMPTY
-from .finals import Finalist, Finals, judge_rows
+from .finals import Finals, compete
+from .objective import MeasureSettings
 
 Point = Mapping[str, Any]
 
@@ -27,29 +28,14 @@ class Contest:
     Args:
         configs: by name: ``empty 1``, ``bridged 1`` and so on.
         predicted: what was foretold of those that were scanned.
+        finals: as of a study whose finalists these are.
         rows: the samples of each prompt.
     """
 
     configs: Mapping[str, SpeculativeConfig]
     predicted: Mapping[str, float]
+    finals: Finals
     rows: Sequence[Row]
-
-    @property
-    def finals(self) -> Finals:
-        """As of a study whose finalists these are."""
-        before = {name: self.predicted.get(name, 1.0) for name in self.configs}
-        baseline = Measurement.of(self.rows, BASELINE, BASELINE).to_dict()
-        return Finals(judge_rows(self.rows, self.configs, before), baseline, self.seconds)
-
-    @property
-    def winner(self) -> Finalist:
-        """The simplest of those that tie with the fastest that is surely faster than plain decoding; else that."""
-        return self.finals.winner
-
-    @property
-    def seconds(self) -> float:
-        """That decoding took."""
-        return sum(sample.prefill_seconds + sample.decode_seconds for row in self.rows for sample in row.values())
 
     def measured(self) -> dict[str, dict[str, Any]]:
         """Each beside plain decoding, for a record."""
@@ -89,8 +75,9 @@ def contest(
     others: Mapping[str, SpeculativeConfig],
     bench: Bench,
     prompts: PromptSet,
-    repeats: int,
+    settings: MeasureSettings,
     seed: int,
+    folder: Path | None,
     on_prompt: Callable[[], None],
 ) -> Contest:
     """Decode every prompt with all of them.
@@ -98,18 +85,14 @@ def contest(
     Args:
         chosen: points whose configurations are measured, by name.
         others: further configurations, of which nothing was foretold.
-        bench: decodes.
-        prompts: held-out ones.
-        repeats: how often each is decoded.
-        seed: of orders and draws.
-        on_prompt: called for every prompt.
+
+    The others are those of :func:`~searches.finals.compete`.
     """
     configs = {name: SpeculativeConfig.from_dict(point["config"]) for name, point in chosen.items()} | dict(others)
-    rows = []
-    for row in bench.compare(configs, prompts, repeats, seed):
-        rows.append(row)
-        on_prompt()
-    return Contest(configs, {name: float(point["predicted"]) for name, point in chosen.items()}, rows)
+    predicted = {name: float(point["predicted"]) for name, point in chosen.items()}
+    before = dict.fromkeys(configs, 1.0) | predicted
+    finals, rows = compete(configs, before, bench, prompts, settings, seed, folder, on_prompt, leaving=False)
+    return Contest(configs, predicted, finals, rows)
 
 
 def choose(points: Sequence[Point], most: int) -> dict[str, Point]:

@@ -80,9 +80,9 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         others["eagle"] = SpeculativeConfig("eagle", 3, head=str(config.eagle_head), candidates=1)
     prompts = held_out.take(measuring.held_out_prompts)
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
-    with tqdm(total=len(prompts) * measuring.repeats, unit="prompt", desc="held-out", disable=None) as bar:
-        found = contest(chosen, others, bench, prompts, measuring.repeats, config.seed, bar.update)
-    spent, winner = _seconds([*points, *skips], found), found.winner
+    with tqdm(total=len(prompts) * measuring.held_out_repeats, unit="prompt", desc="held-out", disable=None) as bar:
+        found = contest(chosen, others, bench, prompts, measuring, config.seed, work.folder, bar.update)
+    spent, winner = _seconds([*points, *skips], found), found.finals.winner
     evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest, "max_new_tokens": measuring.max_new_tokens}
     where, search = environment(target.device), {"seconds": sum(spent.values())}
     Export(Export.describe(target), winner.config, sampling, evidence, where, search).save(work.folder / "best.json")
@@ -131,7 +131,10 @@ def _recorded(point: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(points: Sequence[Mapping[str, Any]], found: Contest) -> dict[str, float]:
-    """What everything took, by those that did it, today or before; a fit without what reading its texts took."""
+    """What each kind of work took, by those that did it, today or before; a fit without what reading its texts took.
+
+    Texts, continuations and the profile of costs, which the outputs folder has for all programs, are not in it.
+    """
     spent = dict.fromkeys(("reading", "fitting", "training", "scanning"), 0.0)
     for point in points:
         if point["tokens"] is None:
@@ -140,7 +143,7 @@ def _seconds(points: Sequence[Mapping[str, Any]], found: Contest) -> dict[str, f
             spent["scanning"] += fit.get("scan_seconds", 0.0)
             part = "training" if point["bridge"] == TRAINED else "fitting"
             spent[part] += fit.get("wall_seconds", fit["seconds"]) - reading
-    return spent | {"decoding": found.seconds}
+    return spent | {"decoding": found.finals.seconds}
 
 
 def _runs(layers: int) -> list[str]:

@@ -29,6 +29,7 @@ from .application import NOT_SHOWN, InputError, check_number, check_whole, run
 from .bars import Count, table
 from .bench import BASELINE, Bench, ModelBench, Row
 from .finals import Finalist, measure_again
+from .heading import sources
 from .kept import Kept
 from .landscape import Landscape
 from .objective import MeasureSettings, check_seed
@@ -38,8 +39,6 @@ from .turns import in_turns
 from .works import draw_prompts
 
 _ONE, _OTHER = "one", "other"
-_ROOT = Path(__file__).parents[1]
-_SOURCES = ("layerskip", "searches")
 _PACKAGES = ("numpy", "optuna", "scipy")
 
 
@@ -61,7 +60,7 @@ def calibrate(config: DictConfig) -> list[Count]:
         "schema": "layerskip.calibration/1",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {package: version(package) for package in _PACKAGES},
-        "sources": digest(_sources()),
+        "sources": digest(sources()),
         "config": OmegaConf.to_container(config, resolve=True),
         "counts": [asdict(count) | {"share": count.share, "passed": count.passed} for count in found],
         "searches": [asdict(outcome) | {"hit": outcome.hit, "slower": outcome.slower} for outcome in outcomes],
@@ -105,7 +104,7 @@ def compare_with_itself(config: DictConfig) -> Count:
 def _rows(bench: Bench, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, seed: int) -> list[Row]:
     """What finals would judge by: rows in which the machine's pace moved are measured again."""
     rows = list(bench.compare(configs, prompts, 1, seed))
-    again = measure_again(bench, configs, rows, prompts, MeasureSettings().drift, seed, Kept(None))
+    again = measure_again(bench, configs, rows, prompts, MeasureSettings(), seed, Kept(None))
     return [again.get(place, row) for place, row in enumerate(rows)]
 
 
@@ -161,7 +160,7 @@ def _plant(config: DictConfig, settings: PlantedSettings) -> list[Outcome]:
     )
     fields: dict[str, Any] = OmegaConf.to_container(config.planted, resolve=True)  # type: ignore[assignment]
     asked = [fields[name] for name in ("layers", "prompts", "search")]
-    asked += [*(version(package) for package in _PACKAGES), *_sources()]
+    asked += [*(version(package) for package in _PACKAGES), *sources()]
     folder = Path(config.outputs) / "planted" / digest(asked)[:12]
     jobs = [(False, config.seed + seed) for seed in range(settings.seeds)]
     jobs += [(True, config.seed + seed) for seed in range(settings.hopeless)]
@@ -176,11 +175,6 @@ def _plant(config: DictConfig, settings: PlantedSettings) -> list[Outcome]:
 
         found = in_turns(files, find)
     return [found[job] for job in jobs]
-
-
-def _sources() -> list[str]:
-    """This program's own text, which decides what is found as much as settings do."""
-    return [path.read_text(encoding="utf-8") for root in _SOURCES for path in sorted((_ROOT / root).rglob("*.py"))]
 
 
 if __name__ == "__main__":

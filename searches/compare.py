@@ -3,7 +3,7 @@
 ``python -m searches.compare`` lets each strategy of :mod:`searches.strategies` search on the same target, seed by seed, then
 measures what they claimed, when they claimed it, on held-out prompts side by side, and draws best held-out speedup against
 seconds spent. ``bench=simulated`` races on planted decoders instead, whose truth is known. Finished searches are kept, and
-what was measured of their claims, a few at a time; the same command goes on.
+what was measured of their claims, a few at a time, as long as the program stays as it is; the same command goes on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from layerskip.files import digest, write_json
 
 from .application import InputError, run
 from .course import Course, ModelCourse, PlantedCourse
+from .heading import sources
 from .kept import Kept
 from .strategies import STRATEGIES, TimeUp
 
@@ -40,7 +41,7 @@ def compare(config: DictConfig) -> dict[str, Any]:
     if config.bench not in _COURSES:
         raise InputError(f"bench: {config.bench!r} is not one of {', '.join(_COURSES)}")
     course: Course = _COURSES[config.bench](config)
-    folder = Path(config.outputs) / f"compare-{digest([course.asked(), config.seconds])[:12]}"
+    folder = Path(config.outputs) / f"compare-{digest([course.asked(), config.seconds, sources()])[:12]}"
     searched = Kept(folder / "searches.jsonl")
     runs = [(name, seed) for seed in config.seeds for name in names]
     for name, seed in tqdm(runs, unit="search", disable=None):

@@ -123,15 +123,46 @@ def measure_finals(
     """Measure a study's finalists on held-out prompts.
 
     Args:
-        prompts: kinds of work in turn, as :meth:`~layerskip.PromptSet.take` gives them: who leads on the first kind need
-            not lead on all.
-        folder: keeps what was measured, prompt by prompt, and is not measured again; None keeps nothing.
-        on_prompt: called for every prompt, kept or measured.
         also: further finalists, with what the search knew of those that they were made of.
+
+    The others are those of :func:`compete`.
     """
     chosen = {str(i): standing for i, standing in enumerate([*contenders(study, settings.finalists), *also])}
     configs = {name: standing.config for name, standing in chosen.items()}
+    before = {name: standing.speedup for name, standing in chosen.items()}
+    return compete(configs, before, bench, prompts, settings, seed, folder, on_prompt)[0]
+
+
+def compete(
+    configs: Mapping[str, SpeculativeConfig],
+    before: Mapping[str, float],
+    bench: Bench,
+    prompts: PromptSet,
+    settings: MeasureSettings,
+    seed: int,
+    folder: Path | None = None,
+    on_prompt: Callable[[], None] = lambda: None,
+    leaving: bool = True,
+) -> tuple[Finals, list[Row]]:
+    """Measure configurations on held-out prompts.
+
+    Args:
+        configs: by name.
+        before: the speedup that each was expected to have.
+        bench: what they are measured on.
+        prompts: kinds of work in turn, as :meth:`~layerskip.PromptSet.take` gives them: who leads on the first kind need
+            not lead on all.
+        settings: how often, and when again.
+        seed: of orders and draws.
+        folder: keeps what was measured, prompt by prompt, and is not measured again; None keeps nothing.
+        on_prompt: called for every prompt, kept or measured.
+        leaving: whether who is surely behind is measured no more.
+
+    Returns:
+        the verdict, and the rows that it is drawn from.
+    """
     asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed, "rows and their seconds"]
+    asked += [] if leaving else ["all to the end"]
     kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")
     rows: list[Row] = []
     left, gone, looked = dict(configs), set[str](), 0
@@ -140,25 +171,22 @@ def measure_finals(
             rows.append(row)
             on_prompt()
             last = number == len(prompts)  # behind it there may be another repeat to save
-            enough = len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
+            enough = leaving and len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
             if enough and (last or (number % _BLOCK == 0 and len(rows) >= _LOOKS * looked)):
                 looked = len(rows)
                 gone |= {name for name in left if _is_behind(rows, left, name)}
                 left = {name: config for name, config in left.items() if name not in gone}
-        if len(left) <= 1:
+        if leaving and len(left) <= 1:
             break
-    again = measure_again(bench, left, rows, prompts, settings.drift, seed, kept)
+    again = measure_again(bench, left, rows, prompts, settings, seed, kept)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
-    finalists = judge_rows(rows, configs, {name: standing.speedup for name, standing in chosen.items()}, left)
-    baseline = Measurement.of(rows, BASELINE, BASELINE).to_dict()
-    return Finals(finalists, baseline, seconds_of(kept), len(again), sum(moved(rows, settings.drift)))
+    finalists, baseline = judge_rows(rows, configs, before, left), Measurement.of(rows, BASELINE, BASELINE).to_dict()
+    found = Finals(finalists, baseline, seconds_of(kept), len(again), sum(moved(rows, settings.drift)))
+    return found, rows
 
 
 def judge_rows(
-    rows: Sequence[Row],
-    configs: Mapping[str, SpeculativeConfig],
-    before: Mapping[str, float],
-    left: Collection[str] | None = None,
+    rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], before: Mapping[str, float], left: Collection[str]
 ) -> tuple[Finalist, ...]:
     """What rows of held-out prompts say of configurations, the fastest first.
 
@@ -166,9 +194,8 @@ def judge_rows(
         rows: plain decoding in each, beside those configurations that were measured on the prompt.
         configs: by name.
         before: the speedup that each was expected to have.
-        left: those that stayed to the end; None for all.
+        left: those that stayed to the end.
     """
-    left = configs.keys() if left is None else left
     found = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in configs}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = [
@@ -194,17 +221,17 @@ def measure_again(
     configs: Mapping[str, SpeculativeConfig],
     rows: Sequence[Row],
     prompts: PromptSet,
-    drift: float,
+    settings: MeasureSettings,
     seed: int,
     kept: Kept,
 ) -> dict[int, Row]:
     """Once more, by their places, the rows that the machine's pace had moved in, with the same draws; whoever learns has
-    learnt from the prompts before."""
+    learnt from prompts before, as many as in a trial."""
     found: dict[int, Row] = {}
-    for place, off in enumerate(moved(rows, drift)):
+    for place, off in enumerate(moved(rows, settings.drift)):
         if off:
             repeat, number = divmod(place, len(prompts))
-            item, before = prompts.items[number], PromptSet(prompts.items[:number])
+            item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warming) : number])
             name = f"{repeat} {item.id} again"
             measured = bench.compare(configs, PromptSet((item,)), 1, _seed(seed, repeat) + number, (), before)
             found[place] = kept_row(measured, kept, name)

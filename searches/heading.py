@@ -1,12 +1,16 @@
-"""What does every record begin with? Its schema, when it was made, of which target, and on what machine."""
+"""What does every record begin with? Its schema, when it was made, of which target, on what machine, and by what program."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from layerskip import Export, Target
 from layerskip.environment import environment
+
+_PACKAGES = ("layerskip", "searches")
+_ROOT = Path(__file__).parents[1]
 
 
 def heading(schema: str, target: Target) -> dict[str, Any]:
@@ -17,3 +21,8 @@ def heading(schema: str, target: Target) -> dict[str, Any]:
         "target": Export.describe(target),
         "environment": environment(target.device),
     }
+
+
+def sources() -> list[str]:
+    """This program's own text, which decides what is found as much as settings do."""
+    return [path.read_text(encoding="utf-8") for name in _PACKAGES for path in sorted((_ROOT / name).rglob("*.py"))]

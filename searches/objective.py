@@ -176,24 +176,28 @@ class Objective:
         if config.kind == "none":
             more = []  # plain decoding is measured beside every other trial
         prompts = every = PromptSet((*first, *more))
+        again: set[int] = set()  # places of rows that were measured twice
         for repeat in range(settings.repeats + settings.survivor_repeats):
             if repeat >= settings.repeats and not (len(prompts) > few and self._is_level(trial.study, config, rows)):
                 break
-            seed = self.seed + trial.number + len(rows)
+            seed, begin = self.seed + trial.number + len(rows), len(rows)
             # One comparison for all, as some drafters learn from prompt to prompt.
             for number, row in enumerate(self.bench.compare({_CANDIDATE: config}, prompts, 1, seed, (), self._warming), 1):
                 rows.append(row)
                 self.on_prompt()
                 # One step for each prompt of each repeat: the pruner compares what trials reported at the same one.
                 trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), repeat * len(every) + number - 1)
+                behind = number < len(prompts) and trial.should_prune() and self._is_behind(trial.study, config, rows)
+                if behind or number == len(prompts) or (repeat == 0 and number == few):
+                    # Before anything is made of them.
+                    self._steady(trial, config, prompts, rows, begin, seed, again)
                 if repeat == 0 and number == few:
                     if more and not self._is_level(trial.study, config, rows):
-                        prompts = first
                         break
                 # Behind the last prompt there is nothing left to save.
-                elif number < len(prompts) and trial.should_prune() and self._is_behind(trial.study, config, rows):
+                elif behind and self._is_behind(trial.study, config, rows):
                     return "slower than the best so far"
-            self._steady(trial, config, prompts, rows, seed)
+            prompts = PromptSet(prompts.items[: len(rows) - begin])
         return None
 
     @staticmethod
@@ -226,25 +230,34 @@ class Objective:
         return bool(led) and Measurement.of(led, BASELINE, _CANDIDATE).interval(confidence=_PRUNING)[1] < 1.0
 
     def _steady(
-        self, trial: optuna.Trial, config: SpeculativeConfig, prompts: PromptSet, rows: list[dict[str, Sample]], seed: int
+        self,
+        trial: optuna.Trial,
+        config: SpeculativeConfig,
+        prompts: PromptSet,
+        rows: list[dict[str, Sample]],
+        begin: int,
+        seed: int,
+        again: set[int],
     ) -> None:
-        """Measure those of the last rows again that the machine's pace had moved in.
+        """Measure those rows again that the machine's pace had moved in, each once.
 
         Who learns from prompt to prompt knows at the second one what as many prompts have taught it as before any trial.
 
         Args:
-            prompts: of the last rows.
+            prompts: of the rows from ``begin`` on.
             rows: a trial's; some may be replaced.
-            seed: of the draws.
+            begin: where the last comparison's begin.
+            seed: of its draws.
+            again: places of rows that were measured twice; takes the others.
         """
-        before = len(rows) - len(prompts)
-        for place, off in enumerate(moved(rows, self.settings.drift)[before:]):
-            if off:
+        for place, off in enumerate(moved(rows, self.settings.drift)[begin:]):
+            if off and begin + place not in again:
+                again.add(begin + place)
                 trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
                 earlier = (*self._warming, *prompts.items[:place])[-self.settings.warming or None :]
-                again = PromptSet((prompts.items[place],))
-                (row,) = self.bench.compare({_CANDIDATE: config}, again, 1, seed + place, (), PromptSet(earlier))
-                rows[before + place] = row
+                once = PromptSet((prompts.items[place],))
+                (row,) = self.bench.compare({_CANDIDATE: config}, once, 1, seed + place, (), PromptSet(earlier))
+                rows[begin + place] = row
 
     @undisturbed()
     def _record(

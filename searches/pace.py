@@ -33,12 +33,13 @@ def moved(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[bool]:
 
 
 def _offsets(samples: Sequence[Sample]) -> list[float]:
-    """How far, on a log scale, each sample's seconds per round are off what is usual.
+    """How far, on a log scale, each sample's seconds per round are off what is usual, drafting left out: a cascade may draft
+    dearly on one prompt and for nothing on the next.
 
     A round is slower behind a long prompt, and how long one is shows in its prefill: a line through all (Theil, Sen).
     """
     lengths = [sample.prefill_seconds for sample in samples]
-    paces = [sample.decode_seconds / len(sample.stats.rounds) for sample in samples]
+    paces = [(sample.decode_seconds - sample.draft_seconds) / len(sample.stats.rounds) for sample in samples]
     if len(set(lengths)) > 1:
         slope, level, *_ = theilslopes(paces, lengths)
     else:

@@ -141,6 +141,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
         flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_BRIDGED))}
     if "mlp" not in config.space.bridges:  # nor does one without MLPs change as they join
         flat.pop("space.widths", None)
+    flat.pop("scan.text_bytes", None)  # what it leaves out, the scans' own folder tells
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
     return flat | {
         "target.digest": target.digest,

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.files import digest
+from layerskip.passages import Passage
 
 from .bridging import BridgeLearner
 from .learner import TrainingFile
@@ -61,7 +62,12 @@ class TrainedBridges:
         folder = shelf.folder / f"trained-{identity[:16]}"
         here = 0.0
         if not (folder / "head.json").exists():
-            here = self._train(folder, identity, shape, makeup)
+            held = set(shelf.calibration.held)
+            passages = [passage for passage in passages_of(shelf.texts) if passage not in held]
+            if not passages:
+                print("bridge: too few texts to train on some and judge by others; closed forms stay as they are")
+                return None
+            here = self._train(folder, identity, shape, makeup, passages)
         found = about(folder)
         shelf.on_use(folder.name, found["seconds"], here)
         if not found["helps"]:
@@ -71,7 +77,7 @@ class TrainedBridges:
         self._grown[shape] = folder
         return replace(config, bridge=str(folder))
 
-    def _train(self, folder: Path, identity: str, shape: BridgeShape, makeup: Makeup) -> float:
+    def _train(self, folder: Path, identity: str, shape: BridgeShape, makeup: Makeup, passages: list[Passage]) -> float:
         """Train, judge, and keep all of it; returns the seconds that this process spent."""
         shelf = self._shelf
         with contextlib.ExitStack() as stack:
@@ -79,13 +85,11 @@ class TrainedBridges:
             if self._tracker is not None:
                 run = self._tracker.nested(folder.name, identity, self._learning | shape.to_dict(), "training")
                 stack.enter_context(run.closing())
-            held = set(shelf.calibration.held)
-            passages = passages_of(shelf.texts)
             learner = BridgeLearner(
                 OmegaConf.create(self._learning),
                 shape,
                 self._target,
-                [passage for passage in passages if passage not in held] or passages,
+                passages,
                 None,
                 shelf.tokens(makeup.tokens or _TOKENS),
                 TrainingFile(folder / "training.pt", identity),

@@ -102,6 +102,7 @@ def verify(config: DictConfig) -> None:
         target.encode(item.messages())  # a chat template that refuses one shall do so now
     rows: list[Row] = []
     asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed]
+    asked.append(str(datetime.now(UTC).date()))  # what was measured before today says nothing of today
     unfinished = Path(config.outputs) / f"verify-{digest([*asked, target.digest, machine(target.device)])[:12]}.jsonl"
     kept = Kept(unfinished)
     if export.config.kind == "none":

@@ -3,9 +3,9 @@
 What repeats is copied for nothing, what does not is drafted at a price: a lookup drafts where it finds something, and a
 dearer drafter everywhere else. Two kinds of drafts wait until the others were asked, and are taken where none of them has a
 better one: those that a stop rule ended behind its first token, and those out of the text of whose like fewer tokens are
-accepted, lately, than of what one of the others drafts. Of several that look up, which costs next to nothing, the one that
-promises more is taken. Whoever did not draft a round follows the text, and hears what the target said in the round, all the
-same. This follows no paper.
+accepted, lately, than of what another one drafts without running a model, whose passes would have to be paid for as well. Of
+several that look up, which costs next to nothing, the one that promises more is taken. Whoever did not draft a round follows
+the text, and hears what the target said in the round, all the same. This follows no paper.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Drafter, Follower, Learner, Reader, Said
 from .expectation import Expectation
+from .stopping import Stopped
 
 _LONG = 8  # tokens of a match, of which more say no more
 _HOPE = 8.0  # accepted tokens of a draft that was looked up, before any is known
@@ -45,6 +46,8 @@ class Cascade:
             raise ConfigError("members: they read different hidden states")
         self.modules = self._readers[0].modules if self._readers else ()
         self._followers = [member for member in members if isinstance(member, Follower)]
+        # Places of members that draft for next to nothing, as no model runs.
+        self._free = [place for place, member in enumerate(members) if not isinstance(member, (Reader, Stopped))]
         self._drafted: int | None = None  # the place of whose draft it was
         self._expectation = Expectation()
         self._lookups: set[int] = set()  # places of members that were seen to look up, who cost next to nothing to ask
@@ -86,12 +89,12 @@ class Cascade:
         return self._expectation.expect(_like(place, draft), hope)
 
     def _outdone(self, place: int, draft: Draft) -> bool:
-        """Whether fewer tokens are expected of a draft than a member behind has accepted where it drafts.
+        """Whether fewer tokens are expected of a draft than a member behind that runs no model has accepted where it drafts.
 
         Of little evidence this says no: there is more hope for who is in front.
         """
         expected = self._expects(place, draft, _HOPE)
-        return any(self._expectation.expect(behind, _TRIAL) > expected for behind in range(place + 1, len(self.members)))
+        return any(self._expectation.expect(behind, _TRIAL) > expected for behind in self._free if behind > place)
 
     def forget(self) -> None:
         """Forget what drafts were worth, and let every member forget."""

@@ -140,7 +140,7 @@ class Retrieval:
             # Where the text at work repeats itself, it is copied on: LZ77's overlapping copies.
             repeated = number == len(self._texts) - 1
             found.append([text[end + i % period] for i in range(length if repeated else min(length, period))])
-        if self.datastore is not None:
+        if self.datastore is not None and size >= _SHARE * match:  # how much more agrees there, nobody looks
             found += [part for part in self.datastore.continuations(ngram, length, _MOST) if part]
         return found, match
 

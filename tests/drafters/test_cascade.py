@@ -20,6 +20,7 @@ from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
+from layerskip.drafters.stopping import Stopped
 from layerskip.readout import Readout
 from layerskip.sampling import Chooser
 from layerskip.target import Target
@@ -325,7 +326,12 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
             if match:
                 open_drafts.append((known, match, _branches(first.last)))
             behind = match > 0 and _mean(earned.get(match, []), 8) < _mean(taken, 1)
-            assert draft is (second.last if other and (behind or not match) else first.last if match else draft)
+            if other and (behind or not match):
+                assert draft is second.last
+            elif match:
+                assert draft is first.last
+            else:
+                assert not draft.tokens.shape[0]
             waits, fallbacks = waits + behind, fallbacks + (behind and not other)
             accepted = _run(_branches(draft), text[known:])
             if draft is second.last:
@@ -337,6 +343,30 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
     cascade.forget()
     cascade.start(text, None, None)  # type: ignore[arg-type]
     assert cascade.draft(Context(text, torch.tensor(text[-1:])), 4) is first.last  # the order is trusted again
+
+
+def test_who_runs_a_model_does_not_outdo_what_is_looked_up() -> None:
+    """However much of its drafts is accepted: its passes are paid for. It drafts where nothing is found."""
+
+    class Dear(Kept, Stopped):
+        pass
+
+    text = random.Random(1).choices(range(4), k=300)
+    lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP | {"ngram_max": 2}), target_of("llama"))
+    asked = {}
+    for kind in (Kept, Dear):
+        second = kind(Told(text))
+        cascade = Cascade([first := Kept(lookup), second])
+        cascade.start(text[:1], None, None)  # type: ignore[arg-type]
+        asked[kind] = 0
+        for known in range(2, 290):
+            second.last = Draft.empty(torch.device("cpu"))
+            draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
+            asked[kind] += first.last.match > 0 and draft is second.last
+            accepted = _run(_branches(draft), text[known:])
+            cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
+    assert asked[Kept] > 10
+    assert asked[Dear] == 0
 
 
 def test_of_what_is_looked_up_the_more_promising_is_taken() -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from layerskip import SpeculativeConfig
 from searches.bridge_finals import Contest, choose, contest
+from searches.finals import Finals
+from searches.objective import MeasureSettings
 from tests.searches.known import PROMPTS, Known
 
 
@@ -32,7 +34,7 @@ def _decoded(speedups: dict[str, float], drift: bool = False) -> Contest:
     pace = (lambda call: 1.0 + 0.5 * (call % 2)) if drift else (lambda call: 1.0)
     bench = Known({configs[name]: speedup for name, speedup in speedups.items()}, pace)
     heard: list[int] = []
-    found = contest(chosen, {}, bench, PROMPTS, 1, 0, lambda: heard.append(1))
+    found = contest(chosen, {}, bench, PROMPTS, MeasureSettings(), 0, None, lambda: heard.append(1))
     assert len(heard) == len(found.rows) == len(PROMPTS)
     return found
 
@@ -58,7 +60,7 @@ def test_both_sides_send_those_that_are_foretold_to_be_fastest() -> None:
 )
 def test_plain_decoding_wins_where_nothing_is_surely_faster(speedups: dict[str, float], winner: str | None) -> None:
     found = _decoded(speedups)
-    assert found.winner.config == (SpeculativeConfig() if winner is None else found.configs[winner])
+    assert found.finals.winner.config == (SpeculativeConfig() if winner is None else found.configs[winner])
     measured = found.measured()
     assert {name: entry["speedup"] for name, entry in measured.items()} == pytest.approx(
         {name: speedups.get(name, 1.0) for name in found.configs}
@@ -73,4 +75,4 @@ def test_bridges_are_told_over_the_fastest_empty_skip_prompt_by_prompt() -> None
     assert found.pop("empty") == "empty 2"
     assert {name: entry["ratio"] for name, entry in found.items()} == pytest.approx({"bridged 1": 1.2, "bridged 2": 0.9})
     assert all(entry[side] == pytest.approx(entry["ratio"]) for entry in found.values() for side in ("low", "high"))
-    assert Contest({"bridged 1": SpeculativeConfig()}, {}, []).over_empty() is None
+    assert Contest({"bridged 1": SpeculativeConfig()}, {}, Finals((), {}, 0.0), []).over_empty() is None

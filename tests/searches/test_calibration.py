@@ -108,7 +108,7 @@ def test_searches_are_kept_until_the_program_changes(tmp_path: Path, monkeypatch
     assert [(search["seed"], search["hopeless"]) for search in record["searches"]] == [(0, False), (1, False), (0, True)]
     assert _end(monkeypatch, *PLANTED, "planted.seeds=3", f"outputs={tmp_path}") == 0
     assert asked[4:] == [(2, False)]
-    monkeypatch.setattr("searches.calibration._ROOT", tmp_path)
+    monkeypatch.setattr("searches.heading._ROOT", tmp_path)
     assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
     assert asked[5:] == [(0, False), (1, False), (0, True)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,6 +39,12 @@ def test_a_window_shows_in_all_who_were_in_it_and_a_stall_in_one() -> None:
 def test_who_decodes_in_fewer_rounds_is_not_taken_for_a_faster_machine() -> None:
     rows = [_row(place, {"plain": 4.0}) | _row(place, {"one": 3.0}) for place in range(6)]
     rows[2]["one"] = _row(2, {"one": 1.0}, rounds=13)["one"]
+    assert not any(moved(rows, 0.05))
+
+
+def test_who_drafts_dearly_on_one_prompt_is_not_taken_for_a_slower_machine() -> None:
+    rows = [_row(place, {"plain": 4.0, "one": 3.0}) for place in range(6)]
+    rows[2]["one"] = replace(rows[2]["one"], decode_seconds=9.0, draft_seconds=6.0)
     assert not any(moved(rows, 0.05))
 
 
