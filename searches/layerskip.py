@@ -215,7 +215,7 @@ def _publish(
     export.save(folder / "best.json")
     stable = oracle.stability(2 * len(plan.space.skippable)) if oracle is not None else None
     scan_seconds = oracle.scan_seconds if oracle is not None else None
-    text = report.summary(study, finals, stable, _compare_seeds(study, plan, folder), scan_seconds)
+    text = report.summary(study, finals, stable, _compare_seeds(study, plan, folder, oracle), scan_seconds)
     (folder / "report.md").write_text(text, encoding="utf-8")
     singles = oracle.single_agreements() if oracle is not None else None
     report.draw(study, finals, target.layers, folder / "report.png", singles)
@@ -241,13 +241,14 @@ def _publish(
     print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
 
 
-def _compare_seeds(study: optuna.Study, plan: Plan, folder: Path) -> SeedStability | None:
-    """How like the best mask is to those that the same study chose with other seeds."""
-    masks = [standing.config.mask for standing in ranking(study) if standing.config.kind == "layer_skip"]
-    if not masks:
+def _compare_seeds(study: optuna.Study, plan: Plan, folder: Path, oracle: ScanOracle | None) -> SeedStability | None:
+    """How like the best mask is to those that the same study chose with other seeds; where none was decoded with, as none
+    could win, the one that is foretold to be fastest."""
+    tried = (SkipMask.parse(found.config.mask, plan.target.layers) for found in ranking(study) if found.config.mask)
+    mask = next(tried, None) or (oracle.foremost() if oracle is not None else None)
+    if mask is None:
         return None
-    mask, sublayers = SkipMask.parse(masks[0], plan.target.layers), 2 * len(plan.space.skippable)
-    return across_seeds(folder, study.user_attrs[SETTINGS], mask, sublayers)
+    return across_seeds(folder, study.user_attrs[SETTINGS], mask, 2 * len(plan.space.skippable))
 
 
 def check_space(folder: Path) -> None:

@@ -180,9 +180,17 @@ class ScanOracle:
                     found[row, layer] = self._agreements[f"{kind}:{layer}"]
         return found
 
+    def _scanned_masks(self) -> list[SkipMask]:
+        """Those that skip anything."""
+        return [mask for text in self._counts if (mask := SkipMask.parse(text, self.layers)).skipped]
+
+    def foremost(self) -> SkipMask | None:
+        """The mask that is foretold to be fastest of those scanned so far that skip anything."""
+        return max(self._scanned_masks(), key=lambda mask: self._best(mask).speedup, default=None)
+
     def stability(self, sublayers: int) -> Stability | None:
         """How the choice among the masks scanned so far depends on the prompts; None before any was scanned."""
-        masks = [SkipMask.parse(text, self.layers) for text in self._counts]
+        masks = self._scanned_masks()
         if not masks:
             return None
         seconds, baseline = [], []

@@ -181,3 +181,14 @@ def test_a_model_that_cannot_be_scanned_is_searched_without(tmp_path: Path, caps
         patch.setattr(Target, "encode", lambda self, prompt: [5, 6, 7])  # it has no tokenizer
         assert foresee(target, prompts, Sampling(), 6, space, ScanSettings(), tmp_path, tmp_path, 0) is None
     assert "GPTNeoForCausalLM: cannot be scanned" in capsys.readouterr().out
+
+
+def test_the_foremost_mask_is_the_best_of_those_that_skip_anything(tiny_target: Target, tmp_path: Path) -> None:
+    oracle, _ = _oracle(tiny_target, tmp_path)
+    assert oracle.foremost() is None
+    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("", "mlp:1", "layers:0-1")]
+    _, *others = oracle.predict(masks)
+    best = max(others, key=lambda found: found.speedup)
+    assert oracle.foremost() == SkipMask.parse(best.config.mask, tiny_target.layers)
+    stable = oracle.stability(2 * tiny_target.layers)
+    assert stable is not None and 0 < stable.chance < 1  # what skips nothing would share all with itself by chance

@@ -119,3 +119,14 @@ def test_kinds_without_a_head_or_a_draft_are_said_to_be_left_out(
     assert capsys.readouterr().out == "space.kinds: left out: draft_model (space.drafts is empty)\n"
     _plan(tiny_folder, "space=prompt_lookup")
     assert capsys.readouterr().out == ""
+
+
+def test_what_bounds_memory_is_no_part_of_what_a_study_is(tiny_folder: Path) -> None:
+    """One that was begun under another bound, or before there was any, goes on."""
+    target, prompts, found = load_target(str(tiny_folder), dtype="float32", device="cpu"), PromptSet.of(["x", "y"]), []
+    for size in (1000, 10**9):
+        with initialize_config_dir(CONF, version_base="1.3"):
+            config = compose("layerskip", [*quick(tiny_folder, tiny_folder / "outputs"), f"scan.text_bytes={size}"])
+        found.append(describe(config, target, prompts))
+    assert found[0] == found[1]
+    assert "scan.max_rows" in found[0]  # which the unlike sums of larger passes may move
