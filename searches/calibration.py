@@ -2,15 +2,17 @@
 
 ``python -m searches.calibration`` counts how often the rule that names winners calls one where nothing is to be won, and how
 often the interval of a measurement holds the long-run speedup, after prompts on which the machine moved were measured again,
-as in finals; ``planted.seeds=100`` adds whole searches for a planted truth, which are kept one by one: the same command goes
-on, also twice at once. It prints a table, writes JSON, and ends with exit code 4 where a bar is missed.
+as in finals; ``planted.seeds=100`` adds whole searches for a planted truth. Those, and what a real model decodes, are kept
+one by one: the same command goes on, and several share the searches. It prints a table, writes JSON, and ends with code 4
+where a bar is missed.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -23,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
+from layerskip.environment import machine
 from layerskip.files import digest, write_json
 
 from .application import NOT_SHOWN, InputError, check_number, check_whole, run
@@ -31,7 +34,7 @@ from .bench import BASELINE, Bench, ModelBench, Row
 from .finals import Finalist, measure_again
 from .heading import sources
 from .kept import Kept
-from .landscape import Landscape
+from .landscape import PROSPECTS, Landscape, Prospect
 from .objective import MeasureSettings, check_seed
 from .planted import Outcome, PlantedSettings, Search, find_planted, summarise
 from .simulation import Machine, SimulatedBench
@@ -51,7 +54,7 @@ def calibrate(config: DictConfig) -> list[Count]:
     if config.bench == "simulated" and config.coverage.resamplings:
         found += cover(config)
     outcomes: list[Outcome] = []
-    if planting.seeds or planting.hopeless:
+    if planting.seeds or planting.hopeless or planting.close:
         outcomes = _plant(config, planting)
         found += summarise(outcomes, planting)
     print(table(found))
@@ -90,13 +93,16 @@ def compare_with_itself(config: DictConfig) -> Count:
     # Plain decoding is measured anyway, as the baseline.
     one, other = (BASELINE, _OTHER) if same.kind == "none" else (_ONE, _OTHER)
     entries = {name: same for name in (one, other) if name != BASELINE}
+    comparisons, kept = _real(config) if config.bench == "model" else (_simulated(config), Kept(None))
     winners = 0
     with tqdm(total=config.itself.comparisons, unit="comparison", desc="with itself", disable=None) as bar:
-        for seed, (bench, prompts) in enumerate(_comparisons(config)):
-            rows = _rows(bench, entries, prompts, config.seed + seed)
-            for pair in ((one, other), (other, one)):  # either of the two may come out as the winner
-                measured = Measurement.of(rows, *pair)
-                winners += Finalist(same, measured.speedup, measured.to_dict(), measured.interval()[0]).eligible
+        for seed, (bench, prompts) in enumerate(comparisons, config.seed):
+            if str(seed) not in kept:
+                rows = _rows(bench, entries, prompts, seed)
+                # Either of the two may come out as the winner.
+                both = [Measurement.of(rows, *pair) for pair in ((one, other), (other, one))]
+                kept.add(str(seed), sum(Finalist(same, m.speedup, m.to_dict(), m.interval()[0]).eligible for m in both))
+            winners += kept[str(seed)]
             bar.update()
     return Count("winners over itself", winners, config.itself.comparisons, most=config.itself.most_winners)
 
@@ -108,19 +114,28 @@ def _rows(bench: Bench, configs: Mapping[str, SpeculativeConfig], prompts: Promp
     return [again.get(place, row) for place, row in enumerate(rows)]
 
 
-def _comparisons(config: DictConfig) -> Iterator[tuple[Bench, PromptSet]]:
-    """A bench and prompts for every comparison; a real one has the same for all."""
-    count = config.itself.comparisons
-    if config.bench == "model":
-        bench = ModelBench(instantiate(config.target), instantiate(config.sampling), config.max_new_tokens)
-        prompts = instantiate(config.prompts).take(config.itself.prompts)
-        for _ in range(count):
-            yield bench, prompts
-    else:
-        landscape = Landscape.draw(config.seed, config.planted.layers)
-        simulated = SimulatedBench(landscape, Machine(config.seed, stalls=config.stalls))
-        for index in range(count):
-            yield simulated, draw_prompts(config.itself.prompts, config.seed + index)
+def _real(config: DictConfig) -> tuple[Iterable[tuple[Bench, PromptSet]], Kept]:
+    """The same bench and prompts for every comparison; and those that are done, as they take minutes each."""
+    bench = ModelBench(instantiate(config.target), instantiate(config.sampling), config.max_new_tokens)
+    prompts = instantiate(config.prompts).take(config.itself.prompts)
+    asked = [
+        bench.target.digest,
+        prompts.digest,
+        bench.sampling.to_dict(),
+        bench.max_new_tokens,
+        machine(bench.target.device),
+    ]
+    asked += [OmegaConf.to_container(config.itself.config, resolve=True), *sources()]
+    kept = Kept(Path(config.outputs) / f"itself-{digest(asked)[:12]}.jsonl")
+    return itertools.repeat((bench, prompts), config.itself.comparisons), kept
+
+
+def _simulated(config: DictConfig) -> Iterator[tuple[Bench, PromptSet]]:
+    """One machine, whose pace drifts on, and other prompts for every comparison."""
+    landscape = Landscape.draw(config.seed, config.planted.layers)
+    bench = SimulatedBench(landscape, Machine(config.seed, stalls=config.stalls))
+    for index in range(config.itself.comparisons):
+        yield bench, draw_prompts(config.itself.prompts, config.seed + index)
 
 
 def cover(config: DictConfig) -> list[Count]:
@@ -162,12 +177,12 @@ def _plant(config: DictConfig, settings: PlantedSettings) -> list[Outcome]:
     asked = [fields[name] for name in ("layers", "prompts", "search")]
     asked += [*(version(package) for package in _PACKAGES), *sources()]
     folder = Path(config.outputs) / "planted" / digest(asked)[:12]
-    jobs = [(False, config.seed + seed) for seed in range(settings.seeds)]
-    jobs += [(True, config.seed + seed) for seed in range(settings.hopeless)]
-    files = {(hopeless, seed): folder / f"{'hopeless' if hopeless else 'hopeful'}-{seed}.json" for hopeless, seed in jobs}
+    counts = zip(PROSPECTS, (settings.seeds, settings.hopeless, settings.close), strict=True)
+    jobs = [(prospect, config.seed + seed) for prospect, count in counts for seed in range(count)]
+    files = {(prospect, seed): folder / f"{prospect}-{seed}.json" for prospect, seed in jobs}
     with tqdm(total=len(jobs), unit="search", desc="planted", disable=None) as bar:
 
-        def find(job: tuple[bool, int]) -> Outcome:
+        def find(job: tuple[Prospect, int]) -> Outcome:
             if not files[job].exists():
                 write_json(files[job], asdict(find_planted(job[1], job[0], settings, search)))
             bar.update()

@@ -3,11 +3,13 @@
 ``python -m searches.compare`` lets each strategy of :mod:`searches.strategies` search on the same target, seed by seed, then
 measures what they claimed, when they claimed it, on held-out prompts side by side, and draws best held-out speedup against
 seconds spent. ``bench=simulated`` races on planted decoders instead, whose truth is known. Finished searches are kept, and
-what was measured of their claims, a few at a time, as long as the program stays as it is; the same command goes on.
+what was measured of their claims, a few at a time, as long as the program stays as it is; the same command goes on. It ends
+with exit code 4 where ours took more than a set share of another's seconds to be as good.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,10 +23,11 @@ from tqdm import tqdm
 
 from layerskip.files import digest, write_json
 
-from .application import InputError, run
+from .application import NOT_SHOWN, InputError, check_list, check_number, run
 from .course import Course, ModelCourse, PlantedCourse
 from .heading import sources
 from .kept import Kept
+from .objective import check_seed
 from .strategies import STRATEGIES, TimeUp
 
 _OURS = "ours"
@@ -34,19 +37,23 @@ _COURSES: dict[str, Callable[[DictConfig], Course]] = {"model": ModelCourse, "si
 def compare(config: DictConfig) -> dict[str, Any]:
     """Race strategies; see ``conf/compare.yaml``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    check_list("strategies", config.strategies, list(STRATEGIES))
+    check_list("seeds", config.seeds)
+    for seed in config.seeds:
+        check_seed(seed)
+    check_number("seconds", config.seconds)
     names = list(config.strategies)
-    for name in names:
-        if name not in STRATEGIES:
-            raise InputError(f"strategies: {name!r} is not one of {', '.join(STRATEGIES)}")
     if config.bench not in _COURSES:
         raise InputError(f"bench: {config.bench!r} is not one of {', '.join(_COURSES)}")
     course: Course = _COURSES[config.bench](config)
     folder = Path(config.outputs) / f"compare-{digest([course.asked(), config.seconds, sources()])[:12]}"
     searched = Kept(folder / "searches.jsonl")
     runs = [(name, seed) for seed in config.seeds for name in names]
-    for name, seed in tqdm(runs, unit="search", disable=None):
-        if f"{name} {seed}" not in searched:
-            searched.add(f"{name} {seed}", _search(course, name, seed))
+    with tqdm(runs, unit="search", disable=None) as bar:
+        for name, seed in bar:
+            bar.set_description(f"{name}, seed {seed}")
+            if f"{name} {seed}" not in searched:
+                searched.add(f"{name} {seed}", _search(course, name, seed))
     curves = {f"{name} {seed}": _thinned(searched[f"{name} {seed}"]["claims"], course.most_claims) for name, seed in runs}
     claims = {name: [found for _, found in curve] for name, curve in curves.items()}
     seeds = {f"{name} {seed}": seed for name, seed in runs}
@@ -73,6 +80,10 @@ def compare(config: DictConfig) -> dict[str, Any]:
     draw(record, path.with_suffix(".png"))
     print(table(record))
     print(f"wrote {path} and {path.with_suffix('.png')}")
+    shares = [row["share_of_its_seconds"] for row in record["verdict"]]
+    if config.most_share is not None and not all(share is not None and share <= config.most_share for share in shares):
+        print(f"MISSED: ours as good as every other within {config.most_share:.0%} of its seconds")
+        sys.exit(NOT_SHOWN)
     return record
 
 

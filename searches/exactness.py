@@ -52,7 +52,8 @@ def exactness(config: DictConfig) -> dict[str, Any]:
     masks = random_masks(target.layers, config.masks, config.shares, config.seed)
     outputs, new = Path(config.outputs), config.max_new_tokens
     # Single rounds are known for greedy decoding only.
-    passages = continue_prompts(target, prompts, Sampling(), new, folder=outputs / "continuations")
+    with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
+        passages = continue_prompts(target, prompts, Sampling(), new, 0, outputs / "continuations", bar.update)
     scanner = Scanner(target, passages, Sampling(), depth=max(config.lengths))
     scanner.check()
     asked = [

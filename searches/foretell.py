@@ -3,7 +3,7 @@
 ``python -m searches.foretell`` scans masks of every make, decodes with each at several draft lengths on the same prompts,
 and compares: Spearman's rank correlation, as a search needs the order, and the median absolute error. It works on any target
 that can be scanned; what is measured is kept, and the same command goes on. ``records=[a.json,b.json]`` takes earlier runs
-together.
+together. It ends with exit code 4 where a bar is missed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from layerskip.measurement import Sample
 from layerskip.replay import Counts, count
 
 from .agreement import SCHEMA, agreement, draw, together
-from .application import InputError, run
+from .application import NOT_SHOWN, InputError, check_list, check_whole, run
 from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
 from .heading import heading
@@ -38,21 +39,20 @@ from .oracle import Oracle
 from .space import SearchSpace
 
 AGAIN = "again"
+_AT_ONCE = 8  # masks between two steps of the progress bar
 
 
 def foretell(config: DictConfig) -> dict[str, Any]:
     """Compare predictions with measurements; see ``conf/foretell.yaml``."""
     if config.records:
         return _taken_together(config)
-    check_seed(config.seed)
+    _check(config)
     measuring: MeasureSettings = instantiate(config.measure)
     scanning: ScanSettings = instantiate(config.scan)
     sampling: Sampling = instantiate(config.sampling)
     tune, _ = instantiate(config.prompts).split()
     prompts: PromptSet = tune.take(measuring.prompts)
     lengths = tuple(sorted(config.lengths))
-    if not lengths or lengths[0] < 1:
-        raise InputError(f"lengths: {list(lengths)} are not draft lengths")
     target: Target = instantiate(config.target)
     only = {"skip_length": (lengths[0], lengths[-1]), "stops": ["length"], "siblings": 0}
     space: SearchSpace = instantiate(config.space, layers=target.layers, **only)
@@ -69,7 +69,9 @@ def foretell(config: DictConfig) -> dict[str, Any]:
     measured = Kept(folder / f"measured-{digest(asked)[:12]}.jsonl")
     points = []
     masks = _masks(oracle, space, config.masks, config.seed)
-    oracle.predict(masks)
+    with tqdm(total=len(masks), unit="mask", desc="scan", disable=None) as bar:
+        for first in range(0, len(masks), _AT_ONCE):
+            bar.update(len(oracle.predict(masks[first : first + _AT_ONCE])))
     trial_seconds = []
     for mask in tqdm(masks, unit="mask", desc="decoding", disable=None):
         configs = {str(length): SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in lengths}
@@ -102,7 +104,30 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         cost = 64 * oracle.scan_seconds / statistics.fmean(trial_seconds)
         print(f"scanning a mask took {oracle.scan_seconds:.2f} s; 64 of them cost as much as {cost:.1f} real trials")
     _save(record, Path(config.record or outputs / "foretold.json"))
+    _judge(record, config)
     return record
+
+
+def _check(config: DictConfig) -> None:
+    check_seed(config.seed)
+    check_whole("masks", config.masks)
+    check_list("lengths", config.lengths)
+    if not config.lengths:
+        raise InputError("lengths: is empty")
+    for length in config.lengths:
+        check_whole("lengths", length)
+
+
+def _judge(found: Mapping[str, Any], config: DictConfig) -> None:
+    """End the process with 4 where a bar is missed; null is none."""
+    least, most = config.least_correlation, config.most_error
+    if least is not None and not found["spearman"] >= least:  # where all are the same there is no correlation
+        print(f"MISSED: a rank correlation of at least {least}")
+    elif most is not None and found["median_absolute_error"] > most:
+        print(f"MISSED: a median absolute error of at most {most:.1%}")
+    else:
+        return
+    sys.exit(NOT_SHOWN)
 
 
 def _taken_together(config: DictConfig) -> dict[str, Any]:
@@ -113,6 +138,7 @@ def _taken_together(config: DictConfig) -> dict[str, Any]:
     print(f"measured twice, a speedup differed by {record['median_difference']:.1%} in the median")
     print(_told(record))
     _save(record, Path(config.record or Path(config.outputs) / "foretold-together.json"))
+    _judge(record, config)
     return record
 
 

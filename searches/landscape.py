@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -22,6 +23,15 @@ from .space import SearchSpace
 from .works import Work, population
 
 _GRID = np.linspace(0.0, 1.0, 160) ** 2 * 8.0  # losses of tabulated counts, close where acceptance is high
+
+Prospect = Literal["hopeful", "hopeless", "close"]
+PROSPECTS: tuple[Prospect, ...] = get_args(Prospect)
+# What losses are multiplied by; a further token's share of a step; how much outputs copy, and how that differs.
+_PROSPECTS = {
+    "hopeful": (1.0, (0.01, 0.04), (-1.3, 0.6)),
+    "hopeless": (8.0, (0.3, 0.4), (-4.0, 0.0)),
+    "close": (2.0, (0.12, 0.2), (-3.0, 0.2)),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,22 +56,24 @@ class Landscape:
     copying: float = 0.0
 
     @classmethod
-    def draw(cls, seed: int, layers: int = 16, hopeless: bool = False) -> Landscape:
+    def draw(cls, seed: int, layers: int = 16, prospect: Prospect = "hopeful") -> Landscape:
         """A landscape like those of trained models: first and last layers matter most, early runs are cheap to skip.
 
         Args:
             seed: of the draw.
             layers: of the target.
-            hopeless: drafts are mostly wrong and blocks of tokens dear to verify, so that nothing beats plain decoding.
+            prospect: whether something beats plain decoding, or much comes near and little or nothing gets past it, or
+                drafts are mostly wrong and blocks of tokens dear to verify, so that nothing does.
         """
-        random = np.random.default_rng([seed, int(hopeless)])
+        harm, slopes, (copied, spread) = _PROSPECTS[prospect]
+        random = np.random.default_rng([seed, PROSPECTS.index(prospect)])
         depth = np.linspace(0.0, 1.0, layers)
         shape = 0.35 + 2.5 * (depth - random.uniform(0.35, 0.55)) ** 2
         losses = shape * random.lognormal(0.0, 1.0, (2, layers)) * [[0.7], [1.3]]
-        losses *= random.uniform(0.6, 1.2) / losses.sum() * (8.0 if hopeless else 1.0)
+        losses *= random.uniform(0.6, 1.2) / losses.sum() * harm
         step = random.uniform(0.01, 0.04)
         head, blocks, attention = random.uniform(0.05, 0.12), 0.06, random.uniform(0.3, 0.45)
-        slope = random.uniform(0.3, 0.4) if hopeless else random.uniform(0.01, 0.04)
+        slope = random.uniform(*slopes)
         profile = CostProfile(
             context=128,
             head_seconds=step * head,
@@ -73,7 +85,7 @@ class Landscape:
             verify_seconds=tuple(step * (1 + slope * drafted) for drafted in range(17)),
         )
         relief = tuple(float(value) for value in 0.3 - 0.2 * depth)
-        copying = -4.0 if hopeless else random.normal(-1.3, 0.6)
+        copying = random.normal(copied, spread)
         return cls(seed, profile, tuple(losses[0].tolist()), tuple(losses[1].tolist()), relief, float(copying))
 
     @property

@@ -173,12 +173,13 @@ class Objective:
         settings, few = self.settings, len(self._first_ids)
         first = self.prompts.take(settings.prompts)
         more = [item for item in self.prompts.take(settings.survivor_prompts) if item.id not in self._first_ids]
-        if config.kind == "none":
-            more = []  # plain decoding is measured beside every other trial
+        survives = config.kind != "none"  # plain decoding is measured beside every other trial
+        if not survives:
+            more = []
         prompts = every = PromptSet((*first, *more))
         again: set[int] = set()  # places of rows that were measured twice
         for repeat in range(settings.repeats + settings.survivor_repeats):
-            if repeat >= settings.repeats and not (len(prompts) > few and self._is_level(trial.study, config, rows)):
+            if repeat >= settings.repeats and not (survives and self._is_level(trial.study, config, rows)):
                 break
             seed, begin = self.seed + trial.number + len(rows), len(rows)
             # One comparison for all, as some drafters learn from prompt to prompt.
@@ -193,6 +194,7 @@ class Objective:
                     self._steady(trial, config, prompts, rows, begin, seed, again)
                 if repeat == 0 and number == few:
                     if more and not self._is_level(trial.study, config, rows):
+                        survives = False
                         break
                 # Behind the last prompt there is nothing left to save.
                 elif behind and self._is_behind(trial.study, config, rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from layerskip import Measurement
 from searches.application import run
 from searches.bars import Count, table
 from searches.calibration import calibrate
-from searches.planted import Outcome
+from searches.landscape import Prospect
+from searches.planted import Outcome, PlantedSettings, summarise
 
 FEW = ("itself.comparisons=40", "itself.prompts=12", "coverage.resamplings=40", "coverage.prompts=[12]")
 
@@ -55,23 +57,18 @@ def test_an_interval_that_is_too_narrow_is_found_out(
 
 
 def test_a_real_target_is_compared_with_itself(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = _end(
-        monkeypatch,
-        "bench=model",
-        "target=local",
-        f"target.path={tiny_folder}",
-        "target.dtype=float32",
-        "target.device=cpu",
-        "max_new_tokens=4",
-        "itself.comparisons=2",
-        "itself.prompts=2",
-        "itself.config={kind: prompt_lookup}",
-        f"record={tmp_path / 'mine.json'}",
+    overrides = (
+        *("bench=model", "target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu"),
+        *("max_new_tokens=4", "itself.comparisons=2", "itself.prompts=2", "itself.config={kind: prompt_lookup}"),
+        *(f"outputs={tmp_path}", f"record={tmp_path / 'mine.json'}"),
     )
-    assert code == 0
+    assert _end(monkeypatch, *overrides) == 0
     record = json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
     # Two prompts are too few for a winner, and nobody knows what the intervals should hold.
     assert [(count["times"], count["of"]) for count in record["counts"]] == [(0, 2)]
+    with monkeypatch.context() as patched:
+        patched.setattr("searches.calibration._rows", lambda *_: pytest.fail("decoded again"))
+        assert _end(monkeypatch, *overrides) == 0
 
 
 PLANTED = (
@@ -91,26 +88,37 @@ def test_searches_are_judged_by_what_was_planted(tmp_path: Path, monkeypatch: py
     assert (record["searches"][2]["best"], record["searches"][2]["winner"]) == ("no drafting", "no drafting")
 
 
-def test_searches_are_kept_until_the_program_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, bool]] = []
+def test_only_where_much_comes_close_may_chance_lose() -> None:
+    settings = PlantedSettings(seeds=1, close=20)
+    hit = Outcome(0, "hopeful", "a", 1.5, "a", 1.5, 1.5, 0.0)
+    slower = Outcome(0, "close", "a", 1.01, "b", 0.998, 1.01, 0.0)
+    level = dataclasses.replace(slower, winner_speedup=1.0)
+    assert [count.passed for count in summarise([hit, slower, *[level] * 19], settings)] == [True, True, True]
+    assert [count.passed for count in summarise([hit, *[slower] * 2, *[level] * 18], settings)] == [True, True, False]
+    lost = dataclasses.replace(hit, winner_speedup=0.998)
+    assert [count.passed for count in summarise([lost], settings)] == [False, False]
 
-    def interrupted(seed: int, hopeless: bool, *settings: Any) -> Outcome:
-        asked.append((seed, hopeless))
+
+def test_searches_are_kept_until_the_program_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def interrupted(seed: int, prospect: Prospect, *settings: Any) -> Outcome:
+        asked.append((seed, prospect))
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return Outcome(seed, hopeless, "a", 1.5, "b", 1.4, 1.5, 0.0)
+        return Outcome(seed, prospect, "a", 1.5, "b", 1.4, 1.5, 0.0)
 
     monkeypatch.setattr("searches.calibration.find_planted", interrupted)
     assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 130
     assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
-    assert asked == [(0, False), (1, False), (1, False), (0, True)]
+    assert asked == [(0, "hopeful"), (1, "hopeful"), (1, "hopeful"), (0, "hopeless")]
     record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
-    assert [(search["seed"], search["hopeless"]) for search in record["searches"]] == [(0, False), (1, False), (0, True)]
+    assert [(search["seed"], search["prospect"]) for search in record["searches"]] == asked[:2] + asked[3:]
     assert _end(monkeypatch, *PLANTED, "planted.seeds=3", f"outputs={tmp_path}") == 0
-    assert asked[4:] == [(2, False)]
+    assert asked[4:] == [(2, "hopeful")]
     monkeypatch.setattr("searches.heading._ROOT", tmp_path)
     assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
-    assert asked[5:] == [(0, False), (1, False), (0, True)]
+    assert asked[5:] == asked[:2] + asked[3:4]
 
 
 @pytest.mark.parametrize(

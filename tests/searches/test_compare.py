@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_the_table_compares_nothing_with_a_search_that_did_not_run() -> None:
 def test_the_program_races_and_goes_on(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     overrides = (
         *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "seeds=[0]"),
-        *("space.protect_first=0", "space.protect_last=0", "seconds=8", "strategies=[random,ours]"),
+        *("space.protect_first=0", "space.protect_last=0", "seconds=8", "strategies=[random,ours]", "most_share=null"),
         *("measure.max_new_tokens=8", "measure.prompts=2", "measure.held_out_prompts=2", "scan.profile_repeats=2"),
         *("scan.proposals.screened=20", "scan.proposals.scanned=3", f"outputs={tmp_path}"),
     )
@@ -112,7 +113,14 @@ def test_planted_decoders_are_raced_on_by_a_clock_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every second is one that decoding or foretelling would have taken, and what was claimed is worth what was planted."""
-    overrides = ["bench=simulated", "layers=8", "seconds=300", "seeds=[3]", "strategies=[random,swift,ours]"]
+    overrides = [
+        "bench=simulated",
+        "layers=8",
+        "seconds=300",
+        "seeds=[3]",
+        "strategies=[random,swift,ours]",
+        "most_share=null",
+    ]
     with initialize_config_dir(CONF, version_base="1.3"):
         config = compose("compare", [*overrides, f"outputs={tmp_path}"])
     record = compare(config)
@@ -134,8 +142,32 @@ def test_planted_decoders_are_raced_on_by_a_clock_of_their_own(
     assert "planted decoders" in first
 
 
-def test_a_bench_that_there_is_not_is_refused_by_name() -> None:
+def test_who_is_not_caught_up_with_in_time_misses_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["bench=simulated", "layers=8", "seconds=300", "seeds=[3]", "strategies=[swift,ours]", f"outputs={tmp_path}"]
+    for most, code in ((1e-6, 4), (1.0, None)):
+        with initialize_config_dir(CONF, version_base="1.3"):
+            config = compose("compare", [*overrides, f"most_share={most}"])
+        if code is None:
+            compare(config)
+        else:
+            with pytest.raises(SystemExit) as end:
+                compare(config)
+            assert end.value.code == code
+        assert ("MISSED" in capsys.readouterr().out) is (code == 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("bench=x", "bench: 'x' is not one of model, simulated"),
+        ("strategies=[x]", "strategies: 'x' is not one of random, "),
+        ("seeds=1", "seeds: 1 is not a list"),
+        ("seeds=[-1]", "seed: -1 is not"),
+        ("seconds=x", "seconds: 'x' is not a number above 0"),
+    ],
+)
+def test_what_cannot_be_raced_is_refused_by_name(override: str, says: str) -> None:
     with initialize_config_dir(CONF, version_base="1.3"):
-        config = compose("compare", ["bench=x"])
-    with pytest.raises(InputError, match="bench: 'x' is not one of model, simulated"):
+        config = compose("compare", [override])
+    with pytest.raises(InputError, match=re.escape(says)):
         compare(config)

@@ -39,6 +39,7 @@ def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tm
         *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "masks=3"),
         *("lengths=[1,3]", "space.protect_first=0", "space.protect_last=0", "measure.max_new_tokens=8"),
         *("measure.prompts=2", "scan.profile_repeats=2", f"outputs={tmp_path}"),
+        *("least_correlation=null", "most_error=null"),  # tiny times tell nothing
     )
     done = execute("foretell", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -74,7 +75,8 @@ def _run(path: Path, predicted: float, measured: float, **others: object) -> str
 def test_runs_together_stand_beside_the_mean_of_what_they_measured(tmp_path: Path, launch: Launch) -> None:
     paths = [_run(tmp_path / "a.json", 1.0, 0.8), _run(tmp_path / "b.json", 1.1, 1.2)]
     done = launch("foretell", f"records=[{','.join(paths)}]", f"outputs={tmp_path}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 4, done.stderr
+    assert "MISSED: a median absolute error of at most 3.0%" in done.stdout
     record = json.loads((tmp_path / "foretold-together.json").read_text())
     assert [run["by_itself"]["mean_error"] for run in record["runs"]] == pytest.approx([0.25, -1 / 12])
     assert [run["beside_the_mean"]["mean_error"] for run in record["runs"]] == pytest.approx([0.0, 0.1])
@@ -107,7 +109,8 @@ def test_a_run_is_not_taken_together_with_itself(tmp_path: Path, launch: Launch)
     assert "each named once" in done.stderr
 
 
-def test_draft_lengths_that_are_none_are_refused(tmp_path: Path, launch: Launch) -> None:
-    done = launch("foretell", "lengths=[]", f"outputs={tmp_path}", "target.device=cpu", cwd=tmp_path)
+@pytest.mark.parametrize("override", ["lengths=[]", "lengths=[0]", "lengths=[a]", "masks=0", "seed=-1"])
+def test_what_cannot_be_foretold_is_refused_by_name(override: str, tmp_path: Path, launch: Launch) -> None:
+    done = launch("foretell", override, f"outputs={tmp_path}", "target.device=cpu", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "lengths" in done.stderr
+    assert done.stderr.startswith(f"error: {override.split('=')[0]}: ")

@@ -65,7 +65,15 @@ def test_an_adaptive_threshold_is_held_where_it_starts() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_beats_plain_decoding_where_it_is_hopeless(seed: int) -> None:
-    assert Landscape.draw(seed, 8, hopeless=True).best(SPACE) == (SpeculativeConfig(), 1.0)
+    assert Landscape.draw(seed, 8, "hopeless").best(SPACE) == (SpeculativeConfig(), 1.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_much_comes_near_plain_decoding_and_little_gets_past_it_where_it_is_close(seed: int) -> None:
+    landscape = Landscape.draw(seed, 8, "close")
+    assert landscape.best(SPACE)[1] < 1.06
+    near = [config for config in SPACE.lookups() if 0.95 < landscape.speedup(config) < 1.02]
+    assert len(near) > 5
 
 
 def test_a_draft_model_is_refused() -> None:

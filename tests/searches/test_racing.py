@@ -57,6 +57,18 @@ def test_who_still_is_level_then_is_measured_again() -> None:
     assert [sum(config == asked for asked, _ in bench.asked) for config in (fast, once)] == [10, 5]
 
 
+def test_who_is_level_is_measured_again_where_there_are_no_more_prompts() -> None:
+    fast, slow = _lookup(4), _lookup(5)
+    bench = Known({fast: 1.5, slow: 1.2})
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for config in (fast, slow):
+        study.enqueue_trial(space.params(config))
+    objective = Objective(bench, space, PROMPTS, MeasureSettings(prompts=None, survivor_prompts=None), seed=0)
+    run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None)
+    assert [sum(config == asked for asked, _ in bench.asked) for config in (fast, slow)] == [16, 8]
+
+
 def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
     config = _lookup(4)
     # Three trials of five prompts teach the pace; in the fourth the machine stumbles once.
