@@ -113,47 +113,29 @@ def test_planted_decoders_are_raced_on_by_a_clock_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every second is one that decoding or foretelling would have taken, and what was claimed is worth what was planted."""
-    overrides = [
-        "bench=simulated",
-        "layers=8",
-        "seconds=300",
-        "seeds=[3]",
-        "strategies=[random,swift,ours]",
-        "most_share=null",
-    ]
+    overrides = ["bench=simulated", "layers=8", "seconds=100", "seeds=[3]", "strategies=[random,swift,ours]"]
     with initialize_config_dir(CONF, version_base="1.3"):
-        config = compose("compare", [*overrides, f"outputs={tmp_path}"])
+        config, strict = (compose("compare", [*overrides, f"most_share={m}", f"outputs={tmp_path}"]) for m in ("null", 1e-6))
     record = compare(config)
     landscape = Planted.draw(3, 8)
     step = landscape.profile.verify_seconds[0]
     for search in record["searches"]:
-        assert 300 < search["spent"] < 320 or search["strategy"] == "swift"
+        assert 100 < search["spent"] < 120 or search["strategy"] == "swift"
         for point in search["curve"]:
             assert point["held_out_speedup"] == landscape.speedup(SpeculativeConfig.from_dict(point["config"]))
     searches = {search["strategy"]: search for search in record["searches"]}
     assert searches["ours"]["curve"][0]["seconds"] > 1000 * step  # a profile comes first
     assert searches["swift"]["curve"][0]["seconds"] < 1000 * step  # which nobody pays who has no use for one
     assert searches["swift"]["measured"] == 0
-    assert searches["random"]["measured"] > 10
+    assert searches["random"]["measured"] > 5
     first = capsys.readouterr().out
     monkeypatch.setattr("searches.compare._search", lambda *_: pytest.fail("searched again"))
     assert compare(config)["searches"] == record["searches"]
     assert capsys.readouterr().out == first
     assert "planted decoders" in first
-
-
-def test_who_is_not_caught_up_with_in_time_misses_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["bench=simulated", "layers=8", "seconds=300", "seeds=[3]", "strategies=[swift,ours]", f"outputs={tmp_path}"]
-    for most, code in ((1e-6, 4), (1.0, None)):
-        with initialize_config_dir(CONF, version_base="1.3"):
-            config = compose("compare", [*overrides, f"most_share={most}"])
-        if code is None:
-            compare(config)
-        else:
-            with pytest.raises(SystemExit) as end:
-                compare(config)
-            assert end.value.code == code
-        assert ("MISSED" in capsys.readouterr().out) is (code == 4)
+    with pytest.raises(SystemExit, match="4"):  # nothing was found in a millionth of the others' seconds
+        compare(strict)
+    assert "MISSED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
