@@ -3,6 +3,7 @@
 from .anatomy import UnsupportedModel
 from .checkpoint import save_draft_checkpoint
 from .config import AcceptRule, ConfigError, SpeculativeConfig, StopRule
+from .drafters.build import build_drafter
 from .export import Export, ExportError
 from .generation import Generation, generate
 from .mask import MaskError, SkipMask
@@ -33,6 +34,7 @@ __all__ = [
     "Target",
     "TargetError",
     "UnsupportedModel",
+    "build_drafter",
     "generate",
     "load_target",
     "measure",

@@ -50,7 +50,8 @@ class BridgeTraining:
         self._places = torch.full((target.vocabulary,), -1, device=target.device)
         self._places[self.tokens] = torch.arange(len(self.tokens), device=target.device)
         self._reads, self._drafts = RowModel(target.model), RowModel(target.model)
-        self._drafts.narrow(DraftHead(target.model, self.tokens, target.vocabulary))
+        self._head = DraftHead(target.model, self.tokens, target.vocabulary)
+        self._drafts.narrow(self._head)
 
     def loss(self, passages: Sequence[Passage], never_wrong: bool = False) -> Tensor:
         """The loss on some continuations, a float32 scalar; further tokens count less.
@@ -96,7 +97,7 @@ class BridgeTraining:
 
         The text as the target read it and its keys and values, laid out for drafts, are in it; weights are not counted.
         """
-        weights = (*self.target.model.parameters(), *self._drafts.model.parameters(), *self.bridges.parameters())
+        weights = (*self.target.model.parameters(), *self._head.weights, *self.bridges.parameters())
         frozen = {weight.untyped_storage().data_ptr() for weight in weights}
         held: dict[int, int] = {}
 

@@ -74,7 +74,8 @@ class SpeculativeConfig:
         accept: for all that draft: which drafted tokens pass; any rule but ``exact`` changes the output.
         members: for ``cascade``: at least two configurations that draft; the first with a proposal drafts a round. One that
             a stop rule ended behind its first token, or that was found behind matches which have earned less, lately, than
-            a member behind, is taken only where the members behind have no better one.
+            a member behind that runs no model, is taken only where the members behind have no better one; of several that
+            look up, the one that promises more drafts.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.

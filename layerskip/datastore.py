@@ -54,7 +54,7 @@ class Datastore:
             texts: token ids of the target's tokenizer; empty ones are left out.
             target: whose ids they are.
             source: where they came from, for people.
-            prompts: ids of the prompts whose outputs are among the texts.
+            prompts: digests of what the prompts say whose outputs are among the texts.
 
         Raises:
             ConfigError: there is nothing in them, more than can be sorted, or an id that the target does not have.

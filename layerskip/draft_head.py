@@ -46,6 +46,11 @@ class DraftHead:
         """``[v]`` int64: those that are drafted now."""
         return self._rows.tokens
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Those of the tokens that are drafted now: copies of the model's rows."""
+        return tuple(self._layer.parameters())
+
     def begin(self) -> None:
         """Forget the text before."""
         self._rows.begin()

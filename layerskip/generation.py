@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .config import SpeculativeConfig
 from .decode import decode
+from .drafters.base import Drafter
 from .drafters.build import build_drafter
 from .sampling import Sampling
 from .stats import DecodeStats
@@ -40,6 +41,7 @@ def generate(
     stop_strings: str | Sequence[str] = (),
     callback: Callable[[list[int]], None] | None = None,
     seed: int | None = None,
+    drafter: Drafter | None = None,
 ) -> Generation:
     """Continue a prompt; the output is the target's own, whatever drafts it, unless the configuration says it is lossy.
 
@@ -52,11 +54,13 @@ def generate(
         stop_strings: the output ends with the token that completes one of them, as in transformers.
         callback: gets the tokens of every round as they are committed.
         seed: makes sampling repeatable.
+        drafter: what :func:`layerskip.build_drafter` made of the same configuration, for one request after the other: what
+            learns from them goes on learning, and what was loaded stays; None makes one anew.
 
     Raises:
         ConfigError, UnsupportedModel, TargetError: the configuration or the prompt does not fit the target.
     """
-    drafter = build_drafter(config or SpeculativeConfig(), target)
+    drafter = drafter or build_drafter(config or SpeculativeConfig(), target)
     tokens = target.encode(prompt)
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
     stops = StopStrings(target, strings) if strings else None

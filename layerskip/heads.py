@@ -138,12 +138,13 @@ def _identity(target: Target) -> dict[str, Any]:
 
 
 def _is_drafted(tokens: Tensor | None, size: object, vocabulary: int) -> bool:
-    """Whether tokens are a list of a target's, of the size that the shape says; or are not there, and it says none."""
+    """Whether tokens are different ones of a target's, as many as the shape says; or are not there, and it says none."""
     if tokens is None:
         return size is None
     if tokens.dtype != torch.int64 or tokens.ndim != 1 or not tokens.numel() or size not in (None, tokens.numel()):
         return False
-    return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary
+    # One that is drafted in two places would be accepted more often than its probability allows.
+    return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary and len(set(tokens.tolist())) == tokens.numel()
 
 
 def same_weights(one: ArrayLike, other: ArrayLike) -> bool:

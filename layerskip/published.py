@@ -23,6 +23,7 @@ _CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _EMBEDDINGS = "embed_tokens.weight"
 _COMPARED = 1024  # rows of the embeddings
+_LATER = ("d2t", "t2d")  # the maps between EAGLE-3's vocabularies
 _BIAS = "layers.0.self_attn.q_proj.bias"  # that of a head for Qwen2
 
 
@@ -47,6 +48,8 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
         weights = load_file(safe) if safe.is_file() else _read_pickled(folder / _WEIGHTS[1])
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"head: cannot read {folder}: {' '.join(str(error).split())}") from error
+    if any(name in _LATER or name.startswith("midlayer.") for name in weights):
+        raise ConfigError(f"head: {folder} is laid out as EAGLE-3's authors do, which is not read; EAGLE-1's layout is")
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         fields = {

@@ -102,8 +102,14 @@ _INPUT_ERRORS = (
 )
 
 
-def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
-    """Compose ``conf/<config_name>.yaml`` with the command line, run a task with it, and end the process."""
+def run(config_name: str, task: Callable[[DictConfig], Any], goes_on: bool = True) -> NoReturn:
+    """Compose ``conf/<config_name>.yaml`` with the command line, run a task with it, and end the process.
+
+    Args:
+        config_name: of the program.
+        task: what it does.
+        goes_on: whether it keeps what it has found out, for the same command to go on from.
+    """
     # Optuna marks what this program is built on (grouped TPE, the Wilcoxon pruner) as experimental.
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     warnings.filterwarnings("ignore", message="WilcoxonPruner finds steps")  # who leads may have fewer: trials race
@@ -119,19 +125,19 @@ def run(config_name: str, task: Callable[[DictConfig], Any]) -> NoReturn:
         try:
             task(config)
         except (Exception, KeyboardInterrupt) as error:
-            _end(error)
+            _end(error, goes_on)
 
     program = hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(guarded)
     try:
         program()
     except (Exception, KeyboardInterrupt) as error:
-        _end(error)
+        _end(error, goes_on)
     sys.exit(0)
 
 
-def _end(error: BaseException) -> NoReturn:
+def _end(error: BaseException, goes_on: bool) -> NoReturn:
     if is_interrupt(error):
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print(f"interrupted; {'the same command goes on from here' if goes_on else 'nothing is kept'}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     line = explain(error)
     if line is None:

@@ -146,7 +146,13 @@ def _contenders(
         configs["export"] = export
         _check_datastores("config", export, target, prompts)
     for name, found in list(configs.items()):
-        contenders[name] = Decoder.of(target, found)
+        try:
+            contenders[name] = Decoder.of(target, found)
+        except UnsupportedModel as error:
+            print(f"contenders.{name}: left out: {error}")
+            del configs[name]
+            rivals.pop(name, None)
+            continue
         if config.allow_lossy and found.lossless and name != BASELINE:
             for rule in ("threshold", "typical"):
                 beside = f"{name}_{rule}"
@@ -214,4 +220,4 @@ def _beside(measurement: Measurement) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run("benchmark", benchmark)
+    run("benchmark", benchmark, goes_on=False)

@@ -74,19 +74,12 @@ class BridgePoints:
         self.config, self.target = config, target
         self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # refuses now what cannot be trained
         outputs = Path(config.outputs)
-        texts = write_texts(config, target, sampling, like)
-        self.passages = passages_of(texts)
-        self.heads: dict[int, Tensor] = {}
-        for size in config.vocabularies:
-            tokens = drafted_tokens(target, texts, int(size))
-            if tokens is not None:
-                self.heads[len(tokens)] = tokens
         with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
             continued = continue_prompts(
                 target, prompts, sampling, max_new_tokens, config.seed, outputs / "continuations", bar.update
             )
-        self.scanned: tuple[Passage, ...] = tuple(p for p in continued if p.starts > 0 and p.limit(0) > 0)
-        if not self.scanned:
+        scanned = [p for p in continued if p.starts > 0 and p.limit(0) > 0]
+        if not scanned:
             raise InputError("prompts: every continuation ends at once, so there is nothing to scan")
         rows, siblings = scanning.rows(target.device), int(config.siblings)
         try:
@@ -95,8 +88,18 @@ class BridgePoints:
         except UnsupportedModel as error:
             print(f"siblings: left out: {error}")
             siblings = 0
-        self.scanner = Scanner(target, self.scanned, sampling, int(config.depth), rows, siblings)
-        self.scanner.check()
+        self.scanner = Scanner(target, scanned, sampling, int(config.depth), rows, siblings, scanning.text_bytes)
+        self.scanner.check()  # before the texts are written, which takes longer
+        self.scanned: tuple[Passage, ...] = self.scanner.passages
+        if len(self.scanned) < len(scanned):
+            print(f"scan: scan.text_bytes={scanning.text_bytes} holds {len(self.scanned)} of {len(scanned)} continuations")
+        texts = write_texts(config, target, sampling, like)
+        self.passages = passages_of(texts)
+        self.heads: dict[int, Tensor] = {}
+        for size in config.vocabularies:
+            tokens = drafted_tokens(target, texts, int(size))
+            if tokens is not None:
+                self.heads[len(tokens)] = tokens
         longest = max(int(config.depth), _LONG * (1 + siblings))
         branching = self.scanner.runners > 0
         self.profile: CostProfile = cost_profile(target, self.scanned, longest, sampling, scanning, outputs, True, branching)

@@ -5,7 +5,7 @@ What ``python -m searches.train drafter=layer_skip mask=...`` does once the targ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,43 +66,65 @@ def made_of(field: str, made: Any, target: Target, mask: SkipMask) -> BridgeShap
         raise InputError(f"{field}{str(error).removeprefix('bridge')}") from None
 
 
+def neighbour_of(config: DictConfig, target: Target, shape: BridgeShape) -> Bridges | None:
+    """The bridges to begin with, if a configuration names some.
+
+    Raises:
+        ConfigError: there are none, or of another target, kind or size.
+    """
+    if config.warm_start is None:
+        return None
+    neighbour = load_bridges(str(config.warm_start), target)
+    Bridges(shape).warm(neighbour)  # refuses what does not fit
+    return neighbour
+
+
+def judge_of(config: DictConfig, target: Target, continued: Sequence[Passage]) -> Scanner:
+    """What says how often bridged drafts would be accepted, from what the target says to held-out prompts.
+
+    Raises:
+        InputError: that leaves nothing to draft.
+        UnsupportedModel: the target cannot be scanned, so that bridges cannot learn, either.
+    """
+    if not any(passage.starts > 0 and passage.limit(0) > 0 for passage in continued):
+        raise InputError(f"held_out_tokens: {config.held_out_tokens} leave nothing to draft")
+    scanner = Scanner(target, [p for p in continued if p.starts > 0], Sampling(), int(config.unroll))
+    scanner.check()  # bridges learn in such rows, too
+    return scanner
+
+
 def train_bridges(
     config: DictConfig,
     target: Target,
+    shape: BridgeShape,
     texts: list[OwnText],
-    judges: tuple[Passage, ...],
+    scanner: Scanner,
     tokens: Tensor | None,
     folder: Path,
     learnt: dict[str, Any],
     tracker: Tracker,
+    neighbour: Bridges | None,
 ) -> Path | None:
     """Fit and train the bridges of one mask; returns their folder, or None where an empty skip drafts better.
 
     Args:
         config: of ``conf/train.yaml``.
         target: the model.
-        texts: its own, to learn from.
-        judges: what it says to held-out prompts.
+        shape: of the bridges.
+        texts: the target's own, to learn from.
+        scanner: judges, by other texts.
         tokens: ``[v]`` int64: those that are drafted; None for all.
         folder: to write.
         learnt: what tells this training from others.
         tracker: for losses and rates.
+        neighbour: what they begin as, where it loses less than the closed form.
     """
-    shape, asked = shape_of(config, target), digest(learnt)
     passages = passages_of(texts)
     if not passages:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leave no text of two tokens to learn from")
-    scanner = Scanner(target, [p for p in judges if p.starts > 0], Sampling(), int(config.unroll))
-    if not any(passage.limit(0) > 0 for passage in scanner.passages):
-        raise InputError(f"held_out_tokens: {config.held_out_tokens} leave nothing to draft")
-    scanner.check()  # bridges learn in such rows, too
     empty = _judged(scanner, shape, None, tokens)
     print(f"{shape.mask}, empty: accepted on held-out prompts, token by token: {shown(empty)}", flush=True)
-    neighbour = None if config.warm_start is None else load_bridges(str(config.warm_start), target)
-    if neighbour is not None:
-        Bridges(shape).warm(neighbour)  # refuses now what is of another kind or size
-        learnt = learnt | {"warm_start": digest([tensor.float().tolist() for tensor in neighbour.state_dict().values()])}
-    file = TrainingFile(folder / "training.pt", digest(learnt), asked)
+    file = TrainingFile(folder / "training.pt", digest(learnt), digest(learnt))
     memory = Memory(int(config.remembered_bytes))
 
     def calibration() -> Calibration:
@@ -179,11 +201,15 @@ class BridgeLearner(Learner):
         self.fit = self._calibrate().fit(self.bridges.shape)
         self.bridges.load_state_dict(self.fit.bridges.state_dict())
         if self._neighbour is not None:
-            with torch.no_grad():
-                fitted = float(self._training.loss(self._passages[:_COMPARED]))
-                self.bridges.warm(self._neighbour.to(self._target.device).float())
-                if float(self._training.loss(self._passages[:_COMPARED])) >= fitted:
-                    self.bridges.load_state_dict(self.fit.bridges.state_dict())
+            fitted = self._compared()
+            self.bridges.warm(self._neighbour.to(self._target.device).float())
+            if self._compared() >= fitted:
+                self.bridges.load_state_dict(self.fit.bridges.state_dict())
+
+    @torch.no_grad()
+    def _compared(self) -> float:
+        """The loss on a few texts, one after the other, as no budget says that all of them fit."""
+        return sum(float(self._training.loss([passage])) for passage in self._passages[:_COMPARED])
 
     def loss(self, places: list[int]) -> Tensor:
         """Of drafts on some texts."""

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from layerskip import PromptSet, Target
 from layerskip.datastore import Datastore
+from layerskip.files import digest
 from layerskip.passages import continue_prompts
 
 from .application import InputError, check_flag, check_whole, run
@@ -62,7 +63,7 @@ def _build(config: DictConfig, target: Target) -> Datastore:
     if config.own:
         sources.append("the target's own outputs")
         prompts: PromptSet = instantiate(config.prompts)
-        answered = [item.id for item in prompts]
+        answered = [digest(item.content()) for item in prompts]
         kept = Path(config.outputs) / "continuations"
         with tqdm(total=len(prompts), unit="prompt", desc="own outputs", disable=None) as bar:
             passages = continue_prompts(
@@ -126,7 +127,9 @@ def refuse_answers(field: str, folder: str, target: Target, prompts: PromptSet) 
         InputError: it holds the target's answers to some of the prompts.
         ConfigError: it cannot be used.
     """
-    known = set(Datastore.load(folder, target).about.get("prompts", ())) & {item.id for item in prompts}
+    # By what they say, as prompts of another file may be called the same; earlier stores know what they are called alone.
+    asked = {name for item in prompts for name in (digest(item.content()), item.id)}
+    known = asked.intersection(Datastore.load(folder, target).about.get("prompts", ()))
     if known:
         raise InputError(f"{field}: {folder} holds the target's own answers to {len(known)} of the measured prompts")
 

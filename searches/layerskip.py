@@ -187,13 +187,15 @@ def _bridged(oracle: ScanOracle | None, plan: Plan) -> list[ScanOracle]:
     return [oracle.made_up(makeup, shelf) for makeup in made[1:]]
 
 
-def _propose(oracle: ScanOracle | None, bridged: list[ScanOracle], plan: Plan) -> list[SpeculativeConfig]:
+def _propose(oracle: ScanOracle | None, made_up: list[ScanOracle], plan: Plan) -> list[SpeculativeConfig]:
     if oracle is None:
         return []
     asked = plan.scanning.proposals.asked(plan.space)
-    with tqdm(total=asked * (1 + len(bridged)), unit="mask", desc="scan", disable=None) as bar:
+    with tqdm(total=asked * (1 + len(made_up)), unit="mask", desc="scan", disable=None) as bar:
         also = oracle.similar_masks(plan.space.skippable)
-        return propose_all(oracle, plan.space, plan.scanning.proposals, bar.update, also, bridged)
+        empty = [other for other in made_up if other.makeup.bridge == "none"]
+        bridged = [other for other in made_up if other not in empty]
+        return propose_all(oracle, plan.space, plan.scanning.proposals, bar.update, also, bridged, empty)
 
 
 def _publish(

@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from layerskip.clock import now
 from layerskip.files import whole
+from layerskip.heads import is_head
+from layerskip.published import is_published
 from layerskip.schedule import share_of_rate
 
 from .application import InputError, check_number, check_whole
@@ -56,7 +58,7 @@ class TrainingFile:
 
 
 def refuse_another(folder: Path, asked: str) -> None:
-    """Refuse a folder where another training is known to be kept, before texts are written for this one.
+    """Refuse a folder where another training is known to be kept, or a head, before texts are written for this one.
 
     Raises:
         InputError: there is one.
@@ -65,6 +67,8 @@ def refuse_another(folder: Path, asked: str) -> None:
     found = torch.load(file, weights_only=True, mmap=True, map_location="cpu").get("asked") if file.exists() else None
     if found and found != asked:
         raise InputError(f"head: {folder} holds another training; name another folder")
+    if not file.exists() and (is_head(folder) or is_published(folder)):
+        raise InputError(f"head: {folder} holds a head that this program did not train; name another folder")
 
 
 def room(module: nn.Module) -> int:
@@ -155,11 +159,12 @@ class Learner(ABC):
         """Train to the end, keeping what it has come to now and then; a tracker hears how good that is."""
         kept = time.monotonic()
         losses: list[float] = []
-        with tqdm(total=int(self.config.steps), initial=self.step, unit="step", desc="training", disable=None) as bar:
+        form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"  # seconds or steps, whichever come first
+        with tqdm(total=1.0, initial=self.progress, desc="training", bar_format=form, disable=None) as bar:
             while self.progress < 1.0:
                 losses = [*losses[-_LOSSES + 1 :], self.learn()]
-                bar.update()
-                bar.set_postfix_str(f"loss {sum(losses) / len(losses):.3f}")
+                bar.update(min(1.0, self.progress) - bar.n)
+                bar.set_postfix_str(f"step {self.step}, loss {sum(losses) / len(losses):.3f}")
                 if time.monotonic() - kept >= self.config.save_seconds or self.progress >= 1.0:
                     self.save()
                     start = now(self.device)

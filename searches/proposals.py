@@ -83,9 +83,10 @@ def propose_bridged(
     One long early run with one bridge is worth more than scattered skips, whatever these are worth when they are empty; so
     runs from the first layers that may be skipped are asked about, of every other length. That is so of the models that were
     looked at; of another one, later runs and single sub-layers are asked about, too, far apart. Then the ends of the best
-    runs are moved.
+    runs are moved. The space's own masks are asked about before all.
     """
     search = MaskSearch(oracle, space, settings.asked(space), on_mask, lambda _: None)
+    search.ask(SkipMask.parse(mask, space.layers) for mask in space.masks)
     end, found = space.skippable[-1] + 1, Runs()
     # Lengths that are far apart come first, so that a small budget has looked at long runs, too.
     lengths = dict.fromkeys(length for step in _STEPS for length in range(_STEPS[-1], end, step))
@@ -112,18 +113,24 @@ def propose_all(
     on_mask: Callable[[], None] = lambda: None,
     also: Sequence[SkipMask] = (),
     bridged: Sequence[Oracle] = (),
+    narrowed: Sequence[Oracle] = (),
 ) -> list[SpeculativeConfig]:
-    """What a study tries first: lookups, as they are many times faster where the text repeats itself, then masks.
+    """What a study tries first: lookups, as they are many times faster where the text repeats itself, then masks, best
+    first.
 
-    Arguments are those of :func:`propose`, and oracles of masks that are bridged or draft from few tokens.
+    Arguments are those of :func:`propose`, and oracles of masks that are bridged, and of empty ones that draft from few
+    tokens.
     """
     made_up = [prediction for other in bridged for prediction in propose_bridged(other, space, settings, on_mask)]
-    made_up = sorted(made_up, key=lambda prediction: -prediction.speedup)[: settings.enqueued]
+    few = [prediction for other in narrowed for prediction in propose(other, space, settings, on_mask, also)]
     found = propose(oracle, space, settings, on_mask, also)
-    configs = [prediction.config for prediction in (*propose_lookups(oracle, space, settings.lookups), *found)]
+    # As many of each make: what is foretold of one make may err otherwise than of another.
+    every = (*found, *_best_first(made_up, settings), *_best_first(few, settings))
+    ranked = sorted(every, key=lambda prediction: -prediction.speedup)
+    configs = [prediction.config for prediction in (*propose_lookups(oracle, space, settings.lookups), *ranked)]
     if found and space.siblings and not oracle.foretells(branching := replace(found[0].config, siblings=space.siblings)):
-        configs.insert(len(configs) - len(found) + 1, branching)
-    return configs + [prediction.config for prediction in made_up]
+        configs.insert(configs.index(found[0].config) + 1, branching)
+    return configs
 
 
 def _scanned(search: MaskSearch, settings: ProposalSettings) -> list[Prediction]:

@@ -54,11 +54,11 @@ class SearchSpace:
         ranks: of the maps of ``linear`` and ``mlp`` bridges; 0 is a full map.
         widths: of the MLPs of ``mlp`` bridges.
         draft_heads: sizes of the vocabulary that self-drafts and draft models have; 0 is all of it.
-        stops: the stop rules of ``layer_skip``, ``draft_model`` and ``cross_tokenizer``.
+        stops: the stop rules of ``layer_skip``, ``eagle``, ``draft_model`` and ``cross_tokenizer``.
         lookup_length: shortest and longest draft of ``prompt_lookup``; least and greatest depth of ``retrieval``'s trees.
         ngram: shortest and longest n-gram of ``prompt_lookup`` and ``retrieval``.
         tree_length: least and greatest depth of the trees of ``token_recycling``.
-        tree_tokens: fewest and most tokens that a tree of either may have.
+        tree_tokens: fewest and most tokens that a tree may have, of recycled, retrieved or heads' tokens.
         datastores: those that ``retrieval`` chooses from, beside having none.
         candidates: fewest and most successors, or n-grams, kept of a token.
         lookahead_length: shortest and longest draft of ``lookahead``.
@@ -67,7 +67,7 @@ class SearchSpace:
         medusa_heads: the same for ``medusa``.
         drafts: the draft models to choose from; without any, ``draft_model`` is left out.
         cross_drafts: those of another tokenizer; without any, ``cross_tokenizer`` is left out.
-        model_length: shortest and longest draft of both.
+        model_length: shortest and longest draft of both, and of heads.
         masks: further masks to try first, in text form.
         allow_lossy: whether rules of acceptance that change the output are searched, too, and may win.
         trees: whether the target can verify them; else what drafts nothing else is left out, and ``eagle`` drafts chains.

@@ -33,7 +33,7 @@ from layerskip.training import Batch, acceptance, fit_linear, foretell, loss_of,
 from layerskip.units import NATURAL, Units
 
 from .application import InputError, check_flag, check_number, check_whole, run
-from .bridging import shape_of, shown, train_bridges
+from .bridging import judge_of, neighbour_of, shape_of, shown, train_bridges
 from .learner import Learner, TrainingFile, check_learning, refuse_another, room
 from .objective import check_seed
 from .tracking import Tracker
@@ -85,19 +85,24 @@ def train(config: DictConfig) -> Path | None:
     if kind == "layer_skip":
         shape = shape_of(config, target)
         learnt |= {"bridges": shape.to_dict(), **{name: config[name] for name in ("calibration_bytes", "training_bytes")}}
+        neighbour = neighbour_of(config, target, shape)
+        if neighbour is not None:
+            learnt["warm_start"] = digest([tensor.float().tolist() for tensor in neighbour.state_dict().values()])
     folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
     refuse_another(folder, digest(learnt))
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
     tracker.open_study(folder.name, digest(learnt), learnt, environment(target.device), role="training")
     with tracker.closing():
-        texts = write_texts(config, target, sampling, like)
         with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
             continued = continue_prompts(
                 target, held_out, Sampling(), int(config.held_out_tokens), config.seed, outputs / "continuations", bar.update
             )
         if kind == "layer_skip":
+            scanner = judge_of(config, target, continued)  # refuses what cannot be scanned before the texts are written
+            texts = write_texts(config, target, sampling, like)
             said = drafted_tokens(target, texts, config.vocabulary)
-            return train_bridges(config, target, texts, continued, said, folder, learnt, tracker)
+            return train_bridges(config, target, shape, texts, scanner, said, folder, learnt, tracker, neighbour)
+        texts = write_texts(config, target, sampling, like)
         return _train_head(config, target, texts, continued, folder, written, learnt, tracker)
 
 

@@ -15,6 +15,7 @@ from layerskip import (
     Target,
     TargetError,
     UnsupportedModel,
+    build_drafter,
     generate,
     load_target,
 )
@@ -40,6 +41,17 @@ TINY_CONFIGS = [
 kinds = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
 tiny_kinds = pytest.mark.parametrize("config", TINY_CONFIGS, ids=lambda config: config.kind)
 Reference = Callable[..., list[int]]
+
+
+def test_one_drafter_serves_one_request_after_the_other(tiny_target: Target) -> None:
+    """What recycles tokens knows the second time what the first one taught it; the output stays."""
+    config = SpeculativeConfig("token_recycling", 4, tree_tokens=6)
+    drafter = build_drafter(config, tiny_target)
+    first, second = (generate(tiny_target, FRUITS, config, max_new_tokens=24, drafter=drafter) for _ in range(2))
+    anew = generate(tiny_target, FRUITS, config, max_new_tokens=24)
+    assert first.tokens == second.tokens == anew.tokens
+    assert first.stats == anew.stats
+    assert second.stats.tokens_per_round > first.stats.tokens_per_round
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,7 @@ def test_a_head_whose_description_is_damaged_is_refused(target: Target, folder: 
         {"tokens": None},
         {"tokens": torch.arange(1000, 1040)},
         {"tokens": torch.arange(40) - 1},
+        {"tokens": torch.arange(40) // 2},
         {"tokens": torch.linspace(0.1, 0.9, 40)},
         {"fc.bias": torch.linspace(0.1, 0.9, 3)},
         {"further": torch.linspace(0.1, 0.9, 3)},

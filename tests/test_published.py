@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layerskip.config import ConfigError
@@ -122,6 +122,13 @@ def test_a_head_for_other_sizes_is_refused(target: Target, embeddings: Tensor, t
         load_eagle(_publish(tmp_path, head, embeddings[:, :-3].clone()), target)
     with pytest.raises(ConfigError, match="^head: .* another target: it reads 64 numbers a token"):
         load_eagle(_publish(tmp_path, head, embeddings, hidden_size=64), target)
+
+
+def test_eagle_3s_layout_is_refused_for_what_it_is(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+    folder = _publish(tmp_path, _head(target), embeddings)
+    save_file(load_file(folder / "model.safetensors") | {"d2t": torch.arange(4)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"^head: [^\n]* EAGLE-3's authors do, which is not read"):
+        load_eagle(folder, target)
 
 
 def test_a_head_without_embeddings_is_known_by_its_sizes(target: Target, tmp_path: Path) -> None:

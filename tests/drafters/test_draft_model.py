@@ -14,11 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from layerskip.anatomy import UnsupportedModel
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decode import decode
+from layerskip.draft_head import DraftHead
 from layerskip.drafters.base import Drafter
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.sampling import Sampling
 from layerskip.target import Target, TargetError, load_target
+from layerskip.view import twin
+from tests.drafters.bridges import most_tokens
 from tests.drafters.contract import (
     FAMILIES,
     GREEDY,
@@ -57,6 +60,17 @@ def _resized(model: PreTrainedModel, vocabulary: int) -> PreTrainedModel:
 class TestNoisyTarget(DrafterContract):
     def drafter(self, target: Target) -> Drafter:
         return DraftModel(_like(target), target.layers, 3, StopRule())
+
+
+class TestNoisyTargetOfFewTokens(DrafterContract):
+    samplings = SAMPLINGS[1:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        model = _like(target)
+        head = DraftHead(model, torch.tensor(most_tokens(target)), target.vocabulary)
+        view = twin(model)
+        head.narrow(view)
+        return DraftModel(view, target.layers, 3, StopRule(), head)
 
 
 class TestPaddedVocabulary(DrafterContract):

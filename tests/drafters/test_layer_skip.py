@@ -91,6 +91,13 @@ class TestBridgedByMLPs(DrafterContract):
         return _bridged(target, "layers:1-2", "mlp", 4, 8, draft_length=3, siblings=2, least_probability=0.05)
 
 
+class TestBridgedByMLPsBesideWholeMaps(DrafterContract):
+    samplings = SAMPLINGS[1:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        return _bridged(target, "layers:1-2", "mlp", 0, 8, draft_length=3)
+
+
 class TestBridgedByMapsOfLowRank(DrafterContract):
     def drafter(self, target: Target) -> Drafter:
         return _bridged(target, "layers:1-2", "linear", 4, draft_length=3)

@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from safetensors import safe_open
 
-from layerskip import AcceptRule, Export, PromptSet, SpeculativeConfig, Target
+from layerskip import AcceptRule, Export, PromptSet, SpeculativeConfig, Target, load_target
 from layerskip.lossless import Divergence, Losslessness
+from searches.application import CONF
+from searches.benchmark import _contenders
 from searches.benchmark_table import table
 from tests.searches.programs import execute, runs, sqlite
 from tests.tiny import save_tiny
@@ -55,6 +58,17 @@ def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  #
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
     assert results["transformers_assistant"]["draft_share"] == 0  # nobody asked it
+
+
+def test_who_cannot_draft_for_a_target_is_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-Neo's attention takes no mask of a tree's branches."""
+    target = load_target(str(save_tiny(tmp_path / "model", "gpt_neo")), dtype="float32", device="cpu")
+    with initialize_config_dir(CONF, version_base="1.3"):
+        config = compose("benchmark", ["contenders.layer_skip.mask=layers:1", "peers={}", "contenders.draft_model=null"])
+    contenders, rivals, configs = _contenders(config, target, PromptSet.of(["one"]))
+    assert {"plain", "prompt_lookup", "layer_skip"} <= contenders.keys()
+    assert "token_recycling" not in contenders.keys() | configs.keys() | rivals.keys()
+    assert "contenders.token_recycling: left out: " in capsys.readouterr().out
 
 
 def test_a_self_draft_leaves_out_the_second_half_of_any_model(record: dict) -> None:  # type: ignore[type-arg]

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from layerskip import SpeculativeConfig, load_target
+from layerskip import PromptSet, SpeculativeConfig, load_target
 from layerskip.drafters.build import build_drafter
+from layerskip.prompts import PromptItem
+from searches.application import InputError
+from searches.datastore import refuse_answers
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick
 
@@ -83,6 +86,19 @@ def test_a_study_is_told_of_a_missing_datastore_before_it_begins(tiny_folder: Pa
     done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[nowhere]"), cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith("error: datastore: cannot read nowhere: ")
+
+
+def test_prompts_are_told_by_what_they_say(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    """Files of prompts that are numbered from 1 on name other prompts by the same numbers."""
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "the rain", "id": "1"}\n{"prompt": "a cat", "id": "2"}\n')
+    own = ["own=true", "prompts=jsonl", f"prompts.path={tmp_path / 'mine.jsonl'}", "max_new_tokens=6"]
+    done = launch("datastore", *_common(tiny_folder, tmp_path), *own, f"output={tmp_path / 'store'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    others, renamed = (PromptSet((PromptItem(name, "x", text),)) for name, text in (("1", "the sun"), ("7", "the rain")))
+    refuse_answers("datastore", str(tmp_path / "store"), target, others)
+    with pytest.raises(InputError, match="own answers to 1 of the measured prompts"):
+        refuse_answers("datastore", str(tmp_path / "store"), target, renamed)
 
 
 def test_nobody_measures_prompts_whose_answers_a_datastore_holds(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:

@@ -20,7 +20,7 @@ from layerskip.rules import EXACT, AcceptRule
 from searches.mask_search import expected_speedup, published_masks, run
 from searches.oracle import Prediction
 from searches.prior import PREDICTED, Prior, calibrated_error
-from searches.proposals import ProposalSettings, propose, propose_bridged
+from searches.proposals import ProposalSettings, propose, propose_all, propose_bridged
 from searches.space import SearchSpace
 
 LAYERS = 8
@@ -154,6 +154,30 @@ def test_a_bridged_run_is_found_to_the_layer(first: int, length: int) -> None:
 def test_a_single_bridged_sublayer_is_asked_about(mask: str) -> None:
     oracle, space = OneMask(0, best=SkipMask.parse(mask, 28)), SearchSpace(28, skip_length=(1, 6))
     assert propose_bridged(oracle, space, ProposalSettings())[0].config.mask == mask
+
+
+def test_a_mask_that_the_space_names_is_asked_about_bridged() -> None:
+    """A run that skips attention in one half and MLPs in the other is on no grid."""
+    oracle = OneMask(0, best=SkipMask.parse("attention:5-9;mlp:10-14", 28))
+    space = SearchSpace(28, skip_length=(1, 6), masks=[oracle.best.format()])
+    assert propose_bridged(oracle, space, ProposalSettings())[0].config.mask == oracle.best.format()
+    assert oracle.asked[0] == oracle.best
+
+
+@pytest.mark.parametrize("worth", [0.5, 1.5])
+def test_masks_are_tried_in_the_order_of_what_they_are_worth_bridged_or_not(worth: float) -> None:
+    space = SearchSpace(28, kinds=("none", "layer_skip"), skip_length=(1, 6), siblings=0)
+
+    class Worth(OneMask):
+        def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+            return [replace(found, speedup=worth * found.speedup) for found in super().predict(masks)]
+
+    plain, other = OneMask(0), Worth(0, best=run(28, 3, 9))
+    settings = ProposalSettings(enqueued=3)
+    for how in ({"bridged": [other]}, {"narrowed": [other]}):
+        found = propose_all(plain, space, settings, **how)  # type: ignore[arg-type]
+        assert len(found) == 6
+        assert (found[0].mask == run(28, 3, 9).format()) is (worth > 1)
 
 
 def test_bridged_masks_keep_a_small_budget_and_look_everywhere() -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from layerskip import ConfigError, SpeculativeConfig, Target, generate, load_target
 from layerskip.eagle import EagleHead, EagleShape
+from layerskip.heads import save_head
 from searches.application import InputError
 from searches.bridging import shape_of
 from searches.learner import Learner, TrainingFile, refuse_another, room
@@ -130,6 +131,26 @@ def test_bridges_that_cannot_be_are_refused(fields: dict[str, object], named: st
     assert shape_of(OmegaConf.create(config), tiny_target).mask == "layers:1"
     with pytest.raises((InputError, ConfigError), match=f"^{named}: "):
         shape_of(OmegaConf.create(config | fields), tiny_target)
+
+
+def test_bridges_of_what_cannot_be_scanned_are_refused_before_texts_are_written(tmp_path: Path, launch: Launch) -> None:
+    folder = save_tiny(tmp_path / "model", "gpt_neo")
+    (tmp_path / "few.jsonl").write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4)), encoding="utf-8")
+    which = ("drafter=layer_skip", "mask=layers:1", "prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
+    done = launch("train", *SMALL, f"target.path={folder}", f"outputs={tmp_path}/outputs", *which, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "cannot be scanned" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "outputs" / "texts").exists()
+
+
+def test_a_head_that_was_not_trained_here_is_not_overwritten(model: Path, tmp_path: Path, launch: Launch) -> None:
+    target = load_target(str(model), dtype="float32", device="cpu")
+    head = EagleHead(EagleShape.of(target))
+    save_head(tmp_path / "theirs", "eagle", head.shape.to_dict(), head.weights(), target, {})
+    done = launch("train", *SMALL, f"target.path={model}", f"outputs={tmp_path}", f"head={tmp_path}/theirs", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: head: ") and "name another folder" in done.stderr
+    assert not (tmp_path / "texts").exists()
 
 
 def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) -> None:
@@ -260,6 +281,8 @@ def test_the_disk_must_hold_what_a_training_writes(
         ("calibration_bytes=many", "calibration_bytes"),
         ("drafter=layer_skip mask=layers:1 bridge.rank=9999", "bridge.rank"),
         ("drafter=layer_skip mask=layers:1 bridge=linear", "bridge"),
+        ("drafter=layer_skip mask=layers:1 warm_start=nothing", "bridge"),
+        ("drafter=layer_skip mask=layers:1 held_out_tokens=1", "held_out_tokens"),
         ("drafter=layer_skip mask=layers:1 drafter.bridge=nearby", "drafter.bridge"),
         ("three_layers=3", "three_layers"),
         ("feature_bytes=10", "feature_bytes"),
