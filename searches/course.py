@@ -37,6 +37,7 @@ SCHEMA = "layerskip.compare/2"
 T = TypeVar("T")
 _AT_ONCE = 4  # claims that are measured side by side
 _HELD_OUT_SEED = 1_000_003
+_DRAWN = 100  # planted prompts, of which a race takes the first
 _PROFILED_STEPS = 1000
 """What measuring a cost profile takes in steps of plain decoding."""
 
@@ -85,7 +86,7 @@ class ModelCourse:
         self._scanning: ScanSettings = instantiate(config.scan)
         self._sampling: Sampling = instantiate(config.sampling)
         tune, held_out = instantiate(config.prompts).split()
-        self._prompts: PromptSet = tune.take(self._measuring.prompts)
+        self._prompts, self._scanned = _taken(tune, self._measuring, self._scanning)
         self._held_out: PromptSet = held_out.take(self._measuring.held_out_prompts)
         self._target: Target = instantiate(config.target)
         self._space = supported(instantiate(config.space, layers=self._target.layers), self._target)
@@ -98,7 +99,7 @@ class ModelCourse:
         parts = ("measure", "scan", "sampling", "space")
         return {
             "target": self._target.digest,
-            "prompts": [self._prompts.digest, self._held_out.digest],
+            "prompts": [self._prompts.digest, self._scanned.digest, self._held_out.digest],
             "parts": {part: OmegaConf.to_container(self._config[part], resolve=True) for part in parts},
             "machine": machine(self._target.device),
         }
@@ -106,7 +107,7 @@ class ModelCourse:
     def heading(self) -> dict[str, Any]:
         """The target, the machine and the prompts."""
         return heading(SCHEMA, self._target) | {
-            "prompts": {"tune": len(self._prompts), "held_out": len(self._held_out)},
+            "prompts": {"tune": len(self._prompts), "scanned": len(self._scanned), "held_out": len(self._held_out)},
             "max_new_tokens": self._measuring.max_new_tokens,
         }
 
@@ -114,7 +115,7 @@ class ModelCourse:
     def race(self, seed: int) -> Iterator[Race]:
         """Continuations and profiles are made in a folder of the race's own."""
         nothing = Path(tempfile.mkdtemp(prefix="layerskip-compare-"))
-        asked = self._target, self._prompts, self._sampling, self._measuring.max_new_tokens, self._space, self._scanning
+        asked = self._target, self._scanned, self._sampling, self._measuring.max_new_tokens, self._space, self._scanning
 
         def oracle() -> Oracle:
             return _scannable(foresee(*asked, nothing, nothing / "scans", seed))
@@ -125,7 +126,9 @@ class ModelCourse:
 
         budget, layers, proposals = float(self._config.seconds), self._target.layers, self._scanning.proposals
         try:
-            yield Race(self._bench, self._prompts, layers, budget, seed, self._space, oracle, screen, proposals=proposals)
+            race = Race(self._bench, self._prompts, layers, budget, seed, self._space, oracle, screen, proposals=proposals)
+            race.further = PromptSet(self._scanned.items[len(self._prompts) :])
+            yield race
         finally:
             shutil.rmtree(nothing, ignore_errors=True)
 
@@ -154,8 +157,8 @@ def _scannable(found: T | None) -> T:
 
 
 class PlantedCourse:
-    """Planted decoders, another one for each seed, where skipping pays. Seconds are those that decoding, scanning and
-    profiling would have taken; samplers think for nothing."""
+    """Planted decoders, another one for each seed, where skipping pays, of any layer. Seconds are those that decoding,
+    scanning and profiling would have taken; samplers think for nothing."""
 
     most_claims = 1000
 
@@ -164,7 +167,8 @@ class PlantedCourse:
         self._measuring: MeasureSettings = instantiate(config.measure)
         self._scanning: ScanSettings = instantiate(config.scan)
         self._seconds, self._layers = float(config.seconds), int(config.layers)
-        self._space: SearchSpace = instantiate(config.space, layers=self._layers, siblings=0, stops=["length", "threshold"])
+        whole = {"siblings": 0, "stops": ["length", "threshold"], "protect_first": 0, "protect_last": 0}
+        self._space: SearchSpace = instantiate(config.space, layers=self._layers, **whole)
 
     def asked(self) -> Any:
         """Depth and settings."""
@@ -177,20 +181,20 @@ class PlantedCourse:
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "target": {"name": "planted decoders", "layers": self._layers, "dtype": "no dtype"},
             "environment": {"device": "none", "device_name": "no device"},
-            "prompts": {"tune": self._measuring.prompts, "held_out": None},
+            "prompts": {"tune": self._measuring.prompts, "scanned": self._scanning.prompts, "held_out": None},
         }
 
     @contextmanager
     def race(self, seed: int) -> Iterator[Race]:
         """On a landscape of its own."""
         landscape, clock, space = Landscape.draw(seed, self._layers), _Clock(), self._space
-        prompts = draw_prompts(self._measuring.prompts or 4, seed)
+        prompts, scanned = _taken(draw_prompts(_DRAWN, seed), self._measuring, self._scanning)
         bench = _Timed(SimulatedBench(landscape, Machine(seed)), clock)
         step = landscape.profile.verify_seconds[0]
 
         def texts() -> SimulatedOracle:
-            clock.spend(step * sum(landscape.work(item).tokens + 4 for item in prompts))  # prefill takes four steps
-            return SimulatedOracle(landscape, space, prompts, self._scanning.screened_rows, spend=clock.spend)
+            clock.spend(step * sum(landscape.work(item).tokens + 4 for item in scanned))  # prefill takes four steps
+            return SimulatedOracle(landscape, space, scanned, self._scanning.screened_rows, spend=clock.spend)
 
         def oracle() -> Oracle:
             clock.spend(step * _PROFILED_STEPS)
@@ -200,7 +204,8 @@ class PlantedCourse:
             return texts().agreements
 
         proposals = self._scanning.proposals
-        yield Race(bench, prompts, self._layers, self._seconds, seed, space, oracle, screen, clock, proposals)
+        further = PromptSet(scanned.items[len(prompts) :])
+        yield Race(bench, prompts, self._layers, self._seconds, seed, space, oracle, screen, clock, proposals, further)
 
     def speedups(self, claims: Claims, seeds: Mapping[str, int], kept: Kept) -> dict[str, list[float]]:
         """The planted ones, over all prompts that there could be."""
@@ -208,6 +213,12 @@ class PlantedCourse:
             name: [Landscape.draw(seeds[name], self._layers).speedup(SpeculativeConfig.from_dict(one)) for one in found]
             for name, found in claims.items()
         }
+
+
+def _taken(prompts: PromptSet, measuring: MeasureSettings, scanning: ScanSettings) -> tuple[PromptSet, PromptSet]:
+    """The tune prompts that strategies measure on, and those that scans see, more of them and the same first."""
+    measured, scanned = prompts.take(measuring.prompts), prompts.take(scanning.prompts)
+    return measured, scanned if len(scanned) > len(measured) else measured
 
 
 class _Clock:

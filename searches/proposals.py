@@ -68,11 +68,12 @@ def propose(
         settings: how much to foretell.
         on_mask: called for every mask that is asked about.
         also: further masks to ask about.
-        on_best: called with what the first drafted tokens make look fastest so far, whenever that changes.
+        on_best: called with what the first drafted tokens make look fastest so far, whenever that changes, then with what is
+            foretold to be, scan by scan.
     """
     search = MaskSearch(oracle, space, settings.asked(space), on_mask, on_best)
     search.explore(also)
-    return _refined(search, settings)
+    return _refined(search, settings, on_best)
 
 
 def propose_bridged(
@@ -138,17 +139,28 @@ def _scanned(search: MaskSearch, settings: ProposalSettings) -> list[Prediction]
     return _best_first(search.oracle.predict(search.foremost(settings.scanned)), settings)
 
 
-def _refined(search: MaskSearch, settings: ProposalSettings) -> list[Prediction]:
+def _refined(
+    search: MaskSearch, settings: ProposalSettings, on_best: Callable[[SpeculativeConfig], None]
+) -> list[Prediction]:
     """The same, where a part of the scans is left for masks near the best one: whole scans see what few positions do not."""
     foremost = search.foremost(settings.scanned)
-    found = dict(zip(foremost, search.oracle.predict(foremost[: -(-len(foremost) * 2 // 3)]), strict=False))
+    first, found = foremost[: -(-len(foremost) * 2 // 3)], dict[SkipMask, Prediction]()
+
+    def scan(some: Sequence[SkipMask]) -> SkipMask:
+        found.update(zip(some, search.oracle.predict(some), strict=True))
+        best = max(found, key=lambda mask: found[mask].speedup)
+        on_best(found[best].config)
+        return best
+
+    for begin in range(0, len(first), _NEAR):
+        best = scan(first[begin : begin + _NEAR])
     while left := settings.scanned - len(found):
-        search.ask(near := search.near(max(found, key=lambda mask: found[mask].speedup)))
+        search.ask(near := search.near(best))
         asked = sorted((mask for mask in near if mask in search.scores), key=lambda mask: -search.scores[mask])
         some = [mask for mask in (*asked, *foremost) if mask not in found][: min(_NEAR, left)]
         if not some:
             break
-        found |= zip(some, search.oracle.predict(some), strict=True)
+        best = scan(some)
     return _best_first(found.values(), settings)
 
 

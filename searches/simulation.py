@@ -33,7 +33,7 @@ from .works import Work
 _MEMORY = 2**30
 _STALL = 1.8
 _SCREENED_STEPS, _SCANNED_STEPS = 10, 30
-"""What asking about a mask's first drafted token, and scanning it whole, takes in steps of plain decoding."""
+"""What asking about a mask's first drafted token takes in steps of plain decoding, and scanning it whole on four prompts."""
 
 
 class Machine:
@@ -229,7 +229,7 @@ class SimulatedOracle:
 
     def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
         """Each mask with the draft length and stop rule that suit it best."""
-        self._spend(len(masks) * _SCANNED_STEPS * self.profile.verify_seconds[0])
+        self._spend(len(masks) * _SCANNED_STEPS * len(self._works) / 4 * self.profile.verify_seconds[0])
         verified = len(self.profile.verify_seconds) - 1
         found = []
         for mask, agreement in zip(masks, self._agreements(masks), strict=True):

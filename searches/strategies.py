@@ -43,6 +43,7 @@ class Race:
     Args:
         bench: measures configurations.
         prompts: tune prompts of a measurement.
+        further: those beside them, for who wants to know more of few configurations.
         layers: how many there are to skip.
         seconds: the budget; whatever the strategy does counts.
         seed: its own.
@@ -66,6 +67,7 @@ class Race:
     screen: Callable[[], Screen]
     clock: Callable[[], float] = time.monotonic
     proposals: ProposalSettings = field(default_factory=ProposalSettings)
+    further: PromptSet = field(default_factory=lambda: PromptSet(()))
     claims: list[tuple[float, SpeculativeConfig]] = field(default_factory=list)
     measured: int = 0
     speedups: dict[SpeculativeConfig, float] = field(default_factory=dict)
@@ -79,15 +81,19 @@ class Race:
         """Seconds since the start."""
         return self.clock() - self._start
 
-    def measure(self, config: SpeculativeConfig) -> float:
+    def measure(self, config: SpeculativeConfig, prompts: PromptSet | None = None) -> float:
         """Decode with a configuration, and claim whichever is the fastest now; replicates of one are pooled.
+
+        Args:
+            config: to decode with.
+            prompts: the race's by default; whoever names others does so for all configurations.
 
         Raises:
             TimeUp: the budget is spent; a measurement that ran over it does not count.
         """
         self.check()
         rows = list(self._rows.get(config, ()))
-        for row in self.bench.compare({_CANDIDATE: config}, self.prompts, 1, self.seed + self.measured):
+        for row in self.bench.compare({_CANDIDATE: config}, prompts or self.prompts, 1, self.seed + self.measured):
             rows.append(row)
             self.check()
         self.measured += 1
@@ -189,14 +195,15 @@ def swift(race: Race, ratio: float = 0.45, every: int = 25, most: int = 1000) ->
 
 def ours(race: Race) -> None:
     """What looks fastest is claimed as soon as it does, then what is foretold to be fastest, then what is measured to be:
-    the leader again and again, as it may lead by luck."""
+    the leader again and again, as it may lead by luck. Few are measured, hence on all prompts that are scanned."""
     oracle = race.foresee()
     found = propose(oracle, race.space, race.proposals, race.check, on_best=race.claim)
     race.claim(found[0].config)
+    every = PromptSet((*race.prompts, *race.further))
     for prediction in found:
-        race.measure(prediction.config)
+        race.measure(prediction.config, every)
     while True:
-        race.measure(race.leader)
+        race.measure(race.leader, every)
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -113,7 +113,14 @@ def test_planted_decoders_are_raced_on_by_a_clock_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every second is one that decoding or foretelling would have taken, and what was claimed is worth what was planted."""
-    overrides = ["bench=simulated", "layers=8", "seconds=100", "seeds=[3]", "strategies=[random,swift,ours]"]
+    overrides = [
+        "bench=simulated",
+        "layers=8",
+        "seconds=100",
+        "seeds=[3]",
+        "strategies=[random,swift,ours]",
+        "scan.prompts=4",
+    ]
     with initialize_config_dir(CONF, version_base="1.3"):
         config, strict = (compose("compare", [*overrides, f"most_share={m}", f"outputs={tmp_path}"]) for m in ("null", 1e-6))
     record = compare(config)
