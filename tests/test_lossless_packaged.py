@@ -39,7 +39,7 @@ PROMPTS = PromptSet.packaged().take(None if WHOLE else 6)
 CONFIGS: list[dict[str, Any]] = [
     {"kind": "none"},
     {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 4, "draft_length": 10},
-    {"kind": "retrieval", "draft_length": 6, "tree_tokens": 12},
+    {"kind": "retrieval", "draft_length": 16, "tree_tokens": 24},
     {"kind": "layer_skip", "mask": "layers:12-20", "draft_length": 3, "siblings": 2},
     {"kind": "lookahead", "draft_length": 3, "window": 4},
     {"kind": "token_recycling", "draft_length": 5, "tree_tokens": 12},
