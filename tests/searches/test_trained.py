@@ -117,6 +117,8 @@ def test_finalists_begin_as_their_nearest_neighbour(
 
     monkeypatch.setattr("searches.trained.BridgeLearner", Noting)
     monkeypatch.setattr("layerskip.bridge_fit.Fit.helps", True)
+    # On a busy machine a fifth of a second of training may leave a draft no better than an empty skip.
+    monkeypatch.setattr("layerskip.bridge_fit.Calibration.judge", lambda _, mask, bridges: float(bridges is not None))
     settings = BridgingSettings(200, 16, 8, 2**24, 0.2)
     shelf = Shelf(tiny_target, Sampling(), settings, tmp_path, 0)
     grown, masks = TrainedBridges(shelf), ["layers:0", "layers:0-2", "layers:0-1", "attention:1"]
