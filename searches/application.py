@@ -77,14 +77,16 @@ def check_flag(name: str, value: object) -> None:
         raise InputError(f"{name}: {value!r} is neither true nor false")
 
 
-def check_list(name: str, value: object, known: Sequence[str] | None = None) -> None:
-    """Refuse what is no list, or has something in it that is not among what is known.
+def check_list(name: str, value: object, known: Sequence[str] | None = None, or_empty: bool = True) -> None:
+    """Refuse what is no list, or has something in it that is not among what is known, or nothing where it needs something.
 
     Raises:
         InputError: it is not, or has.
     """
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise InputError(f"{name}: {value!r} is not a list, such as [a,b]")
+    if not value and not or_empty:
+        raise InputError(f"{name}: is empty")
     for item in value:
         if known is not None and item not in known:
             raise InputError(f"{name}: {item!r} is not one of {', '.join(known)}")

@@ -28,7 +28,7 @@ from layerskip.tree import tree_model
 
 from .application import InputError
 from .bridging import BridgeLearner, calibrate, made_of, rates
-from .foresight import ScanSettings, cost_profile
+from .foresight import ScanSettings, cost_profile, say_held
 from .kept import Kept
 from .learner import TrainingFile
 from .mask_search import MaskSearch, ask_runs
@@ -91,8 +91,7 @@ class BridgePoints:
         self.scanner = Scanner(target, scanned, sampling, int(config.depth), rows, siblings, scanning.text_bytes)
         self.scanner.check()  # before the texts are written, which takes longer
         self.scanned: tuple[Passage, ...] = self.scanner.passages
-        if len(self.scanned) < len(scanned):
-            print(f"scan: scan.text_bytes={scanning.text_bytes} holds {len(self.scanned)} of {len(scanned)} continuations")
+        say_held(self.scanner, scanned, scanning)
         texts = write_texts(config, target, sampling, like)
         self.passages = passages_of(texts)
         self.heads: dict[int, Tensor] = {}

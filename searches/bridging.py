@@ -124,7 +124,8 @@ def train_bridges(
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leave no text of two tokens to learn from")
     empty = _judged(scanner, shape, None, tokens)
     print(f"{shape.mask}, empty: accepted on held-out prompts, token by token: {shown(empty)}", flush=True)
-    file = TrainingFile(folder / "training.pt", digest(learnt), digest(learnt))
+    identity = digest(learnt)
+    file = TrainingFile(folder / "training.pt", identity, identity)
     memory = Memory(int(config.remembered_bytes))
 
     def calibration() -> Calibration:

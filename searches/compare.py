@@ -37,8 +37,8 @@ _COURSES: dict[str, Callable[[DictConfig], Course]] = {"model": ModelCourse, "si
 def compare(config: DictConfig) -> dict[str, Any]:
     """Race strategies; see ``conf/compare.yaml``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    check_list("strategies", config.strategies, list(STRATEGIES))
-    check_list("seeds", config.seeds)
+    check_list("strategies", config.strategies, list(STRATEGIES), or_empty=False)
+    check_list("seeds", config.seeds, or_empty=False)
     for seed in config.seeds:
         check_seed(seed)
     check_number("seconds", config.seconds)

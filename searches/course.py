@@ -126,9 +126,8 @@ class ModelCourse:
 
         budget, layers, proposals = float(self._config.seconds), self._target.layers, self._scanning.proposals
         try:
-            race = Race(self._bench, self._prompts, layers, budget, seed, self._space, oracle, screen, proposals=proposals)
-            race.further = PromptSet(self._scanned.items[len(self._prompts) :])
-            yield race
+            parts = self._bench, self._prompts, layers, budget, seed, self._space, oracle, screen
+            yield Race(*parts, proposals=proposals, scanned=self._scanned)
         finally:
             shutil.rmtree(nothing, ignore_errors=True)
 
@@ -204,8 +203,7 @@ class PlantedCourse:
             return texts().agreements
 
         proposals = self._scanning.proposals
-        further = PromptSet(scanned.items[len(prompts) :])
-        yield Race(bench, prompts, self._layers, self._seconds, seed, space, oracle, screen, clock, proposals, further)
+        yield Race(bench, prompts, self._layers, self._seconds, seed, space, oracle, screen, clock, proposals, scanned)
 
     def speedups(self, claims: Claims, seeds: Mapping[str, int], kept: Kept) -> dict[str, list[float]]:
         """The planted ones, over all prompts that there could be."""

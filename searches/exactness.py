@@ -95,9 +95,7 @@ def _check(config: DictConfig) -> None:
     if config.count is not None:
         check_whole("count", config.count)
     for name in ("lengths", "thresholds", "shares"):
-        check_list(name, config[name])
-        if not config[name]:
-            raise InputError(f"{name}: is empty")
+        check_list(name, config[name], or_empty=False)
         for value in config[name]:
             if name == "lengths":
                 check_whole(name, value)

@@ -142,9 +142,15 @@ def open_scanner(
     except UnsupportedModel as error:
         print(f"scan: {error}; every trial is run")
         return None
-    if scanner is not None and len(scanner.passages) < len(passages):
-        print(f"scan: scan.text_bytes={settings.text_bytes} holds {len(scanner.passages)} of {len(passages)} continuations")
+    if scanner is not None:
+        say_held(scanner, passages, settings)
     return scanner
+
+
+def say_held(scanner: Scanner, passages: Sequence[Passage], settings: ScanSettings) -> None:
+    """Say in a line that some continuations are not scanned, if so."""
+    if len(scanner.passages) < len(passages):
+        print(f"scan: scan.text_bytes={settings.text_bytes} holds {len(scanner.passages)} of {len(passages)} continuations")
 
 
 def _scanner(

@@ -111,9 +111,7 @@ def foretell(config: DictConfig) -> dict[str, Any]:
 def _check(config: DictConfig) -> None:
     check_seed(config.seed)
     check_whole("masks", config.masks)
-    check_list("lengths", config.lengths)
-    if not config.lengths:
-        raise InputError("lengths: is empty")
+    check_list("lengths", config.lengths, or_empty=False)
     for length in config.lengths:
         check_whole("lengths", length)
 

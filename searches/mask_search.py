@@ -47,7 +47,7 @@ class MaskSearch:
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
         self._lengths, self._left = (space.skip_length[0], space.skip_length[1]), most
-        self._on_mask, self._on_best = on_mask, on_best
+        self._on_mask, self.on_best = on_mask, on_best
 
     def ask(self, masks: Iterable[SkipMask]) -> list[float]:
         """What the masks are worth; those that there is no budget left for are worth nothing."""
@@ -61,7 +61,7 @@ class MaskSearch:
                 self.scores[mask], length = expected_speedup(self.oracle, mask, agreement, self._lengths)
                 self._on_mask()
                 if mask == self.best:
-                    self._on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
+                    self.on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
         return [self.scores.get(mask, 0.0) for mask in masks]
 
     @property

@@ -73,7 +73,7 @@ def propose(
     """
     search = MaskSearch(oracle, space, settings.asked(space), on_mask, on_best)
     search.explore(also)
-    return _refined(search, settings, on_best)
+    return _refined(search, settings)
 
 
 def propose_bridged(
@@ -139,9 +139,7 @@ def _scanned(search: MaskSearch, settings: ProposalSettings) -> list[Prediction]
     return _best_first(search.oracle.predict(search.foremost(settings.scanned)), settings)
 
 
-def _refined(
-    search: MaskSearch, settings: ProposalSettings, on_best: Callable[[SpeculativeConfig], None]
-) -> list[Prediction]:
+def _refined(search: MaskSearch, settings: ProposalSettings) -> list[Prediction]:
     """The same, where a part of the scans is left for masks near the best one: whole scans see what few positions do not."""
     foremost = search.foremost(settings.scanned)
     first, found = foremost[: -(-len(foremost) * 2 // 3)], dict[SkipMask, Prediction]()
@@ -149,7 +147,7 @@ def _refined(
     def scan(some: Sequence[SkipMask]) -> SkipMask:
         found.update(zip(some, search.oracle.predict(some), strict=True))
         best = max(found, key=lambda mask: found[mask].speedup)
-        on_best(found[best].config)
+        search.on_best(found[best].config)
         return best
 
     for begin in range(0, len(first), _NEAR):

@@ -43,7 +43,6 @@ class Race:
     Args:
         bench: measures configurations.
         prompts: tune prompts of a measurement.
-        further: those beside them, for who wants to know more of few configurations.
         layers: how many there are to skip.
         seconds: the budget; whatever the strategy does counts.
         seed: its own.
@@ -52,6 +51,7 @@ class Race:
         screen: makes what an oracle screens masks with, for who needs no more; its time counts.
         clock: seconds since some moment.
         proposals: how many masks ours asks its oracle about.
+        scanned: the prompts that the oracle sees, for who measures few configurations on more; None for the same.
         claims: when what was claimed.
         measured: how many measurements there were.
         speedups: of every configuration that was measured.
@@ -67,7 +67,7 @@ class Race:
     screen: Callable[[], Screen]
     clock: Callable[[], float] = time.monotonic
     proposals: ProposalSettings = field(default_factory=ProposalSettings)
-    further: PromptSet = field(default_factory=lambda: PromptSet(()))
+    scanned: PromptSet | None = None
     claims: list[tuple[float, SpeculativeConfig]] = field(default_factory=list)
     measured: int = 0
     speedups: dict[SpeculativeConfig, float] = field(default_factory=dict)
@@ -199,11 +199,10 @@ def ours(race: Race) -> None:
     oracle = race.foresee()
     found = propose(oracle, race.space, race.proposals, race.check, on_best=race.claim)
     race.claim(found[0].config)
-    every = PromptSet((*race.prompts, *race.further))
     for prediction in found:
-        race.measure(prediction.config, every)
+        race.measure(prediction.config, race.scanned)
     while True:
-        race.measure(race.leader, every)
+        race.measure(race.leader, race.scanned)
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -97,12 +97,12 @@ def train(config: DictConfig) -> Path | None:
             continued = continue_prompts(
                 target, held_out, Sampling(), int(config.held_out_tokens), config.seed, outputs / "continuations", bar.update
             )
-        if kind == "layer_skip":
-            scanner = judge_of(config, target, continued)  # refuses what cannot be scanned before the texts are written
-            texts = write_texts(config, target, sampling, like)
+        # Refuses what cannot be scanned before the texts are written.
+        scanner = judge_of(config, target, continued) if kind == "layer_skip" else None
+        texts = write_texts(config, target, sampling, like)
+        if scanner is not None:
             said = drafted_tokens(target, texts, config.vocabulary)
             return train_bridges(config, target, shape, texts, scanner, said, folder, learnt, tracker, neighbour)
-        texts = write_texts(config, target, sampling, like)
         return _train_head(config, target, texts, continued, folder, written, learnt, tracker)
 
 

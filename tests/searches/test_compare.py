@@ -150,7 +150,9 @@ def test_planted_decoders_are_raced_on_by_a_clock_of_their_own(
     [
         ("bench=x", "bench: 'x' is not one of model, simulated"),
         ("strategies=[x]", "strategies: 'x' is not one of random, "),
+        ("strategies=[]", "strategies: is empty"),
         ("seeds=1", "seeds: 1 is not a list"),
+        ("seeds=[]", "seeds: is empty"),  # nothing raced would miss no bar
         ("seeds=[-1]", "seed: -1 is not"),
         ("seconds=x", "seconds: 'x' is not a number above 0"),
     ],
