@@ -155,7 +155,7 @@ class BridgePoints:
         oracle = ScanOracle(
             self.scanner, self.scanner.sample(self._screened), self.profile, self._choices, self.folder / "short"
         )
-        search = MaskSearch(oracle, space, _ASKED, lambda: None, lambda _: None)
+        search = MaskSearch(oracle, space, _ASKED, lambda: None)
         search.ask(search.single(*part) for part in search.sublayers())
         ask_runs(search, {}, ((first, first + length) for length in _SHORT for first in space.skippable))
         return search.foremost(most)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 
@@ -41,7 +41,7 @@ class MaskSearch:
         space: SearchSpace,
         most: int,
         on_mask: Callable[[], None],
-        on_best: Callable[[SpeculativeConfig], None],
+        on_best: Callable[[SpeculativeConfig], None] = lambda _: None,
     ) -> None:
         self.oracle, self.layers, self.skippable = oracle, oracle.layers, space.skippable
         self.scores: dict[SkipMask, float] = {}
@@ -79,15 +79,20 @@ class MaskSearch:
         """The mask that is worth most."""
         return max(self.scores, key=lambda mask: self.scores[mask])
 
-    def explore(self, also: Sequence[SkipMask] = ()) -> None:
-        """Ask about all that may pay, and about some masks beside."""
-        self.ask([SkipMask.none(self.layers), *(self.single(*part) for part in self.sublayers())])
+    def explore(self, also: Sequence[SkipMask] = ()) -> Iterator[SkipMask]:
+        """Ask about all that may pay, and about some masks beside; after each part of that, the best so far."""
+        self.ask([SkipMask.none(self.layers)])  # alone, as it may be all that there is to find
+        self.ask(self.single(*part) for part in self.sublayers())
         self.ask(_knapsacks(self))
+        yield self.best
         self.ask(also)
         self.ask(published_masks(self.layers, self.skippable))
         _ask_runs(self)
+        yield self.best
         _add_greedily(self)
+        yield self.best
         _change_best(self)
+        yield self.best
 
     def foremost(self, most: int) -> list[SkipMask]:
         """The most promising masks, best first."""

@@ -58,7 +58,7 @@ def propose(
     settings: ProposalSettings,
     on_mask: Callable[[], None] = lambda: None,
     also: Sequence[SkipMask] = (),
-    on_best: Callable[[SpeculativeConfig], None] = lambda _: None,
+    on_best: Callable[[SpeculativeConfig], None] | None = None,
 ) -> list[Prediction]:
     """The masks that are foretold to be fastest, best first.
 
@@ -68,12 +68,21 @@ def propose(
         settings: how much to foretell.
         on_mask: called for every mask that is asked about.
         also: further masks to ask about.
-        on_best: called with what the first drafted tokens make look fastest so far, whenever that changes, then with what is
-            foretold to be, scan by scan.
+        on_best: called with what is foretold to be fastest, scan by scan, and with what the first drafted tokens make look
+            faster than that. For who listens some of the scans come early, as soon as a part of the search ends.
     """
-    search = MaskSearch(oracle, space, settings.asked(space), on_mask, on_best)
-    search.explore(also)
-    return _refined(search, settings)
+    listener = on_best or (lambda _: None)
+    scans = _Scans(oracle, settings.scanned, listener)
+
+    def look(config: SpeculativeConfig) -> None:
+        if not scans.found or search.scores[search.best] > scans.found[scans.best].speedup:
+            listener(config)
+
+    search = MaskSearch(oracle, space, settings.asked(space), on_mask, look)
+    for best in search.explore(also):
+        if on_best is not None:
+            scans.add([best])
+    return _refined(search, scans, settings)
 
 
 def propose_bridged(
@@ -86,7 +95,7 @@ def propose_bridged(
     looked at; of another one, later runs and single sub-layers are asked about, too, far apart. Then the ends of the best
     runs are moved. The space's own masks are asked about before all.
     """
-    search = MaskSearch(oracle, space, settings.asked(space), on_mask, lambda _: None)
+    search = MaskSearch(oracle, space, settings.asked(space), on_mask)
     search.ask(SkipMask.parse(mask, space.layers) for mask in space.masks)
     end, found = space.skippable[-1] + 1, Runs()
     # Lengths that are far apart come first, so that a small budget has looked at long runs, too.
@@ -139,27 +148,45 @@ def _scanned(search: MaskSearch, settings: ProposalSettings) -> list[Prediction]
     return _best_first(search.oracle.predict(search.foremost(settings.scanned)), settings)
 
 
-def _refined(search: MaskSearch, settings: ProposalSettings) -> list[Prediction]:
+def _refined(search: MaskSearch, scans: _Scans, settings: ProposalSettings) -> list[Prediction]:
     """The same, where a part of the scans is left for masks near the best one: whole scans see what few positions do not."""
     foremost = search.foremost(settings.scanned)
-    first, found = foremost[: -(-len(foremost) * 2 // 3)], dict[SkipMask, Prediction]()
-
-    def scan(some: Sequence[SkipMask]) -> SkipMask:
-        found.update(zip(some, search.oracle.predict(some), strict=True))
-        best = max(found, key=lambda mask: found[mask].speedup)
-        search.on_best(found[best].config)
-        return best
-
+    first = foremost[: -(-len(foremost) * 2 // 3)]
     for begin in range(0, len(first), _NEAR):
-        best = scan(first[begin : begin + _NEAR])
-    while left := settings.scanned - len(found):
-        search.ask(near := search.near(best))
+        scans.add(first[begin : begin + _NEAR])
+    while scans.left:
+        search.ask(near := search.near(scans.best))
         asked = sorted((mask for mask in near if mask in search.scores), key=lambda mask: -search.scores[mask])
-        some = [mask for mask in (*asked, *foremost) if mask not in found][: min(_NEAR, left)]
+        some = [mask for mask in (*asked, *foremost) if mask not in scans.found][:_NEAR]
         if not some:
             break
-        best = scan(some)
-    return _best_first(found.values(), settings)
+        scans.add(some)
+    return _best_first(scans.found.values(), settings)
+
+
+class _Scans:
+    """What whole scans foretell, of so many masks at most; says what is best after each."""
+
+    def __init__(self, oracle: Oracle, most: int, on_best: Callable[[SpeculativeConfig], None]) -> None:
+        self.found: dict[SkipMask, Prediction] = {}
+        self._oracle, self._most, self._on_best = oracle, most, on_best
+
+    @property
+    def left(self) -> int:
+        """How many masks may still be scanned."""
+        return self._most - len(self.found)
+
+    @property
+    def best(self) -> SkipMask:
+        """The one that is foretold to be fastest."""
+        return max(self.found, key=lambda mask: self.found[mask].speedup)
+
+    def add(self, masks: Sequence[SkipMask]) -> None:
+        """Scan those that were not yet, as far as scans are left."""
+        new = [mask for mask in masks if mask not in self.found][: self.left]
+        if new:
+            self.found.update(zip(new, self._oracle.predict(new), strict=True))
+            self._on_best(self.found[self.best].config)
 
 
 def _best_first(found: Iterable[Prediction], settings: ProposalSettings) -> list[Prediction]:

@@ -197,6 +197,28 @@ def test_a_small_budget_is_kept() -> None:
     assert len(heard) == len(oracle.asked) == 3
 
 
+@dataclass
+class Watched(Landscape):
+    """Knows after how many questions which mask was scanned."""
+
+    scanned: dict[SkipMask, int] = field(default_factory=dict)
+
+    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+        self.scanned |= {mask: len(self.asked) for mask in masks}
+        return super().predict(masks)
+
+
+def test_who_listens_hears_of_a_whole_scan_long_before_the_search_ends() -> None:
+    heard: list[tuple[int, str]] = []
+    oracle, space = Watched(0), SearchSpace(LAYERS, protect_first=2, protect_last=1, skip_length=(1, 6))
+    settings = ProposalSettings(screened=150, scanned=8, enqueued=3)
+    found = propose(oracle, space, settings, on_best=lambda config: heard.append((len(oracle.asked), config.mask)))
+    assert len(oracle.scanned) == settings.scanned
+    assert min(oracle.scanned.values()) < len(oracle.asked) / 2
+    assert heard[0] == (1, "")  # that nothing be skipped is asked about first, and alone
+    assert heard[-1][1] == found[0].config.mask
+
+
 def test_expected_speedup_is_the_papers() -> None:
     """arXiv 2211.17192, theorem 3.8, with flat verification: (1 - a^(g+1)) / ((1 - a) (g c + 1)), at its best g."""
     profile = CostProfile(1, 0.1, 0.0, (0.1, 0.1), (0.1, 0.1), 0.0, 0.0, (0.5,) * 6)
