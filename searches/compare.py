@@ -42,6 +42,8 @@ def compare(config: DictConfig) -> dict[str, Any]:
     for seed in config.seeds:
         check_seed(seed)
     check_number("seconds", config.seconds)
+    if config.most_share is not None:
+        check_number("most_share", config.most_share, or_zero=True)
     names = list(config.strategies)
     if config.bench not in _COURSES:
         raise InputError(f"bench: {config.bench!r} is not one of {', '.join(_COURSES)}")

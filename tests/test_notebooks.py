@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.searches.programs import REPOSITORY, execute, quick
+from tests.searches.programs import REPOSITORY, execute, quick, tracked
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 
@@ -23,7 +23,7 @@ def _run(name: str) -> str:
 
 def test_the_study_notebook_reads_a_study(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = tmp_path / "outputs"
-    done = execute("layerskip", *quick(tiny_folder, outputs, "study.n_trials=6", "study.name=mine"), cwd=tmp_path)
+    done = execute("layerskip", *quick(tiny_folder, tracked(outputs), "study.n_trials=6", "study.name=mine"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     monkeypatch.setenv("LAYERSKIP_OUTPUTS", str(outputs))
     shown = _run("study.ipynb")

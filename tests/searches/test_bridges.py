@@ -10,7 +10,7 @@ from mlflow.tracking import MlflowClient
 
 from layerskip import Export, load_target
 from tests.searches.conftest import Launch
-from tests.searches.programs import runs, sqlite
+from tests.searches.programs import runs, sqlite, tracked
 from tests.tiny import save_tiny
 
 SMALL = (
@@ -35,7 +35,7 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch:
     prompts = ("prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
     fitted = ["mean", "linear", *(["mlp"] if family == "llama" else [])]
     which = (*prompts, f"kinds=[{','.join(fitted)}]", f"record={tmp_path}/record.json")
-    overrides = (*SMALL, f"target.path={folder}", f"outputs={tmp_path}", *which)
+    overrides = (*SMALL, f"target.path={folder}", f"outputs={tracked(tmp_path)}", *which)
     done = launch("bridges", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "record.json").read_text())
@@ -89,7 +89,7 @@ def test_a_budget_that_holds_no_text_is_one_line(tiny_folder: Path, tmp_path: Pa
     few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(8))
     (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
     which = (f"target.path={tiny_folder}", "prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl", "calibration_bytes=9")
-    done = launch("bridges", *SMALL, f"outputs={tmp_path}", *which, cwd=tmp_path)
+    done = launch("bridges", *SMALL, f"outputs={tracked(tmp_path)}", *which, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: calibration_bytes: ")
 

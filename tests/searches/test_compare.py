@@ -155,6 +155,7 @@ def test_planted_decoders_are_raced_on_by_a_clock_of_their_own(
         ("seeds=[]", "seeds: is empty"),  # nothing raced would miss no bar
         ("seeds=[-1]", "seed: -1 is not"),
         ("seconds=x", "seconds: 'x' is not a number above 0"),
+        ("most_share=5%", "most_share: '5%' is neither 0 nor a number above 0"),
     ],
 )
 def test_what_cannot_be_raced_is_refused_by_name(override: str, says: str) -> None:

@@ -39,7 +39,7 @@ def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tm
         *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "masks=3"),
         *("lengths=[1,3]", "space.protect_first=0", "space.protect_last=0", "measure.max_new_tokens=8"),
         *("measure.prompts=2", "scan.profile_repeats=2", f"outputs={tmp_path}"),
-        *("least_correlation=null", "most_error=null"),  # tiny times tell nothing
+        *("least_correlation=null", "most_error=null", "most_trials=null"),  # tiny times tell nothing
     )
     done = execute("foretell", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -48,10 +48,12 @@ def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tm
     assert len({point["mask"] for point in record["points"]}) == 3
     assert all(point["predicted"] > 0 and point["measured"] > 0 for point in record["points"])
     assert record["scan"]["masks"] == 3
+    assert record["scan"]["trials"] == pytest.approx(64 * record["scan"]["seconds_per_mask"] / record["trial_seconds"])
     assert (tmp_path / "foretold.png").stat().st_size > 1000
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
-    again = launch("foretell", *overrides, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    again = launch("foretell", *overrides, "most_trials=0.000001", cwd=tmp_path)
+    assert again.returncode == 4, again.stderr
+    assert "MISSED: 64 scans for at most 1e-06 real trials" in again.stdout
     assert json.loads((tmp_path / "foretold.json").read_text())["points"] == record["points"]
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
 
@@ -109,7 +111,7 @@ def test_a_run_is_not_taken_together_with_itself(tmp_path: Path, launch: Launch)
     assert "each named once" in done.stderr
 
 
-@pytest.mark.parametrize("override", ["lengths=[]", "lengths=[0]", "lengths=[a]", "masks=0", "seed=-1"])
+@pytest.mark.parametrize("override", ["lengths=[]", "lengths=[0]", "lengths=[a]", "masks=0", "seed=-1", "most_error=x"])
 def test_what_cannot_be_foretold_is_refused_by_name(override: str, tmp_path: Path, launch: Launch) -> None:
     done = launch("foretell", override, f"outputs={tmp_path}", "target.device=cpu", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

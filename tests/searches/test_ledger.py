@@ -18,7 +18,7 @@ from searches.makeup import Makeup
 from searches.shelf import BridgingSettings, Shelf
 from searches.study import foreseeing
 from tests.searches.conftest import Launch
-from tests.searches.programs import journal_study, quick, runs, sqlite
+from tests.searches.programs import journal_study, quick, runs, sqlite, tracked
 
 NO_FINALS = Finals((), {}, 0.0)
 LINEAR = Makeup("linear")
@@ -93,6 +93,7 @@ def test_a_training_that_was_interrupted_counts_once() -> None:
 def test_two_studies_on_one_shelf(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     which = ("space=bridged", "space.draft_heads=[0]", "scan.proposals.screened=8", "scan.proposals.enqueued=2")
+    tracked(tmp_path)
     for name in ("one", "two"):
         more = ("study.n_trials=8", f"study.name={name}", *bridging, *which)
         done = launch("layerskip", *quick(tiny_folder, tmp_path, *more), cwd=tmp_path)

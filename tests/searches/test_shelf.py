@@ -26,7 +26,7 @@ from searches.shelf import BridgingSettings, Shelf
 from searches.space import SearchSpace
 from tests.families import build
 from tests.searches.conftest import Launch
-from tests.searches.programs import journal_study, quick
+from tests.searches.programs import journal_study, quick, tracked
 from tests.tiny import save_tiny
 
 LINEAR = Makeup("linear")
@@ -203,7 +203,7 @@ def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path, launch: Launch
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     made = ("space.bridges=[none,linear,mlp]", "space.widths=[8]", "space.draft_heads=[0,60]")
     which = ("space=bridged", *made, "scan.proposals.screened=12", "scan.proposals.enqueued=2")
-    overrides = (*quick(tiny_folder, tmp_path, "study.n_trials=10", "study.name=one"), *bridging, *which)
+    overrides = (*quick(tiny_folder, tracked(tmp_path), "study.n_trials=10", "study.name=one"), *bridging, *which)
     done = launch("layerskip", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     configs = [trial.user_attrs["config"] for trial in journal_study(tmp_path, "one").trials]

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from searches.ledger import fits_of
-from tests.searches.programs import environment, journal_study, quick
+from tests.searches.programs import fork, journal_study, quick, tracked
 
 STAGES = ("continuations", "profile", "scan", "trials", "verdict")
 
 
 def _study(log: Path, stage: str, piece: int, *overrides: str) -> tuple[int, list[str]]:
     """Run a mortal study; its exit code and what it began."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.searches.mortal", str(log), stage, str(piece), *overrides],
-        env=environment(),
-        cwd=log.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = fork("tests.searches.mortal", str(log), stage, str(piece), *overrides, cwd=log.parent)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode, log.read_text(encoding="utf-8").splitlines()
 
@@ -34,7 +25,7 @@ def _study(log: Path, stage: str, piece: int, *overrides: str) -> tuple[int, lis
 def test_killed_in_a_stage_nothing_finished_is_done_again(stage: str, tiny_folder: Path, tmp_path: Path) -> None:
     small = ("scan.prompts=3", "scan.profile_repeats=2", "scan.proposals.screened=8", "scan.proposals.scanned=2")
     more = ("space.kinds=[none,layer_skip]", "study.n_trials=4", "study.name=mortal", "measure.held_out_prompts=4")
-    overrides = quick(tiny_folder, tmp_path, *small, *more)
+    overrides = quick(tiny_folder, tracked(tmp_path), *small, *more)
     died, before = _study(tmp_path / "first.log", stage, 1 if stage == "profile" else 3, *overrides)
     assert died == -signal.SIGKILL
     *finished, killed = before
@@ -59,7 +50,7 @@ def test_killed_while_bridges_are_fitted_or_trained_nothing_finished_is_done_aga
     bridged = ("space=bridged", "space.draft_heads=[0]", "bridging.tokens=200", "bridging.max_new_tokens=16")
     trained = ("bridging.batch=8", "bridging.train_seconds=3", "bridging.train_width=4", "scan.proposals.enqueued=1")
     more = ("study.n_trials=6", "study.name=mortal", "measure.held_out_prompts=2", "space.siblings=0")
-    overrides = quick(tiny_folder, tmp_path, *small, *bridged, *trained, *more)
+    overrides = quick(tiny_folder, tracked(tmp_path), *small, *bridged, *trained, *more)
     died, before = _study(tmp_path / "first.log", stage, piece, *overrides)
     assert died == -signal.SIGKILL
     *finished, killed = before

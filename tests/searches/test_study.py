@@ -17,7 +17,17 @@ from optuna.trial import TrialState
 
 import layerskip
 from tests.searches.conftest import Launch
-from tests.searches.programs import command, environment, execute, journal_study, quick, runs, sqlite, wait_for_trials
+from tests.searches.programs import (
+    command,
+    environment,
+    execute,
+    journal_study,
+    quick,
+    runs,
+    sqlite,
+    tracked,
+    wait_for_trials,
+)
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -26,7 +36,10 @@ FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 def done(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The outputs of one finished study."""
     outputs = tmp_path_factory.mktemp("done") / "outputs"
-    result = execute("layerskip", *quick(tiny_folder, outputs, "study.n_trials=5", "study.name=one"), cwd=outputs.parent)
+    result = subprocess.run(
+        command("layerskip", *quick(tiny_folder, outputs, "study.n_trials=5", "study.name=one")),
+        cwd=outputs.parent, env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "Finalists" in result.stdout
     return outputs
@@ -107,7 +120,7 @@ def test_other_settings_under_the_same_name_are_refused_by_field(done: Path, tin
 
 def test_killed_at_any_moment_the_same_command_finishes(tiny_folder: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    overrides = quick(tiny_folder, outputs, "study.n_trials=9", "study.name=killed")
+    overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=9", "study.name=killed")
     moment = random.Random(5)
     for _ in range(3):
         with subprocess.Popen(
@@ -135,7 +148,7 @@ def test_half_written_runs_and_lines_are_mended(done: Path, tiny_folder: Path, l
 
 def test_ctrl_c_prints_what_is_done_and_the_same_command_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    overrides = quick(tiny_folder, outputs, "study.n_trials=200", "study.name=stopped", "space.kinds=[layer_skip]")
+    overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=200", "study.name=stopped", "space.kinds=[layer_skip]")
     process = subprocess.Popen(
         command("layerskip", *overrides),
         cwd=tmp_path,
@@ -172,7 +185,7 @@ def postgresql(tmp_path: Path) -> Iterator[str]:
 
 def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     outputs = tmp_path / "outputs"
-    overrides = quick(tiny_folder, outputs, f"study.storage='{postgresql}'", "study.name=shared")
+    overrides = quick(tiny_folder, tracked(outputs), f"study.storage='{postgresql}'", "study.name=shared")
     for trials in (2, 4):
         result = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
@@ -184,7 +197,7 @@ def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_p
 
 def test_a_multirun_makes_a_study_and_a_run_for_each_job(tiny_folder: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    overrides = quick(tiny_folder, outputs, "study.n_trials=1", "sampler=tpe,random", "seed=0,1")
+    overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=1", "sampler=tpe,random", "seed=0,1")
     result = execute("layerskip", "-m", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     studies = runs(sqlite(outputs), "study")

@@ -25,7 +25,7 @@ from searches.bridging import shape_of
 from searches.learner import Learner, TrainingFile, refuse_another, room
 from tests.disk import fill
 from tests.searches.conftest import Launch
-from tests.searches.programs import command, environment, execute, runs, sqlite
+from tests.searches.programs import command, environment, execute, runs, sqlite, tracked
 from tests.tiny import save_tiny
 
 SMALL = (
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=60", f"head={tmp_path}/h")
     which = (f"drafter={kind}", f"three_layers={three_layers}")
-    overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", *which, *few)
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(tmp_path)}", *which, *few)
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     about = json.loads((tmp_path / "h" / "head.json").read_text())
@@ -74,7 +74,7 @@ def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path
 
 def test_some_texts_are_spared_to_judge_by(model: Path, tmp_path: Path, launch: Launch) -> None:
     (tmp_path / "served.jsonl").write_text('{"prompt": "Tell a long story of somebody."}\n', encoding="utf-8")
-    asked = ("tokens=700", "steps=20", "prompts=jsonl", f"prompts.path={model}/few.jsonl", f"outputs={tmp_path}")
+    asked = ("tokens=700", "steps=20", "prompts=jsonl", f"prompts.path={model}/few.jsonl", f"outputs={tracked(tmp_path)}")
     overrides = (*SMALL, f"target.path={model}", *asked, f"begin_like={tmp_path}/served.jsonl")
     done = launch("train", *overrides, f"head={tmp_path}/one", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -96,7 +96,7 @@ def test_some_texts_are_spared_to_judge_by(model: Path, tmp_path: Path, launch: 
 def test_bridges_are_trained_and_draft(model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=30", f"head={tmp_path}/b")
     which = ("drafter=layer_skip", "mask=layers:1-2", "bridge.kind=mlp", "bridge.rank=8", "bridge.width=8")
-    overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", *which, *few)
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(tmp_path)}", *which, *few)
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "closed form, " in done.stdout
@@ -147,7 +147,9 @@ def test_a_head_that_was_not_trained_here_is_not_overwritten(model: Path, tmp_pa
     target = load_target(str(model), dtype="float32", device="cpu")
     head = EagleHead(EagleShape.of(target))
     save_head(tmp_path / "theirs", "eagle", head.shape.to_dict(), head.weights(), target, {})
-    done = launch("train", *SMALL, f"target.path={model}", f"outputs={tmp_path}", f"head={tmp_path}/theirs", cwd=tmp_path)
+    done = launch(
+        "train", *SMALL, f"target.path={model}", f"outputs={tracked(tmp_path)}", f"head={tmp_path}/theirs", cwd=tmp_path
+    )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith("error: head: ") and "name another folder" in done.stderr
     assert not (tmp_path / "texts").exists()
@@ -156,7 +158,7 @@ def test_a_head_that_was_not_trained_here_is_not_overwritten(model: Path, tmp_pa
 def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl")
     overrides = (*SMALL, f"target.path={model}", *few, "steps=60", "save_seconds=0.001")
-    killed = [*overrides, f"outputs={tmp_path / 'killed'}", f"head={tmp_path / 'killed' / 'h'}"]
+    killed = [*overrides, f"outputs={tracked(tmp_path / 'killed')}", f"head={tmp_path / 'killed' / 'h'}"]
     state = tmp_path / "killed" / "h" / "training.pt"
     process = subprocess.Popen(command("train", *killed), env=environment(), cwd=tmp_path, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
@@ -178,7 +180,9 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     steps = sorted(metric.step for metric in logged)
     assert len(steps) == len(set(steps))  # nothing was done again
     assert set(range(1, 61)) - {before} <= set(steps)
-    assert launch("train", *overrides, f"outputs={tmp_path}", f"head={tmp_path / 'h'}", cwd=tmp_path).returncode == 0
+    assert (
+        launch("train", *overrides, f"outputs={tracked(tmp_path)}", f"head={tmp_path / 'h'}", cwd=tmp_path).returncode == 0
+    )
     whole = load_file(tmp_path / "h" / "head.safetensors")
     for name, tensor in load_file(tmp_path / "killed" / "h" / "head.safetensors").items():
         assert torch.allclose(tensor, whole[name], rtol=1e-4, atol=1e-6), name
@@ -226,7 +230,7 @@ def test_a_disk_that_fills_up_ends_in_one_line_and_the_training_goes_on_later(
         save(self)
 
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=60", "save_seconds=0.001", "feature_bytes=1000000")
-    overrides = (*SMALL, f"target.path={model}", f"outputs={small_disk}", f"head={small_disk}/h", *few)
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(small_disk)}", f"head={small_disk}/h", *few)
     monkeypatch.setattr(Learner, "save", save_on_a_full_disk)
     done = launch("train", *overrides, cwd=small_disk)
     file = small_disk / "h" / "training.pt"
@@ -248,7 +252,7 @@ def test_the_disk_must_hold_what_a_training_writes(
     usage, needed = namedtuple("usage", "total used free"), 10**6 + 64 * 2**20
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 0, needed))
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=1")
-    overrides = (*SMALL, f"target.path={model}", f"outputs={tmp_path}", "feature_bytes=1000000", *few)
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(tmp_path)}", "feature_bytes=1000000", *few)
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: feature_bytes: 1,000,000 do not fit")
@@ -292,7 +296,9 @@ def test_the_disk_must_hold_what_a_training_writes(
     ],
 )
 def test_bad_input_is_one_line(override: str, named: str, model: Path, tmp_path: Path, launch: Launch) -> None:
-    done = launch("train", *SMALL, f"target.path={model}", f"outputs={tmp_path}", *override.split(), cwd=tmp_path)
+    few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl")
+    overrides = (*SMALL, *few, f"target.path={model}", f"outputs={tracked(tmp_path)}", *override.split())
+    done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}: ")
     assert "Traceback" not in done.stderr
