@@ -20,22 +20,18 @@ from torch import nn
 
 from .anatomy import anatomy
 from .bridge import Bridges, BridgeShape
-from .cache import KVCache
 from .clock import now
 from .config import ConfigError, StopRule
 from .costs import Aids, CostProfile
-from .draft import Draft
 from .draft_head import DraftHead
 from .drafters.chain import draft_chain
 from .drafters.fan import Fan
 from .drafters.stopping import Stopper, confidence
-from .forward import forward
 from .mask import SkipMask
-from .sampling import Chooser, Sampling, upload
+from .sampling import Sampling
 from .target import Target
-from .tree import tree_model
-from .verify import verify
-from .view import decoding_view, skip_view
+from .verify_timing import VerifyPass
+from .view import skip_view
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
 _TIMED_NUMBERS = 2**25  # of timed bridges, so that those of a wide model take no memory to speak of
@@ -72,27 +68,10 @@ def profile_costs(
         bridged: whether what bridges and draft heads cost is measured as well.
         branching: whether what siblings cost is.
     """
-    sampling = sampling or Sampling()
     longest = max(longest, 1 + _SIBLINGS)  # rounds of one length alone would not tell a round's own cost from its tokens'
-    context = max(context, longest)  # drafted tokens are taken from it
     parts = _parts(target, bridged)
-    cache = KVCache(target.layers, context + longest + 1, device=target.device)
-    tokens = upload([token % target.vocabulary for token in range(context)], target.device)
-    chooser = Chooser(sampling, target.vocabulary, target.device, seed)
-    plain = decoding_view(target.model)
-    logits = forward(plain, tokens, cache, last=1)
-    cache.length = context
-
-    even = torch.full((1, target.vocabulary), 1 / target.vocabulary, device=target.device)
-
-    def check(draft: Draft) -> None:
-        block = torch.cat((tokens[-1:], draft.tokens))
-        found = forward(plain, block, cache, last=block.shape[0])
-        verify(draft, chooser.distribution(found, block), chooser.generator)
-
-    def check_given(count: int) -> None:
-        check(Draft(tokens[:count], probs=None if sampling.greedy else even.expand(count, -1)))
-
+    passes = VerifyPass(target, context, longest, sampling, seed)
+    context, cache, tokens, chooser = passes.context, passes.cache, passes.tokens, passes.chooser
     lengths = sorted({min(count, longest) for count in _DRAFTED})
     last = skip_view(target.model, parts[1].mask)
 
@@ -103,7 +82,7 @@ def profile_costs(
     def decode_flat(fan: Fan | None = None) -> None:
         """As many verified as a tree has."""
         draft_long(fan)
-        check_given(1 + _SIBLINGS)
+        passes.chain(1 + _SIBLINGS)
 
     def decode_fanned() -> None:
         """The same, and siblings are looked for."""
@@ -112,18 +91,13 @@ def profile_costs(
     def decode_tree() -> None:
         """The same, and a tree is verified, whose last node is kept."""
         draft_long(Fan(_SIBLINGS, 0.0, chooser))
-        count, parents = 1 + _SIBLINGS, (-1,) * (1 + _SIBLINGS)  # a draft may be too sure of itself to have any
-        draft = Draft(tokens[:count], parents, None if sampling.greedy else even.expand(count, -1))
-        block = torch.cat((tokens[-1:], draft.tokens))
-        found = tree_model(target.model).run(block, parents, cache)
-        verify(draft, chooser.distribution(found, block, parents), chooser.generator)
-        cache.gather([0, 1 + _SIBLINGS])
+        passes.tree((-1,) * (1 + _SIBLINGS), [0, 1 + _SIBLINGS])  # a draft may be too sure of itself to have any
 
     def decode_round(part: _Part, view: nn.Module, count: int) -> None:
         drafted = None if part.head is None else part.head.tokens
         draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), drafted=drafted)
         cache.length = context
-        check(draft)
+        passes.check(draft)
 
     jobs: dict[tuple[str, int, int], Callable[[], object]] = {}
     for number, part in enumerate(parts):
@@ -131,8 +105,8 @@ def profile_costs(
         if part.head is not None:
             part.head.narrow(view)
         jobs |= {("round", number, count): partial(decode_round, part, view, count) for count in lengths}
-    jobs |= {("verify", 0, count): partial(check_given, count) for count in range(longest + 1)}
-    jobs["confidence", 0, 0] = lambda: float(confidence(logits))
+    jobs |= {("verify", 0, count): partial(passes.chain, count) for count in range(longest + 1)}
+    jobs["confidence", 0, 0] = lambda: float(confidence(passes.logits))
     ways = (decode_flat, decode_fanned, decode_tree)
     steps: list[tuple[float, float]] = []  # from each to the next, one right after the other, as they differ by little
     times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from .cache import KVCache
 from .clock import now
-from .draft import Draft
-from .forward import forward
-from .sampling import Chooser, Sampling, upload
+from .sampling import Sampling
 from .target import Target
-from .tree import path_to, tree_model
-from .verify import verify
-from .view import decoding_view
+from .tree import path_to
+from .verify_timing import VerifyPass
 
 
 @dataclass(frozen=True)
@@ -62,34 +59,15 @@ def time_tree(
     Raises:
         UnsupportedModel: the target cannot verify trees.
     """
-    sampling, device = sampling or Sampling(), target.device
-    cache = KVCache(target.layers, context + tokens + 1, device=device)
-    ids = upload([(1 + number) % target.vocabulary for number in range(context + tokens)], device)
-    chooser = Chooser(sampling, target.vocabulary, device, seed)
-    plain, trees = decoding_view(target.model), tree_model(target.model)
-    forward(plain, ids[:context], cache, last=1)
-    cache.length = context
-    block, drafted = ids[context - 1 :], ids[context:]
+    passes = VerifyPass(target, context, tokens, sampling, seed)
     parents = tuple(node // 2 - 1 for node in range(tokens))
     kept = [0, *(node + 1 for node in path_to(tokens - 1, parents))]  # as if the last leaf were what the target says
-    # As drafters do: where tokens are drawn, they say from what.
-    even = None if sampling.greedy else torch.full((tokens, target.vocabulary), 1 / target.vocabulary, device=device)
-
-    def chain() -> None:
-        logits = forward(plain, block, cache, last=block.shape[0])
-        verify(Draft(drafted, probs=even), chooser.distribution(logits, block), chooser.generator)
-
-    def tree() -> None:
-        logits = trees.run(block, parents, cache)
-        verify(Draft(drafted, parents, even), chooser.distribution(logits, block, parents), chooser.generator)
-        cache.gather(kept)
-
+    ways = {"chain": partial(passes.chain, tokens), "tree": partial(passes.tree, parents, kept)}
     times: dict[str, list[float]] = {"chain": [], "tree": []}
-    ways = {"chain": chain, "tree": tree}
     for repeat in range(repeats + 1):
         for name in ("chain", "tree") if repeat % 2 else ("tree", "chain"):
-            start = now(device)
+            start = now(target.device)
             ways[name]()
             if repeat:
-                times[name].append(now(device) - start)
+                times[name].append(now(target.device) - start)
     return TreeTiming(tokens, context, *(statistics.median(times[name]) for name in ("chain", "tree")))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from layerskip import Sampling, SkipMask, StopRule, Target, profiling, tree_timing
+from layerskip import Sampling, SkipMask, StopRule, Target, profiling, tree_timing, verify_timing
 from layerskip.anatomy import anatomy
 from layerskip.bridge import Bridge
 from layerskip.cache import KVCache
@@ -24,6 +24,7 @@ from layerskip.profiling import profile_costs
 from layerskip.replay import Branching, count
 from layerskip.tree import TreeModel
 from layerskip.tree_timing import time_tree
+from layerskip.verify_timing import time_verification
 from layerskip.view import skip_view
 from tests.families import build
 
@@ -41,7 +42,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch, self.seconds = monkeypatch, 0.0
-        for module in (profiling, tree_timing):
+        for module in (profiling, tree_timing, verify_timing):
             monkeypatch.setattr(module, "now", lambda device: self.seconds)
 
     def charge(self, holder: Any, name: str, price: Callable[..., float]) -> None:
@@ -131,7 +132,7 @@ def test_a_noisy_machine_is_timed_more_often_until_its_medians_are_sure(monkeypa
         """How often every part was timed."""
         clock, draws, done = Clock(monkeypatch), random.Random(0), []
         target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
-        clock.charge(profiling, "verify", lambda *_: noise * draws.random())
+        clock.charge(verify_timing, "verify", lambda *_: noise * draws.random())
         profile_costs(target, 12, LONGEST, repeats=4, error=error, on_repeat=lambda: done.append(1))
         return len(done) - 1  # the first one warms up
 
@@ -179,3 +180,11 @@ def test_a_tree_takes_what_the_clock_says_beside_a_chain(sampling: Sampling, mon
     assert timing.chain_seconds == pytest.approx(plain + ROW * 7)
     assert timing.tree_seconds == pytest.approx(plain + ROW * 7 + TREE + LOOK)
     assert timing.ratio == pytest.approx(timing.tree_seconds / timing.chain_seconds)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])
+def test_verification_takes_what_the_clock_says_beside_a_step(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = _priced(Clock(monkeypatch), "llama", (3.0,) * 4, (5.0,) * 4)
+    step = 4 * (BLOCK + 3.0 + 5.0) + PASS + TOKEN * VOCABULARY + ROW
+    costs = time_verification(target, 12, 5, sampling, repeats=2)
+    assert costs == pytest.approx([1 + ROW * count / step for count in range(1, 6)])
