@@ -43,6 +43,13 @@ def _check_members(members: Any) -> None:
             raise ConfigError(f"members: {member!r} is no configuration of a single drafter")
 
 
+def _check_costs(costs: Any) -> None:
+    if not isinstance(costs, tuple):
+        raise ConfigError(f"verify_cost: {costs!r} is not a list of numbers")
+    for cost in costs:
+        check_number("verify_cost", cost, 0.1, 1e6)
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """One way to decode.
@@ -76,6 +83,10 @@ class SpeculativeConfig:
             a stop rule ended behind its first token, or that was found behind matches which have earned less, lately, than
             a member behind that runs no model, is taken only where the members behind have no better one; of several that
             look up, the one that promises more drafts.
+        verify_cost: for ``cascade``: what verifying 1, 2, ... drafted tokens takes, in steps of plain decoding, as
+            :func:`~layerskip.verify_timing.time_verification` measures; beyond its end it is taken to go on straight. Drafts
+            that no model ran for are then taken only where they are worth it. Empty: it is not known, and nothing is
+            declined.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.
@@ -100,6 +111,7 @@ class SpeculativeConfig:
     draft: str = ""
     accept: AcceptRule = EXACT
     members: tuple[SpeculativeConfig, ...] = ()
+    verify_cost: tuple[float, ...] = ()
 
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "none": (),
@@ -112,7 +124,7 @@ class SpeculativeConfig:
         "medusa": ("head", "draft_length", "candidates", "tree_tokens", "least_probability"),
         "draft_model": ("draft", "draft_head", "draft_length", "stop"),
         "cross_tokenizer": ("draft", "draft_head", "draft_length", "stop"),
-        "cascade": ("members",),
+        "cascade": ("members", "verify_cost"),
     }
 
     def __post_init__(self) -> None:
@@ -147,6 +159,7 @@ class SpeculativeConfig:
                 raise ConfigError(f"{name}: says nothing of chains, which candidates: 1 asks for")
         if self.kind == "cascade":
             _check_members(self.members)
+            _check_costs(self.verify_cost)
         try:
             object.__setattr__(self, "mask", normalise(self.mask))
         except MaskError as error:
@@ -164,7 +177,8 @@ class SpeculativeConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration.
 
-        Of siblings, bridges and draft heads nothing is said where there are none, of trees nothing where chains are drafted.
+        Of siblings, bridges, draft heads and costs nothing is said where there are none, of trees nothing where chains are
+        drafted.
         What changes the output says ``lossless: false``.
         """
         fields: dict[str, Any] = {"kind": self.kind}
@@ -174,13 +188,15 @@ class SpeculativeConfig:
             if self.kind == "eagle" and self.candidates == 1 and name in ("tree_tokens", "least_probability"):
                 continue
             value = getattr(self, name)
-            if name in ("bridge", "draft_head") and not value:
+            if name in ("bridge", "draft_head", "verify_cost") and not value:
                 continue
             fields[name] = value.to_dict() if isinstance(value, StopRule) else value
         if not self.lossless:
             fields |= {"accept": self.accept.to_dict(), "lossless": False}
         if self.members:
             fields["members"] = [member.to_dict() for member in self.members]
+        if self.verify_cost:
+            fields["verify_cost"] = list(self.verify_cost)
         return fields
 
     @classmethod
@@ -208,6 +224,8 @@ class SpeculativeConfig:
             if not isinstance(values["members"], Sequence) or isinstance(values["members"], str):
                 raise ConfigError(f"members: {values['members']!r} is not a list of configurations")
             values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
+        if isinstance(values.get("verify_cost"), list):
+            values["verify_cost"] = tuple(values["verify_cost"])
         return cls(**values)
 
     def label(self) -> str:

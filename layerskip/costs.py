@@ -144,3 +144,9 @@ class CostProfile:
     def longest(self) -> int:
         """The most drafted tokens whose verification was measured."""
         return len(self.verify_seconds) - 1
+
+    @property
+    def verify_cost(self) -> tuple[float, ...]:
+        """Of 1, 2, ... drafted tokens what their verification takes, in steps of plain decoding, to two decimals."""
+        step, *others = self.verify_seconds
+        return tuple(round(seconds / step, 2) for seconds in others)

@@ -22,7 +22,7 @@ class Draft:
         probs: ``[K, V]`` float32, the distribution that each token was drawn from, in a tree given the siblings before
             it; None where the draft is deterministic, hence one-hot.
         match: behind how many tokens of the context it was found in a text; 0 where it was not looked up.
-        found: where it was, its tokens once more, on the host; it is deterministic then.
+        found: its tokens once more, on the host, where they are there already; it is deterministic then.
         unsure: whether a stop rule ended it behind its first token; that may not depend on the token that was drawn.
     """
 
@@ -44,5 +44,4 @@ class Draft:
         if not tokens:
             return cls.empty(device)
         chain = all(parent == node - 1 for node, parent in enumerate(parents))
-        found = tuple(tokens) if match else ()
-        return cls(upload(tokens, device), None if chain else tuple(parents), match=match, found=found)
+        return cls(upload(tokens, device), None if chain else tuple(parents), match=match, found=tuple(tokens))

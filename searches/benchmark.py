@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from layerskip.files import write_json
 from layerskip.measure import Decoder, Task, interleave
 from layerskip.measurement import Sample
 from layerskip.tree_timing import TreeTiming, time_tree
+from layerskip.verify_timing import time_verification
 
 from .application import InputError, check_flag, check_whole, run
 from .benchmark_table import table
@@ -63,7 +65,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     if config.draft_folder is None:
         made = f"{Path(target.name).name}-{target.dtype}-without-{config.draft_mask}"
         config.draft_folder = str(Path(config.outputs) / "drafts" / re.sub(r"[^\w.-]+", "_", made))
-    contenders, rivals, configs = _contenders(config, target, prompts)
+    contenders, rivals, configs = _contenders(config, target, prompts, sampling)
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
     timing = _time_tree(config, target, sampling)
     task = Task(sampling, measuring.max_new_tokens, config.seed)
@@ -121,14 +123,14 @@ def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTi
 
 
 def _contenders(
-    config: DictConfig, target: Target, prompts: PromptSet
+    config: DictConfig, target: Target, prompts: PromptSet, sampling: Sampling
 ) -> tuple[dict[str, Decoder | Peer], dict[str, str], dict[str, SpeculativeConfig]]:
     """Everyone who takes part, who is compared with whom, and what our own are."""
     contenders: dict[str, Decoder | Peer] = {BASELINE: Decoder.of(target, SpeculativeConfig())}
     configs = {BASELINE: SpeculativeConfig()}
     own, others = _present(config.contenders), _present(config.peers)
     export = None if config.config is None else Export.load(config.config, target).config
-    peers = set(others)
+    peers, costs = set(others), cache(partial(_verify_cost, config, target, sampling))
     rivals: dict[str, str] = {BASELINE: "transformers"} if "transformers" in peers else {}
     used = [fields.get("draft") for fields in (*own.values(), *others.values())]
     if config.draft_mask and config.draft_folder in used:
@@ -140,6 +142,8 @@ def _contenders(
             raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
         if rival in peers:
             rivals[name] = rival
+        if values.get("kind") == "cascade" and "verify_cost" not in values:
+            values["verify_cost"] = costs()
         configs[name] = SpeculativeConfig.from_dict(values)
         _check_datastores(f"contenders.{name}", configs[name], target, prompts)
     if export is not None:
@@ -163,6 +167,12 @@ def _contenders(
     for name, fields in others.items():
         contenders[name] = Peer(target, **fields)
     return contenders, rivals, configs
+
+
+def _verify_cost(config: DictConfig, target: Target, sampling: Sampling) -> list[float]:
+    """What verifying drafts costs here, in steps of plain decoding."""
+    costs = time_verification(target, config.tree.context, sampling=sampling, seed=config.seed)
+    return [round(cost, 2) for cost in costs]
 
 
 def _check_datastores(owner: str, config: SpeculativeConfig, target: Target, prompts: PromptSet) -> None:

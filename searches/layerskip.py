@@ -105,6 +105,9 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
         oracle = _foresee(plan, tune, folder)
         bridged = _bridged(oracle, plan)
         proposed = _propose(oracle, bridged, plan)
+    if oracle is not None:
+        costs = oracle.profile.verify_cost
+        plan = dataclasses.replace(plan, space=dataclasses.replace(plan.space, verify_cost=costs))
     _log_fits(plan, study, tracker)
     prepare(study)
     for trial in finished(study):

@@ -71,6 +71,7 @@ class SearchSpace:
         masks: further masks to try first, in text form.
         allow_lossy: whether rules of acceptance that change the output are searched, too, and may win.
         trees: whether the target can verify them; else what drafts nothing else is left out, and ``eagle`` drafts chains.
+        verify_cost: what verifying drafts costs, for cascades to decline what does not pay; empty where nobody measured it.
         shelf: where bridges and draft heads come from; without it there are none.
 
     Raises:
@@ -104,6 +105,7 @@ class SearchSpace:
     masks: Sequence[str] = ()
     allow_lossy: bool = False
     trees: bool = True
+    verify_cost: tuple[float, ...] = ()
     shelf: Shelf | None = field(default=None, repr=False, compare=False)
     _bits: tuple[int, ...] = field(init=False, repr=False)
 
@@ -192,7 +194,8 @@ class SearchSpace:
         if kind == "cascade":
             # Not "then", whose choices were fewer once: a study that goes on knows one list for each name.
             second = str(trial.suggest_categorical("second", self.seconds))
-            return SpeculativeConfig(kind, members=(self._suggest(trial, "prompt_lookup"), self._suggest(trial, second)))
+            members = self._suggest(trial, "prompt_lookup"), self._suggest(trial, second)
+            return SpeculativeConfig(kind, members=members, verify_cost=self.verify_cost)
         if kind == "layer_skip":
             return suggest_skip(self, trial)
         if kind in ("prompt_lookup", "retrieval"):

@@ -69,7 +69,8 @@ def _behind_lookup(space: SearchSpace, seconds: Iterable[SpeculativeConfig]) -> 
         return []
     (shortest,) = _clip((2, space.ngram))
     lookup = replace(_lookup(space, 8, 4), ngram_min=shortest)
-    return [SpeculativeConfig("cascade", members=(lookup, second)) for second in itertools.islice(seconds, 1)]
+    first = itertools.islice(seconds, 1)
+    return [SpeculativeConfig("cascade", members=(lookup, second), verify_cost=space.verify_cost) for second in first]
 
 
 def _structured_masks(space: SearchSpace) -> Iterable[str]:

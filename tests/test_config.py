@@ -41,6 +41,7 @@ CONFIGS: list[dict[str, Any]] = [
             {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 5, "match": "first", "draft_length": 10},
             {"kind": "layer_skip", "mask": "mlp:2", "draft_length": 4, "stop": {"kind": "length"}},
         ],
+        "verify_cost": [1.5, 1.75],
     },
 ]  # fmt: skip
 
@@ -112,6 +113,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "cascade", "members": [LOOKUP, {"kind": "layer_skip", "mask": "heads:3"}]}, "members.1.mask"),
     ({"kind": "cascade", "members": [LOOKUP, 3]}, "members.1.config"),
     (LOOKUP | {"members": [LOOKUP, LOOKUP]}, "members"),
+    (LOOKUP | {"verify_cost": [1.5]}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": 1.5}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5, 0.0]}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": ["dear"]}, "verify_cost"),
 ]
 
 FOREIGN: list[tuple[dict[str, Any], str]] = [

@@ -96,7 +96,7 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
             layers, width = draft.layers, draft.vocabulary
             return CrossTokenizer(view, layers, width, translation, config.draft_length, config.stop, head)
         case "cascade":
-            return Cascade([build_drafter(member, target) for member in config.members])
+            return Cascade([build_drafter(member, target) for member in config.members], config.verify_cost)
         case other:
             raise ConfigError(f"kind: {other!r} has no drafter")
 

@@ -4,8 +4,10 @@ What repeats is copied for nothing, what does not is drafted at a price: a looku
 dearer drafter everywhere else. Two kinds of drafts wait until the others were asked, and are taken where none of them has a
 better one: those that a stop rule ended behind its first token, and those out of the text of whose like fewer tokens are
 accepted, lately, than of what another one drafts without running a model, whose passes would have to be paid for as well. Of
-several that look up, which costs next to nothing, the one that promises more is taken. Whoever did not draft a round follows
-the text, and hears what the target said in the round, all the same. This follows no paper.
+several that look up, which costs next to nothing, the one that promises more is taken. Where it is known what verification
+costs, drafts count by the tokens that a round with them yields for what it takes, and one that no model ran for is declined
+where a step of plain decoding yields more. Whoever did not draft a round follows the text, and hears what the target said in
+the round, all the same. This follows no paper.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ class Cascade:
     Args:
         members: drafters; which of them has a proposal, which is sure, and behind a match of how many tokens, may depend on
             the context alone, not on the tokens it would draw.
+        verify_cost: of verifying 1, 2, ... drafted tokens, in steps of plain decoding; empty where it is not known.
     """
 
     learns = True
 
-    def __init__(self, members: Sequence[Drafter]) -> None:
+    def __init__(self, members: Sequence[Drafter], verify_cost: Sequence[float] = ()) -> None:
         self.members = tuple(members)
+        self._costs = tuple(verify_cost)
         self.tree_tokens = max(member.tree_tokens for member in members)
         self._readers = [member for member in members if isinstance(member, Reader) and member.modules]
         if len({reader.modules for reader in self._readers}) > 1:
@@ -50,6 +54,7 @@ class Cascade:
         self._free = [place for place, member in enumerate(members) if not isinstance(member, (Reader, Stopped))]
         self._drafted: int | None = None  # the place of whose draft it was
         self._expectation = Expectation()
+        self._sizes: dict[int, int] = {}  # of the last draft of who drafted any
         self._lookups: set[int] = set()  # places of members that were seen to look up, who cost next to nothing to ask
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -71,34 +76,54 @@ class Cascade:
             draft = member.draft(context, limit)
             if not draft.tokens.shape[0]:
                 continue
+            self._sizes[place] = draft.tokens.shape[0]
             if draft.match:
                 self._lookups.add(place)
+            if draft.found:
                 self._expectation.watch(_like(place, draft), draft, len(context.tokens))
+            if self._costs and place in self._free and self._worth(place, draft) <= 1.0:
+                continue
             if waits:
                 waits = draft.unsure or (draft.match > 0 and self._outdone(place, draft))
                 taken = self._drafted is None or not waits
             else:
                 assert self._drafted is not None
-                taken = self._expects(place, draft) > self._expects(self._drafted, found, _HOPE)
+                taken = self._worth(place, draft, 0.0) > self._worth(self._drafted, found)
             if taken:
                 self._drafted, found = place, draft
         return found
 
-    def _expects(self, place: int, draft: Draft, hope: float = 0.0) -> float:
-        """How many tokens of a member's draft are accepted, as far as it was looked up."""
-        return self._expectation.expect(_like(place, draft), hope)
+    def _worth(self, place: int, draft: Draft, hope: float | None = None) -> float:
+        """What a round with a member's draft is expected to yield."""
+        if hope is None:
+            hope = _HOPE if draft.match else _TRIAL
+        return self._yield(self._expectation.expect(_like(place, draft), hope), draft.tokens.shape[0])
+
+    def _yield(self, accepted: float, size: int) -> float:
+        """Tokens, for each step of plain decoding that verifying a draft of some size takes, as far as that is known."""
+        return (1 + accepted) / self._cost(size)
+
+    def _cost(self, size: int) -> float:
+        costs = self._costs
+        if size <= len(costs):
+            return costs[size - 1]
+        slope = (costs[-1] - costs[0]) / (len(costs) - 1) if len(costs) > 1 else 0.0
+        return costs[-1] + max(0.0, slope) * (size - len(costs)) if costs else 1.0
 
     def _outdone(self, place: int, draft: Draft) -> bool:
-        """Whether fewer tokens are expected of a draft than a member behind that runs no model has accepted where it drafts.
+        """Whether a draft is worth less than what a member behind that runs no model has drafted where it did.
 
         Of little evidence this says no: there is more hope for who is in front.
         """
-        expected = self._expects(place, draft, _HOPE)
-        return any(self._expectation.expect(behind, _TRIAL) > expected for behind in self._free if behind > place)
+        worth = self._worth(place, draft)
+        behind = [other for other in self._free if other > place]
+        yields = (self._yield(self._expectation.expect(other, _TRIAL), self._sizes.get(other, 1)) for other in behind)
+        return any(found > worth for found in yields)
 
     def forget(self) -> None:
         """Forget what drafts were worth, and let every member forget."""
         self._expectation.forget()
+        self._sizes.clear()
         self._lookups.clear()
         for member in self.members:
             if isinstance(member, Learner):
@@ -121,6 +146,6 @@ class Cascade:
             member.hear(said)
 
 
-def _like(place: int, draft: Draft) -> tuple[int, int]:
-    """What a draft that was looked up is like: another of the same member behind as long a match."""
-    return place, min(draft.match, _LONG)
+def _like(place: int, draft: Draft) -> tuple[int, int] | int:
+    """What a draft is like: another of the same member, behind as long a match if it was looked up."""
+    return (place, min(draft.match, _LONG)) if draft.found else place

@@ -85,6 +85,15 @@ class TestLookupThenTrees(DrafterContract):
         return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))])
 
 
+class TestLookupThenTreesThatHaveToPay(TestLookupThenTrees):
+    """What verification costs is known: some drafts are declined."""
+
+    samplings = SAMPLINGS[1:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.3, 1.6))
+
+
 class TestLookupThenWindow(Choosing):
     """The second hears of passes that the first has drafted for, in which it asked nothing."""
 
@@ -343,6 +352,52 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
     cascade.forget()
     cascade.start(text, None, None)  # type: ignore[arg-type]
     assert cascade.draft(Context(text, torch.tensor(text[-1:])), 4) is first.last  # the order is trusted again
+
+
+def test_what_yields_less_than_plain_decoding_is_declined() -> None:
+    """Every choice on some texts, against the mean of all that they had told by then of drafts, taken or declined."""
+    source, text, costs = random.Random(1), list[int](), {1: 1.4, 2: 1.6, 3: 1.8, 4: 2.0}
+    fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
+    first, second = Kept(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama"))), Member()
+    second.proposes = False
+    cascade = Cascade([first, second], (costs[1], costs[2]))  # beyond which they go on straight
+    earned: dict[int, list[int]] = {}
+    declined: dict[int, list[bool]] = {}
+    for _ in range(8):
+        text[:] = source.choices(range(4), k=30)
+        text += text[8:20]
+        cascade.start(text[:8], None, None)  # type: ignore[arg-type]
+        open_drafts: list[tuple[int, int, list[list[int]]]] = []
+        known = 9
+        while known < len(text) - 5:
+            for begin, match, branches in list(open_drafts):
+                run = _run(branches, text[begin:known])
+                if begin + run < known or run == max(map(len, branches)):
+                    earned.setdefault(match, []).append(run)
+                    open_drafts.remove((begin, match, branches))
+            draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
+            if match := first.last.match:
+                open_drafts.append((known, match, _branches(first.last)))
+                pays = 1 + _mean(earned.get(match, []), 8) > costs[first.last.tokens.shape[0]]
+                assert draft is first.last if pays else not draft.tokens.shape[0]
+                declined.setdefault(match, []).append(not pays)
+            accepted = _run(_branches(draft), text[known:])
+            cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
+            known += accepted + 1
+    assert sum(declined[1]) > 5
+    assert 0 < sum(declined[3]) < len(declined[3])  # those from the text before, of which most came by chance
+
+
+def test_a_tree_that_does_not_pay_is_declined() -> None:
+    target = target_of("llama")
+    first = Member()
+    first.proposes = False
+    drafted = {}
+    for cost in (1.0, 50.0):
+        cascade = Cascade([first, copy.deepcopy(experienced(target))], (cost,))
+        rounds = [decode(target, cascade, prompt, GREEDY, LENGTH).stats.rounds for prompt in PROMPTS * 2]
+        drafted[cost] = sum(found.drafted > 0 for each in rounds for found in each)
+    assert drafted[50.0] == 0 < drafted[1.0]
 
 
 def test_who_runs_a_model_does_not_outdo_what_is_looked_up() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from safetensors import safe_open
 
-from layerskip import AcceptRule, Export, PromptSet, SpeculativeConfig, Target, load_target
+from layerskip import AcceptRule, Export, PromptSet, Sampling, SpeculativeConfig, Target, load_target
 from layerskip.lossless import Divergence, Losslessness
 from searches.application import CONF
 from searches.benchmark import _contenders
@@ -65,10 +65,25 @@ def test_who_cannot_draft_for_a_target_is_left_out_by_name(tmp_path: Path, capsy
     target = load_target(str(save_tiny(tmp_path / "model", "gpt_neo")), dtype="float32", device="cpu")
     with initialize_config_dir(CONF, version_base="1.3"):
         config = compose("benchmark", ["contenders.layer_skip.mask=layers:1", "peers={}", "contenders.draft_model=null"])
-    contenders, rivals, configs = _contenders(config, target, PromptSet.of(["one"]))
+    contenders, rivals, configs = _contenders(config, target, PromptSet.of(["one"]), Sampling())
     assert {"plain", "prompt_lookup", "layer_skip"} <= contenders.keys()
     assert "token_recycling" not in contenders.keys() | configs.keys() | rivals.keys()
     assert "contenders.token_recycling: left out: " in capsys.readouterr().out
+
+
+def test_cascades_know_what_verification_costs(record: dict) -> None:  # type: ignore[type-arg]
+    configs = record["record"]["configs"]
+    assert configs["cascade"]["verify_cost"] == configs["lookup_then_model"]["verify_cost"]
+    assert len(configs["cascade"]["verify_cost"]) == 16
+
+
+def test_what_verification_costs_can_be_said(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device="cpu")
+    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model")]
+    with initialize_config_dir(CONF, version_base="1.3"):
+        config = compose("benchmark", ["peers={}", "+contenders.cascade.verify_cost=[1.5]", *others])
+    _, _, configs = _contenders(config, target, PromptSet.of(["one"]), Sampling())
+    assert configs["cascade"].verify_cost == (1.5,)
 
 
 def test_a_self_draft_leaves_out_the_second_half_of_any_model(record: dict) -> None:  # type: ignore[type-arg]

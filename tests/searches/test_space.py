@@ -199,6 +199,14 @@ def test_the_best_mask_foretold_is_tried_behind_a_lookup() -> None:
     assert not _cascades(replace(space, kinds=("none", "prompt_lookup", "layer_skip")), proposed)
 
 
+def test_cascades_know_what_verification_costs() -> None:
+    space = replace(SPACE, verify_cost=(1.5, 1.6))
+    (started,) = {config.verify_cost for config in starting_points(space) if config.kind == "cascade"}
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    study.enqueue_trial({"kind": "cascade"})
+    assert started == space.suggest(study.ask()).verify_cost == space.verify_cost
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade")])
 def test_every_space_with_cascades_starts_with_one(kind: str) -> None:
     assert [second.kind for second in _cascades(replace(SPACE, kinds=("prompt_lookup", kind, "cascade")))] == [kind]

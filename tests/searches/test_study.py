@@ -132,6 +132,12 @@ def test_killed_at_any_moment_the_same_command_finishes(tiny_folder: Path, tmp_p
     result = execute("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     _check_complete(outputs, "killed", 9)
+    (profile,) = (outputs / "profiles").glob("*.json")
+    step, *others = json.loads(profile.read_text(encoding="utf-8"))["profile"]["verify_seconds"]
+    configs = [trial.user_attrs["config"] for trial in journal_study(outputs, "killed").trials if trial.user_attrs]
+    costs = [config["verify_cost"] for config in configs if config["kind"] == "cascade"]
+    assert costs  # and all of them know what was measured once
+    assert all(found == pytest.approx([seconds / step for seconds in others], abs=0.006) for found in costs)
 
 
 def test_half_written_runs_and_lines_are_mended(done: Path, tiny_folder: Path, launch: Launch) -> None:
