@@ -1,0 +1,216 @@
+"""Whose draft does a cascade take? Every choice, against what the text had told of earlier drafts by then."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from layerskip.cache import KVCache
+from layerskip.config import SpeculativeConfig
+from layerskip.decode import decode
+from layerskip.draft import Draft
+from layerskip.drafters.base import Context, Drafter
+from layerskip.drafters.build import build_drafter
+from layerskip.drafters.cascade import Cascade
+from layerskip.drafters.stopping import Stopped
+from layerskip.sampling import Chooser
+from layerskip.tree import path_to
+from layerskip.verify import Verdict
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, target_of, toy_target
+from tests.drafters.test_cascade import LOOKUP, Member
+from tests.drafters.test_token_recycling import experienced
+
+
+class Told(Member):
+    """Drafts the next tokens of a text, of which some are wrong, where it is in the mood to."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        super().__init__()
+        self.text, self.mood = text, random.Random(3)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        said = [token if self.mood.random() < 0.7 else 9 for token in self.text[len(context.tokens) :][:2]]
+        return Draft(torch.tensor(said if self.mood.random() < 0.9 else [], dtype=torch.int64))
+
+
+class Kept(Member):
+    """Another drafter, and its last draft."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.drafter, self.tree_tokens = drafter, drafter.tree_tokens
+        self.last = Draft.empty(torch.device("cpu"))
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        self.drafter.start(prompt, cache, chooser)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        self.last = self.drafter.draft(context, limit)
+        return self.last
+
+
+def _branches(draft: Draft) -> list[list[int]]:
+    tokens = draft.tokens.tolist()
+    parents = draft.parents or range(-1, len(tokens) - 1)
+    return [[tokens[at] for at in path_to(node, parents)] for node in range(len(tokens))]
+
+
+def _run(branches: list[list[int]], text: Sequence[int]) -> int:
+    """The most tokens of a text that one of the branches has."""
+    return max((len(branch) for branch in branches if list(text[: len(branch)]) == branch), default=0)
+
+
+def _mean(values: list[int], hope: int = 0) -> float:
+    """Of the values and one more."""
+    assert len(values) <= 128  # of more, the first ones would fade
+    return (sum(values) + hope) / (len(values) + 1)
+
+
+@pytest.mark.parametrize("kind", ["prompt_lookup", "retrieval"])
+def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
+    """Every choice on some texts, against the means of all that the texts had told of earlier drafts by then."""
+    source, text = random.Random(1), list[int]()
+    fields = {"kind": kind, "ngram_min": 2, "ngram_max": 3, "draft_length": 4}
+    first = Kept(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
+    second = Kept(Told(text))
+    cascade = Cascade([first, second])
+    earned: dict[int, list[int]] = {}  # behind matches of each length: what drafts had accepted, taken or not
+    taken: list[int] = []  # what the second had accepted
+    waits = fallbacks = 0
+    for _ in range(6):
+        text[:] = source.choices(range(4), k=45)
+        text += text[8:30]
+        cascade.start(text[:8], None, None)  # type: ignore[arg-type]
+        open_drafts: list[tuple[int, int, list[list[int]]]] = []
+        known = 9
+        while known < len(text) - 5:
+            for begin, match, branches in list(open_drafts):
+                run = _run(branches, text[begin:known])
+                if begin + run < known or run == max(map(len, branches)):
+                    earned.setdefault(match, []).append(run)
+                    open_drafts.remove((begin, match, branches))
+            second.last = Draft.empty(torch.device("cpu"))
+            draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
+            match, other = first.last.match, second.last.tokens.shape[0] > 0
+            assert (match > 0) == (first.last.tokens.shape[0] > 0)
+            if match:
+                open_drafts.append((known, match, _branches(first.last)))
+            behind = match > 0 and _mean(earned.get(match, []), 8) < _mean(taken, 1)
+            if other and (behind or not match):
+                assert draft is second.last
+            elif match:
+                assert draft is first.last
+            else:
+                assert not draft.tokens.shape[0]
+            waits, fallbacks = waits + behind, fallbacks + (behind and not other)
+            accepted = _run(_branches(draft), text[known:])
+            if draft is second.last:
+                taken.append(accepted)
+            cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
+            known += accepted + 1
+    assert waits > 5
+    assert fallbacks
+    cascade.forget()
+    cascade.start(text, None, None)  # type: ignore[arg-type]
+    assert cascade.draft(Context(text, torch.tensor(text[-1:])), 4) is first.last  # the order is trusted again
+
+
+def test_what_yields_less_than_plain_decoding_is_declined() -> None:
+    """Every choice on some texts, against the mean of all that they had told by then of drafts, taken or declined."""
+    source, text, costs = random.Random(1), list[int](), {1: 1.4, 2: 1.6, 3: 1.8, 4: 2.0}
+    fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
+    first, second = Kept(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama"))), Member()
+    second.proposes = False
+    cascade = Cascade([first, second], (costs[1], costs[2]))  # beyond which they go on straight
+    earned: dict[int, list[int]] = {}
+    declined: dict[int, list[bool]] = {}
+    for _ in range(8):
+        text[:] = source.choices(range(4), k=30)
+        text += text[8:20]
+        cascade.start(text[:8], None, None)  # type: ignore[arg-type]
+        open_drafts: list[tuple[int, int, list[list[int]]]] = []
+        known = 9
+        while known < len(text) - 5:
+            for begin, match, branches in list(open_drafts):
+                run = _run(branches, text[begin:known])
+                if begin + run < known or run == max(map(len, branches)):
+                    earned.setdefault(match, []).append(run)
+                    open_drafts.remove((begin, match, branches))
+            draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
+            if match := first.last.match:
+                open_drafts.append((known, match, _branches(first.last)))
+                pays = 1 + _mean(earned.get(match, []), 8) > costs[first.last.tokens.shape[0]]
+                assert draft is first.last if pays else not draft.tokens.shape[0]
+                declined.setdefault(match, []).append(not pays)
+            accepted = _run(_branches(draft), text[known:])
+            cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
+            known += accepted + 1
+    assert sum(declined[1]) > 5
+    assert 0 < sum(declined[3]) < len(declined[3])  # those from the text before, of which most came by chance
+
+
+def test_a_tree_that_does_not_pay_is_declined() -> None:
+    target = target_of("llama")
+    first = Member()
+    first.proposes = False
+    drafted = {}
+    for cost in (1.0, 50.0):
+        cascade = Cascade([first, copy.deepcopy(experienced(target))], (cost,))
+        rounds = [decode(target, cascade, prompt, GREEDY, LENGTH).stats.rounds for prompt in PROMPTS * 2]
+        drafted[cost] = sum(found.drafted > 0 for each in rounds for found in each)
+    assert drafted[50.0] == 0 < drafted[1.0]
+
+
+def test_who_runs_a_model_does_not_outdo_what_is_looked_up() -> None:
+    """However much of its drafts is accepted: its passes are paid for. It drafts where nothing is found."""
+
+    class Dear(Kept, Stopped):
+        pass
+
+    text = random.Random(1).choices(range(4), k=300)
+    lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP | {"ngram_max": 2}), target_of("llama"))
+    asked = {}
+    for kind in (Kept, Dear):
+        second = kind(Told(text))
+        cascade = Cascade([first := Kept(lookup), second])
+        cascade.start(text[:1], None, None)  # type: ignore[arg-type]
+        asked[kind] = 0
+        for known in range(2, 290):
+            second.last = Draft.empty(torch.device("cpu"))
+            draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
+            asked[kind] += first.last.match > 0 and draft is second.last
+            accepted = _run(_branches(draft), text[known:])
+            cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
+    assert asked[Kept] > 10
+    assert asked[Dear] == 0
+
+
+def test_of_what_is_looked_up_the_more_promising_is_taken() -> None:
+    """Three tokens repeat themselves: the first copies one of them, the second, once it was seen to look up, six."""
+    fields = {"kind": "prompt_lookup", "ngram_max": 3}
+    first, second = (
+        Kept(build_drafter(SpeculativeConfig.from_dict(fields | {"ngram_min": least, "draft_length": length}), toy_target()))
+        for least, length in ((2, 1), (1, 6))
+    )
+    cascade, text, chosen = Cascade([first, second]), [1, 2, 3] * 40, []
+    known = 4
+    cascade.start(text[:known], None, None)  # type: ignore[arg-type]
+    while known < 100:
+        second.last = Draft.empty(torch.device("cpu"))
+        draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 6)
+        chosen.append((draft is second.last, first.last.tokens.shape[0], second.last.tokens.shape[0]))
+        accepted = _run(_branches(draft), text[known:])
+        cascade.observe(Verdict(draft.found, accepted, text[known + accepted], torch.tensor([0])))
+        known += accepted + 1
+    assert chosen[0] == (True, 0, 6)  # of four tokens no two come before
+    assert chosen[1] == (False, 1, 6)  # both look up; little is known, and the order is trusted
+    assert chosen[-1] == (True, 1, 6)
+    turn = [second for second, *_ in chosen[1:]]
+    assert turn == sorted(turn)
+    cascade.forget()
+    cascade.start(text[:9], None, None)  # type: ignore[arg-type]
+    assert cascade.draft(Context(text[:9], torch.tensor(text[8:9])), 6) is first.last
