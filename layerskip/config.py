@@ -84,9 +84,10 @@ class SpeculativeConfig:
             a member behind that runs no model, is taken only where the members behind have no better one; of several that
             look up, the one that promises more drafts.
         verify_cost: for ``cascade``: what verifying 1, 2, ... drafted tokens takes, in steps of plain decoding, as
-            :func:`~layerskip.verify_timing.time_verification` measures; beyond its end it is taken to go on straight. Drafts
-            that no model ran for are then taken only where they are worth it. Empty: it is not known, and nothing is
-            declined.
+            :func:`~layerskip.verify_timing.time_verification` measures; beyond its end it is taken to go on straight, and
+            trees are taken to cost what chains do. Drafts that were looked up or recycled are then declined where plain
+            decoding is expected to yield more. Empty: it is not known, and nothing is declined; nor is it under a rule of
+            acceptance that changes the output.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.

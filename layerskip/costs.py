@@ -8,7 +8,7 @@ assumed to be flat.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +36,12 @@ class Aids:
     def of(cls, shape: BridgeShape | None, left_out: int = 0) -> Aids:
         """Those of a mask's bridges, and of a draft head."""
         return cls(left_out=left_out) if shape is None else cls(shape.spans, shape.numbers, left_out)
+
+
+def in_steps(verify_seconds: Sequence[float]) -> tuple[float, ...]:
+    """What verifying 1, 2, ... drafted tokens takes, to two decimals, in what verifying none does."""
+    step, *others = verify_seconds
+    return tuple(round(seconds / step, 2) for seconds in others)
 
 
 NO_AIDS = Aids()
@@ -147,6 +153,5 @@ class CostProfile:
 
     @property
     def verify_cost(self) -> tuple[float, ...]:
-        """Of 1, 2, ... drafted tokens what their verification takes, in steps of plain decoding, to two decimals."""
-        step, *others = self.verify_seconds
-        return tuple(round(seconds / step, 2) for seconds in others)
+        """What verifying 1, 2, ... drafted tokens takes, in steps of plain decoding."""
+        return in_steps(self.verify_seconds)

@@ -22,7 +22,8 @@ class Draft:
         probs: ``[K, V]`` float32, the distribution that each token was drawn from, in a tree given the siblings before
             it; None where the draft is deterministic, hence one-hot.
         match: behind how many tokens of the context it was found in a text; 0 where it was not looked up.
-        found: its tokens once more, on the host, where they are there already; it is deterministic then.
+        found: its tokens once more, on the host, where nothing but them goes through the pass and no model ran for them; it
+            is deterministic then, and who passes it over has lost nothing.
         unsure: whether a stop rule ended it behind its first token; that may not depend on the token that was drawn.
     """
 
@@ -39,9 +40,20 @@ class Draft:
         return cls(torch.empty(0, dtype=torch.int64, device=device))
 
     @classmethod
-    def of_tree(cls, tokens: Sequence[int], parents: Sequence[int], device: torch.device, match: int = 0) -> Draft:
-        """A deterministic draft on the device; a tree of one branch is a chain, which is cheaper to verify."""
+    def of_tree(
+        cls, tokens: Sequence[int], parents: Sequence[int], device: torch.device, match: int = 0, found: bool = False
+    ) -> Draft:
+        """A deterministic draft on the device; a tree of one branch is a chain, which is cheaper to verify.
+
+        Args:
+            tokens: of its nodes.
+            parents: of its nodes.
+            device: where to put it.
+            match: as above.
+            found: whether it costs nothing to pass it over; so it is where it was looked up.
+        """
         if not tokens:
             return cls.empty(device)
         chain = all(parent == node - 1 for node, parent in enumerate(parents))
-        return cls(upload(tokens, device), None if chain else tuple(parents), match=match, found=tuple(tokens))
+        kept = tuple(tokens) if match or found else ()
+        return cls(upload(tokens, device), None if chain else tuple(parents), match=match, found=kept)

@@ -70,4 +70,4 @@ def time_tree(
             ways[name]()
             if repeat:
                 times[name].append(now(target.device) - start)
-    return TreeTiming(tokens, context, *(statistics.median(times[name]) for name in ("chain", "tree")))
+    return TreeTiming(tokens, passes.context, *(statistics.median(times[name]) for name in ("chain", "tree")))

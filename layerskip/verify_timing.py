@@ -26,9 +26,16 @@ class VerifyPass:
     Args:
         target: the model.
         context: positions in the cache; as many as drafted tokens at least, as these are taken from them.
-        longest: the most drafted tokens.
+        longest: the most drafted tokens, which nobody checks.
         sampling: greedy where None.
         seed: of draws.
+
+    Attributes:
+        context: positions in the cache, in fact.
+        cache: the target's; its ``length`` is ``context`` between passes.
+        tokens: ``[context]`` int64 on the device.
+        logits: ``[1, V]`` behind them.
+        chooser: how tokens are chosen.
     """
 
     def __init__(self, target: Target, context: int, longest: int, sampling: Sampling | None = None, seed: int = 0) -> None:
@@ -90,7 +97,7 @@ def time_verification(
         seed: of the order and of draws.
 
     Returns:
-        Of 1 to ``longest`` drafted tokens what they take, in steps of plain decoding.
+        Seconds that 0 to ``longest`` drafted tokens take; none are a step of plain decoding.
     """
     passes, order = VerifyPass(target, context, longest, sampling, seed), random.Random(seed)
     times: list[list[float]] = [[] for _ in range(longest + 1)]
@@ -100,5 +107,4 @@ def time_verification(
             passes.chain(count)
             if repeat:
                 times[count].append(now(target.device) - start)
-    step, *medians = map(statistics.median, times)
-    return tuple(median / step for median in medians)
+    return tuple(map(statistics.median, times))

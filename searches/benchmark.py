@@ -31,6 +31,7 @@ from layerskip import (
     UnsupportedModel,
     save_draft_checkpoint,
 )
+from layerskip.costs import in_steps
 from layerskip.files import write_json
 from layerskip.measure import Decoder, Task, interleave
 from layerskip.measurement import Sample
@@ -142,9 +143,10 @@ def _contenders(
             raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
         if rival in peers:
             rivals[name] = rival
-        if values.get("kind") == "cascade" and "verify_cost" not in values:
-            values["verify_cost"] = costs()
-        configs[name] = SpeculativeConfig.from_dict(values)
+        said = values.pop("verify_cost", None)
+        configs[name] = SpeculativeConfig.from_dict(values if said is None else values | {"verify_cost": said})
+        if configs[name].kind == "cascade" and said is None:
+            configs[name] = replace(configs[name], verify_cost=costs())
         _check_datastores(f"contenders.{name}", configs[name], target, prompts)
     if export is not None:
         configs["export"] = export
@@ -169,10 +171,9 @@ def _contenders(
     return contenders, rivals, configs
 
 
-def _verify_cost(config: DictConfig, target: Target, sampling: Sampling) -> list[float]:
+def _verify_cost(config: DictConfig, target: Target, sampling: Sampling) -> tuple[float, ...]:
     """What verifying drafts costs here, in steps of plain decoding."""
-    costs = time_verification(target, config.tree.context, sampling=sampling, seed=config.seed)
-    return [round(cost, 2) for cost in costs]
+    return in_steps(time_verification(target, config.tree.context, sampling=sampling, seed=config.seed))
 
 
 def _check_datastores(owner: str, config: SpeculativeConfig, target: Target, prompts: PromptSet) -> None:

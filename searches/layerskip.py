@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import statistics
 from pathlib import Path
 
 import optuna
@@ -18,8 +19,10 @@ from tqdm import tqdm
 
 from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.attachments import attached
+from layerskip.costs import in_steps
 from layerskip.environment import environment
 from layerskip.memory import out_of_memory, release
+from layerskip.verify_timing import time_verification
 
 from . import report
 from .application import InputError, run
@@ -49,6 +52,7 @@ from .study import (
     prepare,
     run_trials,
     study_id,
+    verify_cost,
     without_password,
 )
 from .tracking import Tracker
@@ -105,9 +109,9 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
         oracle = _foresee(plan, tune, folder)
         bridged = _bridged(oracle, plan)
         proposed = _propose(oracle, bridged, plan)
-    if oracle is not None:
-        costs = oracle.profile.verify_cost
-        plan = dataclasses.replace(plan, space=dataclasses.replace(plan.space, verify_cost=costs))
+        if "cascade" in plan.space.arms:
+            costs = verify_cost(study, functools.partial(_verify_cost, plan, tune, oracle))
+            plan = dataclasses.replace(plan, space=dataclasses.replace(plan.space, verify_cost=costs))
     _log_fits(plan, study, tracker)
     prepare(study)
     for trial in finished(study):
@@ -188,6 +192,15 @@ def _bridged(oracle: ScanOracle | None, plan: Plan) -> list[ScanOracle]:
         return []
     made = makeups(space.bridges, space.ranks, space.draft_heads, space.widths)
     return [oracle.made_up(makeup, shelf) for makeup in made[1:]]
+
+
+def _verify_cost(plan: Plan, tune: PromptSet, oracle: ScanOracle | None) -> tuple[float, ...]:
+    """What verification costs here, timed by itself where there is no profile."""
+    if oracle is not None:
+        return oracle.profile.verify_cost
+    lengths = [len(plan.target.encode(item.messages())) for item in tune]
+    context = round(statistics.fmean(lengths) + plan.measuring.max_new_tokens / 2)
+    return in_steps(time_verification(plan.target, context, sampling=plan.sampling, seed=plan.seed))
 
 
 def _propose(oracle: ScanOracle | None, made_up: list[ScanOracle], plan: Plan) -> list[SpeculativeConfig]:

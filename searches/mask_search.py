@@ -80,7 +80,7 @@ class MaskSearch:
         return max(self.scores, key=lambda mask: self.scores[mask])
 
     def explore(self, also: Sequence[SkipMask] = ()) -> Iterator[SkipMask]:
-        """Ask about all that may pay, and about some masks beside; after each part of that, the best so far."""
+        """Ask about all that may pay, and about some masks beside; after each part but the last, the best so far."""
         self.ask([SkipMask.none(self.layers)])  # alone, as it may be all that there is to find
         self.ask(self.single(*part) for part in self.sublayers())
         self.ask(_knapsacks(self))
@@ -92,7 +92,6 @@ class MaskSearch:
         _add_greedily(self)
         yield self.best
         _change_best(self)
-        yield self.best
 
     def foremost(self, most: int) -> list[SkipMask]:
         """The most promising masks, best first."""

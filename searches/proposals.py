@@ -17,6 +17,7 @@ from .oracle import Oracle, Prediction
 from .space import SearchSpace
 
 _NEAR = 4  # masks near the best one that are scanned before what is best is asked again
+_EARLY_SHARE = 3  # of the scans one at most may come before the search has ended
 _EARLY = 2  # first layers of runs that are bridged
 _STEPS = (8, 4, 2)  # between the lengths of those
 _APART = 6  # layers between where other runs begin, and between single sub-layers
@@ -80,7 +81,7 @@ def propose(
 
     search = MaskSearch(oracle, space, settings.asked(space), on_mask, look)
     for best in search.explore(also):
-        if on_best is not None:
+        if on_best is not None and len(scans.found) < settings.scanned // _EARLY_SHARE:
             scans.add([best])
     return _refined(search, scans, settings)
 

@@ -91,6 +91,14 @@ CONFIGS: list[dict[str, Any]] = [
             {"kind": "token_recycling", "draft_length": 6, "tree_tokens": 8, "candidates": 4},
         ],
     },
+    {
+        "kind": "cascade",
+        "members": [
+            {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 4, "draft_length": 8},
+            {"kind": "token_recycling", "draft_length": 6, "tree_tokens": 8, "candidates": 4},
+        ],
+        "verify_cost": [1.5, 1.6, 1.7],
+    },
 ]
 if WHOLE:
     CONFIGS += [

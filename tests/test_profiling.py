@@ -15,7 +15,7 @@ from layerskip import Sampling, SkipMask, StopRule, Target, profiling, tree_timi
 from layerskip.anatomy import anatomy
 from layerskip.bridge import Bridge
 from layerskip.cache import KVCache
-from layerskip.costs import CostProfile
+from layerskip.costs import CostProfile, in_steps
 from layerskip.decode import decode
 from layerskip.drafters import layer_skip
 from layerskip.drafters.fan import Fan
@@ -186,5 +186,6 @@ def test_a_tree_takes_what_the_clock_says_beside_a_chain(sampling: Sampling, mon
 def test_verification_takes_what_the_clock_says_beside_a_step(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     target = _priced(Clock(monkeypatch), "llama", (3.0,) * 4, (5.0,) * 4)
     step = 4 * (BLOCK + 3.0 + 5.0) + PASS + TOKEN * VOCABULARY + ROW
-    costs = time_verification(target, 12, 5, sampling, repeats=2)
-    assert costs == pytest.approx([1 + ROW * count / step for count in range(1, 6)])
+    seconds = time_verification(target, 12, 5, sampling, repeats=2)
+    assert seconds == pytest.approx([step + ROW * count for count in range(6)])
+    assert in_steps(seconds) == pytest.approx([1 + ROW * count / step for count in range(1, 6)], abs=0.005)

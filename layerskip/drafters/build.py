@@ -96,7 +96,9 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
             layers, width = draft.layers, draft.vocabulary
             return CrossTokenizer(view, layers, width, translation, config.draft_length, config.stop, head)
         case "cascade":
-            return Cascade([build_drafter(member, target) for member in config.members], config.verify_cost)
+            # Of what lossy rules accept the text tells nothing, so that nobody would know what a declined draft was worth.
+            costs = config.verify_cost if config.lossless else ()
+            return Cascade([build_drafter(member, target) for member in config.members], costs)
         case other:
             raise ConfigError(f"kind: {other!r} has no drafter")
 

@@ -5,9 +5,9 @@ dearer drafter everywhere else. Two kinds of drafts wait until the others were a
 better one: those that a stop rule ended behind its first token, and those out of the text of whose like fewer tokens are
 accepted, lately, than of what another one drafts without running a model, whose passes would have to be paid for as well. Of
 several that look up, which costs next to nothing, the one that promises more is taken. Where it is known what verification
-costs, drafts count by the tokens that a round with them yields for what it takes, and one that no model ran for is declined
-where a step of plain decoding yields more. Whoever did not draft a round follows the text, and hears what the target said in
-the round, all the same. This follows no paper.
+costs, drafts count by the tokens that a round with them yields for what it takes, and one that was had for nothing is
+declined where a step of plain decoding yields more. Whoever did not draft a round follows the text, and hears what the
+target said in the round, all the same. This follows no paper.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Cascade:
         # Places of members that draft for next to nothing, as no model runs.
         self._free = [place for place, member in enumerate(members) if not isinstance(member, (Reader, Stopped))]
         self._drafted: int | None = None  # the place of whose draft it was
+        self._scored = False  # whether the text will tell what that was worth
         self._expectation = Expectation()
         self._sizes: dict[int, int] = {}  # of the last draft of who drafted any
         self._lookups: set[int] = set()  # places of members that were seen to look up, who cost next to nothing to ask
@@ -65,7 +66,7 @@ class Cascade:
             member.start(prompt, cache, chooser)
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """The first draft worth taking, else the first that is not empty; who is not asked learns the text all the same."""
+        """The first draft worth taking, else the first that is not declined; whoever is not asked learns the text, too."""
         for follower in self._followers:
             follower.follow(context)
         self._expectation.follow(context.tokens)
@@ -73,42 +74,45 @@ class Cascade:
         for place, member in enumerate(self.members):
             if not waits and not (found.match and place in self._lookups):
                 continue
+            if found.match and place not in self._free:
+                continue  # what was looked up waits for who is as cheap
             draft = member.draft(context, limit)
             if not draft.tokens.shape[0]:
                 continue
-            self._sizes[place] = draft.tokens.shape[0]
             if draft.match:
                 self._lookups.add(place)
-            if draft.found:
+            if draft.match or (draft.found and self._costs):
                 self._expectation.watch(_like(place, draft), draft, len(context.tokens))
-            if self._costs and place in self._free and self._worth(place, draft) <= 1.0:
+            self._sizes[place] = draft.tokens.shape[0]
+            if self._costs and draft.found and self._worth(place, draft) < 1.0:
                 continue
             if waits:
                 waits = draft.unsure or (draft.match > 0 and self._outdone(place, draft))
-                taken = self._drafted is None or not waits
+                taken = self._drafted is None or (not waits and self._outdoes(place, draft, found))
+                waits = waits or not taken
             else:
                 assert self._drafted is not None
                 taken = self._worth(place, draft, 0.0) > self._worth(self._drafted, found)
             if taken:
                 self._drafted, found = place, draft
+        self._scored = bool(self._costs and found.found and not found.match)
         return found
 
     def _worth(self, place: int, draft: Draft, hope: float | None = None) -> float:
         """What a round with a member's draft is expected to yield."""
         if hope is None:
             hope = _HOPE if draft.match else _TRIAL
-        return self._yield(self._expectation.expect(_like(place, draft), hope), draft.tokens.shape[0])
+        size = draft.tokens.shape[0]
+        accepted = self._expectation.expect(_like(place, draft), min(hope, size) if self._costs else hope)
+        return self._yield(accepted, size)
 
     def _yield(self, accepted: float, size: int) -> float:
         """Tokens, for each step of plain decoding that verifying a draft of some size takes, as far as that is known."""
-        return (1 + accepted) / self._cost(size)
-
-    def _cost(self, size: int) -> float:
-        costs = self._costs
-        if size <= len(costs):
-            return costs[size - 1]
-        slope = (costs[-1] - costs[0]) / (len(costs) - 1) if len(costs) > 1 else 0.0
-        return costs[-1] + max(0.0, slope) * (size - len(costs)) if costs else 1.0
+        if not self._costs:
+            return 1 + accepted
+        first, last, count = self._costs[0], self._costs[-1], len(self._costs)
+        beyond = max(0.0, last - first) / max(1, count - 1) * (size - count)
+        return (1 + min(accepted, size)) / (self._costs[size - 1] if size <= count else last + beyond)
 
     def _outdone(self, place: int, draft: Draft) -> bool:
         """Whether a draft is worth less than what a member behind that runs no model has drafted where it did.
@@ -119,6 +123,12 @@ class Cascade:
         behind = [other for other in self._free if other > place]
         yields = (self._yield(self._expectation.expect(other, _TRIAL), self._sizes.get(other, 1)) for other in behind)
         return any(found > worth for found in yields)
+
+    def _outdoes(self, place: int, draft: Draft, waiting: Draft) -> bool:
+        """Whether a draft is better than one that waits for it, as far as both are told by what they cost."""
+        assert self._drafted is not None
+        told = self._costs and draft.found and waiting.found
+        return not told or self._worth(place, draft) > self._worth(self._drafted, waiting)
 
     def forget(self) -> None:
         """Forget what drafts were worth, and let every member forget."""
@@ -138,7 +148,8 @@ class Cascade:
         """Tell the member whose draft it was, and remember what became of it."""
         if self._drafted is not None:
             self.members[self._drafted].observe(verdict)
-            self._expectation.add(self._drafted, verdict.accepted)
+            if not self._scored:
+                self._expectation.add(self._drafted, verdict.accepted)
 
     def hear(self, said: Said) -> None:
         """Tell every member."""
@@ -148,4 +159,4 @@ class Cascade:
 
 def _like(place: int, draft: Draft) -> tuple[int, int] | int:
     """What a draft is like: another of the same member, behind as long a match if it was looked up."""
-    return (place, min(draft.match, _LONG)) if draft.found else place
+    return (place, min(draft.match, _LONG)) if draft.match else place

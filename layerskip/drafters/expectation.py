@@ -45,7 +45,7 @@ class Expectation:
 
         Args:
             like: what the draft is like.
-            draft: one that was looked up, as what is drawn may be rejected and said all the same.
+            draft: one that was found, as what is drawn may be rejected and said all the same.
             begin: how long the text is that it continues.
         """
         self._open.append((like, draft, begin))

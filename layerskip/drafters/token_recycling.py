@@ -49,7 +49,7 @@ class TokenRecycling:
     def draft(self, context: Context, limit: int) -> Draft:
         """Grow a tree from the last token, again and again by the likeliest branch; nothing where nothing is known."""
         tokens, parents = self.grow(context.tokens[-1], min(limit, self.draft_length))
-        return Draft.of_tree(tokens, parents, context.last.device)
+        return Draft.of_tree(tokens, parents, context.last.device, found=True)
 
     def grow(self, root: int, depth: int) -> tuple[list[int], list[int]]:
         """The tokens of a tree behind a token, no deeper than ``depth``, and the parent of each."""

@@ -87,7 +87,16 @@ class TestLookupThenTreesThatHaveToPay(TestLookupThenTrees):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.3, 1.6))
+        return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.05, 1.1))
+
+    def test_some_drafts_are_taken_and_some_declined(self) -> None:
+        target = target_of("llama")
+        cascade = self.drafter(target)
+        assert isinstance(cascade, Cascade)
+        cascade.members = members = tuple(Recorder(member) for member in cascade.members)
+        rounds = [r for prompt in PROMPTS for r in decode(target, cascade, prompt, GREEDY, LENGTH).stats.rounds]
+        drafted = {context for member in members for context, branches in member.drafts if branches}
+        assert 0 < sum(found.drafted > 0 for found in rounds) < len(drafted)
 
 
 class TestLookupThenWindow(Choosing):
@@ -95,10 +104,18 @@ class TestLookupThenWindow(Choosing):
 
     trees = True
     samplings = SAMPLINGS[1:2]
+    costs: tuple[float, ...] = ()
 
     def drafter(self, target: Target) -> Drafter:
         window = {"kind": "lookahead", "draft_length": 2, "window": 3, "candidates": 2}
-        return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, window]}), target)
+        members = {"kind": "cascade", "members": [LOOKUP, window]}
+        return build_drafter(SpeculativeConfig.from_dict(members | {"verify_cost": list(self.costs)}), target)
+
+
+class TestLookupThenWindowThatCosts(TestLookupThenWindow):
+    """What asks the target something is never declined."""
+
+    costs = (9.0,)
 
 
 class TestLookupThenSiblings(Choosing):

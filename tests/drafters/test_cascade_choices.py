@@ -119,38 +119,66 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
     assert cascade.draft(Context(text, torch.tensor(text[-1:])), 4) is first.last  # the order is trusted again
 
 
-def test_what_yields_less_than_plain_decoding_is_declined() -> None:
+class ToldForNothing(Told):
+    """The same, and who passes it over has lost nothing."""
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        said = super().draft(context, limit).tokens.tolist()
+        return Draft.of_tree(said, range(-1, len(said) - 1), context.last.device, found=True)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_yields_less_than_plain_decoding_is_declined(alone: bool) -> None:
     """Every choice on some texts, against the mean of all that they had told by then of drafts, taken or declined."""
-    source, text, costs = random.Random(1), list[int](), {1: 1.4, 2: 1.6, 3: 1.8, 4: 2.0}
+    source, text, costs = random.Random(1), list[int](), {1: 1.37, 2: 1.59, 3: 1.81, 4: 2.03}
     fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
-    first, second = Kept(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama"))), Member()
-    second.proposes = False
+    first = Kept(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
+    second = Kept(ToldForNothing([] if alone else text))
     cascade = Cascade([first, second], (costs[1], costs[2]))  # beyond which they go on straight
-    earned: dict[int, list[int]] = {}
-    declined: dict[int, list[bool]] = {}
+    earned: dict[int, list[int]] = {}  # behind matches of each length; 0: by the second
+    choices: dict[str, int] = {"first": 0, "second": 0, "second before first": 0, "declined": 0}
+
+    def worth(match: int, size: int, hope: int) -> float:
+        return (1 + min(_mean(earned.get(match, []), hope), size)) / costs[size]
+
     for _ in range(8):
         text[:] = source.choices(range(4), k=30)
         text += text[8:20]
         cascade.start(text[:8], None, None)  # type: ignore[arg-type]
         open_drafts: list[tuple[int, int, list[list[int]]]] = []
-        known = 9
+        known, usual = 9, 1  # how many tokens the second drafted when it last did
         while known < len(text) - 5:
             for begin, match, branches in list(open_drafts):
                 run = _run(branches, text[begin:known])
                 if begin + run < known or run == max(map(len, branches)):
                     earned.setdefault(match, []).append(run)
                     open_drafts.remove((begin, match, branches))
+            second.last = Draft.empty(torch.device("cpu"))
             draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
-            if match := first.last.match:
-                open_drafts.append((known, match, _branches(first.last)))
-                pays = 1 + _mean(earned.get(match, []), 8) > costs[first.last.tokens.shape[0]]
-                assert draft is first.last if pays else not draft.tokens.shape[0]
-                declined.setdefault(match, []).append(not pays)
+            (size, other), match = (each.last.tokens.shape[0] for each in (first, second)), first.last.match
+            pays = worth(match, size, min(8, size)) if size else 0.0
+            waits = pays < 1 or worth(0, usual, 1) > pays
+            assert waits or not other  # who is not asked says nothing
+            others = worth(0, other, 1) if other else 0.0
+            if others >= 1 and others > pays:
+                assert draft is second.last
+                choices["second before first" if pays >= 1 else "second"] += 1
+            elif pays >= 1:
+                assert draft is first.last
+                choices["first"] += 1
+            else:
+                assert not draft.tokens.shape[0]
+                choices["declined"] += size > 0 or other > 0
+            open_drafts += [(known, match, _branches(first.last))] if size else []
+            open_drafts += [(known, 0, _branches(second.last))] if other else []
+            usual = other or usual
             accepted = _run(_branches(draft), text[known:])
             cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
             known += accepted + 1
-    assert sum(declined[1]) > 5
-    assert 0 < sum(declined[3]) < len(declined[3])  # those from the text before, of which most came by chance
+    assert choices["first"] > 5
+    assert choices["declined"] > 5
+    assert alone or choices["second"] > 5
+    assert alone or choices["second before first"]
 
 
 def test_a_tree_that_does_not_pay_is_declined() -> None:

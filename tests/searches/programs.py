@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -56,23 +57,33 @@ def execute(program: str, *overrides: str, cwd: Path, timeout: float = 300) -> s
 
 
 def fork(module: str, *arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run a module as ``python -m`` does, without the ten seconds that a process takes to import what programs need."""
+    """Run a module as ``python -m`` does, without the ten seconds that a process takes to import what programs need.
+
+    What is registered to be done at exit is not done.
+    """
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = _FORKS.Process(target=_run, args=(module, arguments, cwd, said, torch.get_num_threads()))
+        told = module, arguments, cwd, said, environment(), torch.get_num_threads()
+        process = _FORKS.Process(target=_run, args=told)
         process.start()
-        process.join(timeout)
-        if process.exitcode is None:
+        try:
+            process.join(timeout)
+        finally:
+            over = process.exitcode is None
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired([module, *arguments], timeout)
-        out, err = (path.read_text(encoding="utf-8") if path.exists() else "" for path in said)
+            out, err = (path.read_text(encoding="utf-8") if path.exists() else "" for path in said)
+        if over:
+            raise subprocess.TimeoutExpired([module, *arguments], timeout, out, err)
     return subprocess.CompletedProcess([module, *arguments], process.exitcode, out, err)
 
 
-def _run(module: str, arguments: Sequence[str], cwd: Path, said: Sequence[Path], threads: int) -> None:
+def _run(
+    module: str, arguments: Sequence[str], cwd: Path, said: Sequence[Path], variables: Mapping[str, str], threads: int
+) -> None:
     for number, path in enumerate(said, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ |= variables
     os.chdir(cwd)
     torch.set_num_threads(threads)
     sys.argv = [module, *arguments]
@@ -105,6 +116,7 @@ def tracked(outputs: Path) -> Path:
 @cache
 def _store() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="layerskip-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     MlflowClient(sqlite(folder)).search_experiments()
     return folder / "mlflow.db"
 

@@ -51,9 +51,10 @@ def test_the_program_measures_what_it_foretold_and_goes_on(tiny_folder: Path, tm
     assert record["scan"]["trials"] == pytest.approx(64 * record["scan"]["seconds_per_mask"] / record["trial_seconds"])
     assert (tmp_path / "foretold.png").stat().st_size > 1000
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
-    again = launch("foretell", *overrides, "most_trials=0.000001", cwd=tmp_path)
+    again = launch("foretell", *overrides, "most_trials=0.000001", "least_correlation=1.5", cwd=tmp_path)
     assert again.returncode == 4, again.stderr
-    assert "MISSED: 64 scans for at most 1e-06 real trials" in again.stdout
+    missed = [line for line in again.stdout.splitlines() if line.startswith("MISSED")]
+    assert missed == ["MISSED: a rank correlation of at least 1.5", "MISSED: 64 scans for at most 1e-06 real trials"]
     assert json.loads((tmp_path / "foretold.json").read_text())["points"] == record["points"]
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
 

@@ -15,7 +15,7 @@ from searches.application import InputError
 from searches.plan import supported
 from searches.space import KINDS, SearchSpace
 from searches.starts import starting_points
-from searches.study import as_before
+from searches.study import as_before, verify_cost
 from tests.families import build
 
 SPACE = SearchSpace(
@@ -152,6 +152,17 @@ def test_a_study_from_before_cascades_had_any_second_goes_on() -> None:
     assert as_before(space, study) == space
     configs = [space.suggest(study.ask()) for _ in range(60)]
     assert {config.members[1].kind for config in configs if config.kind == "cascade"} == {"layer_skip", "retrieval"}
+
+
+def test_a_study_goes_on_with_what_it_knew_of_the_cost_of_verification() -> None:
+    """Another profile would make other configurations of the same choices, and never measure the leader again."""
+    study = optuna.create_study()
+    assert verify_cost(study, lambda: (1.5, 1.75)) == verify_cost(study, lambda: (9.0,)) == (1.5, 1.75)
+    older = optuna.create_study()
+    member = SpeculativeConfig("prompt_lookup")
+    attributes = {"config": SpeculativeConfig("cascade", members=(member, member)).to_dict()}
+    older.add_trial(create_trial(value=1.0, user_attrs=attributes))
+    assert verify_cost(older, lambda: (1.5,)) == verify_cost(older, lambda: (1.5,)) == ()
 
 
 def test_a_study_goes_on_with_the_kinds_that_it_chose_from() -> None:

@@ -191,14 +191,20 @@ def postgresql(tmp_path: Path) -> Iterator[str]:
 
 def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     outputs = tmp_path / "outputs"
-    overrides = quick(tiny_folder, tracked(outputs), f"study.storage='{postgresql}'", "study.name=shared")
-    for trials in (2, 4):
+    kinds = "space.kinds=[none,prompt_lookup,token_recycling,cascade]"  # nothing to scan, hence no profile
+    overrides = quick(tiny_folder, tracked(outputs), f"study.storage='{postgresql}'", "study.name=shared", kinds)
+    for trials in (2, 6):
         result = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
     url = postgresql.replace("postgresql://", "postgresql+psycopg://")
     study = optuna.load_study(study_name="shared", storage=url)
-    assert len([t for t in study.trials if t.state in FINISHED]) == 4
-    assert len(runs(sqlite(outputs), "trial")) == 4
+    assert len([t for t in study.trials if t.state in FINISHED]) == 6
+    assert len(runs(sqlite(outputs), "trial")) == 6
+    configs = [trial.user_attrs["config"] for trial in study.trials]
+    costs = [config["verify_cost"] for config in configs if config["kind"] == "cascade"]
+    assert costs
+    assert all(found == study.user_attrs["verify_cost"] for found in costs)
+    assert all(cost > 0.1 for cost in costs[0])
 
 
 def test_a_multirun_makes_a_study_and_a_run_for_each_job(tiny_folder: Path, tmp_path: Path) -> None:
