@@ -1,6 +1,7 @@
 """The promise itself: on a real model in float32, every drafter says on the packaged prompts what transformers says.
 
-One prompt of each kind of work and few tokens; ``make lossless`` takes all of them, which takes a good while.
+One prompt of three kinds of work, of the other three for every other drafter, and few tokens; ``make lossless`` takes all
+of them, which takes a good while.
 """
 
 from __future__ import annotations
@@ -205,9 +206,9 @@ def fitted(
     return fill
 
 
-@pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: fields["kind"])
+@pytest.mark.parametrize(("number", "fields"), enumerate(CONFIGS), ids=[fields["kind"] for fields in CONFIGS])
 def test_every_drafter_says_what_transformers_says(
-    smollm2: Target, reference: dict[str, list[int]], fields: dict[str, Any], request: pytest.FixtureRequest
+    smollm2: Target, reference: dict[str, list[int]], number: int, fields: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     fields = copy.deepcopy(fields)
     if fields.get("draft") == "gemma3":
@@ -224,10 +225,11 @@ def test_every_drafter_says_what_transformers_says(
     if any(part.bridge or part.draft_head or part.datastore for part in (config, *config.members)):
         config = request.getfixturevalue("fitted")(config)
     drafter = build_drafter(config, smollm2)  # one for all of them, so that some have learnt from the prompts before
+    prompts = list(PROMPTS) if WHOLE else list(PROMPTS)[number % 2 :: 2]
     outputs = {
-        item.id: decode(smollm2, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS) for item in PROMPTS
+        item.id: decode(smollm2, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS) for item in prompts
     }
-    assert {name: made.tokens for name, made in outputs.items()} == reference
+    assert {name: made.tokens for name, made in outputs.items()} == {item.id: reference[item.id] for item in prompts}
     assert len(reference) == len(PROMPTS)
     if config.kind != "none":
         assert sum(made.stats.accepted for made in outputs.values()) > 0

@@ -6,8 +6,8 @@ better one: those that a stop rule ended behind its first token, and those out o
 accepted, lately, than of what another one drafts without running a model, whose passes would have to be paid for as well. Of
 several that look up, which costs next to nothing, the one that promises more is taken. Where it is known what verification
 costs, drafts count by the tokens that a round with them yields for what it takes, and one that was had for nothing is
-declined where a step of plain decoding yields more. Whoever did not draft a round follows the text, and hears what the
-target said in the round, all the same. This follows no paper.
+declined unless it promises clearly more than a step of plain decoding. Whoever did not draft a round follows the text, and
+hears what the target said in the round, all the same. This follows no paper.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .stopping import Stopped
 
 _LONG = 8  # tokens of a match, of which more say no more
 _HOPE = 8.0  # accepted tokens of a draft that was looked up, before any is known
+_LEAST = 1.1  # tokens for what a step of plain decoding takes, as means err and drafting takes a little as well
 _TRIAL = 1.0  # of what a member behind drafts, so that it is tried where what was looked up is worth less
 
 
@@ -84,7 +85,7 @@ class Cascade:
             if draft.match or (draft.found and self._costs):
                 self._expectation.watch(_like(place, draft), draft, len(context.tokens))
             self._sizes[place] = draft.tokens.shape[0]
-            if self._costs and draft.found and self._worth(place, draft) < 1.0:
+            if self._costs and draft.found and self._worth(place, draft) < _LEAST:
                 continue
             if waits:
                 waits = draft.unsure or (draft.match > 0 and self._outdone(place, draft))

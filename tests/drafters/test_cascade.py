@@ -87,7 +87,7 @@ class TestLookupThenTreesThatHaveToPay(TestLookupThenTrees):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.05, 1.1))
+        return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.0, 1.05))
 
     def test_some_drafts_are_taken_and_some_declined(self) -> None:
         target = target_of("llama")

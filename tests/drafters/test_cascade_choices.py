@@ -128,7 +128,7 @@ class ToldForNothing(Told):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_what_yields_less_than_plain_decoding_is_declined(alone: bool) -> None:
+def test_what_yields_hardly_more_than_plain_decoding_is_declined(alone: bool) -> None:
     """Every choice on some texts, against the mean of all that they had told by then of drafts, taken or declined."""
     source, text, costs = random.Random(1), list[int](), {1: 1.37, 2: 1.59, 3: 1.81, 4: 2.03}
     fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
@@ -157,13 +157,13 @@ def test_what_yields_less_than_plain_decoding_is_declined(alone: bool) -> None:
             draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
             (size, other), match = (each.last.tokens.shape[0] for each in (first, second)), first.last.match
             pays = worth(match, size, min(8, size)) if size else 0.0
-            waits = pays < 1 or worth(0, usual, 1) > pays
+            waits = pays < 1.1 or worth(0, usual, 1) > pays
             assert waits or not other  # who is not asked says nothing
             others = worth(0, other, 1) if other else 0.0
-            if others >= 1 and others > pays:
+            if others >= 1.1 and (others > pays or pays < 1.1):
                 assert draft is second.last
-                choices["second before first" if pays >= 1 else "second"] += 1
-            elif pays >= 1:
+                choices["second before first" if pays >= 1.1 else "second"] += 1
+            elif pays >= 1.1:
                 assert draft is first.last
                 choices["first"] += 1
             else:

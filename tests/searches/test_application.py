@@ -11,7 +11,7 @@ import pytest
 from searches import benchmark, layerskip
 from searches.application import run
 from tests.disk import fill
-from tests.searches.programs import environment, quick, wait_for_trials
+from tests.searches.programs import environment, execute, quick, tracked, wait_for_trials
 
 
 def _end(program: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -143,7 +143,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(
 
 def test_a_disk_that_fills_up_ends_in_one_line_and_the_study_goes_on_later(small_disk: Path, tiny_folder: Path) -> None:
     outputs = small_disk / "outputs"
-    overrides = quick(tiny_folder, outputs, "study.n_trials=40", "study.name=filling")
+    overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=40", "study.name=filling")
     process = subprocess.Popen(
         [sys.executable, "-m", "searches.layerskip", *overrides],
         env=environment(),
@@ -158,11 +158,6 @@ def test_a_disk_that_fills_up_ends_in_one_line_and_the_study_goes_on_later(small
     assert said.strip().splitlines()[-1].startswith("error: outputs")
     (small_disk / "ballast").unlink()
     fewer = [override for override in overrides if not override.startswith("study.n_trials")]
-    again = subprocess.run(
-        [sys.executable, "-m", "searches.layerskip", *fewer, "study.n_trials=6"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    again = execute("layerskip", *fewer, "study.n_trials=6", cwd=small_disk)
     assert again.returncode == 0, again.stderr
     assert (outputs / "filling" / "best.json").exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from layerskip import SkipMask
 from layerskip.scan import Scanner
 from searches.exactness import random_masks
 from tests.searches.conftest import Launch
-from tests.searches.programs import REPOSITORY, command, environment
+from tests.searches.programs import execute
 
 SMALL = ("target=local", "target.device=cpu", "masks=3", "lengths=[1,3,4]", "thresholds=[0.05,0.3]", "count=2")
 
@@ -68,20 +68,10 @@ def test_a_scan_that_is_wrong_is_found(
 
 def test_two_at_once_share_the_masks(tiny_folder: Path, tmp_path: Path) -> None:
     overrides = _overrides(tiny_folder, tmp_path)
-    one, other = (
-        subprocess.Popen(
-            command("exactness", *overrides, f"record={tmp_path}/{name}.json"),
-            cwd=REPOSITORY,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in ("one", "other")
-    )
-    for process in (one, other):
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said
+    with ThreadPoolExecutor() as pool:
+        asked = [(*overrides, f"record={tmp_path}/{name}.json") for name in ("one", "other")]
+        for done in pool.map(lambda each: execute("exactness", *each, cwd=tmp_path), asked):
+            assert done.returncode == 0, done.stderr
     records = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "other")]
     assert records[0]["masks"] == records[1]["masks"]
     lines = [line for path in tmp_path.rglob("exactness/*/*.jsonl") for line in path.read_text().splitlines()]
