@@ -179,8 +179,7 @@ class SpeculativeConfig:
         """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration.
 
         Of siblings, bridges, draft heads and costs nothing is said where there are none, of trees nothing where chains are
-        drafted.
-        What changes the output says ``lossless: false``.
+        drafted. What changes the output says ``lossless: false``.
         """
         fields: dict[str, Any] = {"kind": self.kind}
         for name in self._FIELDS[self.kind]:

@@ -38,12 +38,6 @@ class Aids:
         return cls(left_out=left_out) if shape is None else cls(shape.spans, shape.numbers, left_out)
 
 
-def in_steps(verify_seconds: Sequence[float]) -> tuple[float, ...]:
-    """What verifying 1, 2, ... drafted tokens takes, to two decimals, in what verifying none does."""
-    step, *others = verify_seconds
-    return tuple(round(seconds / step, 2) for seconds in others)
-
-
 NO_AIDS = Aids()
 """Empty skips, and the whole vocabulary."""
 
@@ -155,3 +149,9 @@ class CostProfile:
     def verify_cost(self) -> tuple[float, ...]:
         """What verifying 1, 2, ... drafted tokens takes, in steps of plain decoding."""
         return in_steps(self.verify_seconds)
+
+
+def in_steps(verify_seconds: Sequence[float]) -> tuple[float, ...]:
+    """What verifying 1, 2, ... drafted tokens takes, to two decimals, in what verifying none does."""
+    step, *others = verify_seconds
+    return tuple(round(seconds / step, 2) for seconds in others)

@@ -24,6 +24,9 @@ from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, target_of, toy_targ
 from tests.drafters.test_cascade import LOOKUP, Member
 from tests.drafters.test_token_recycling import experienced
 
+Open = list[tuple[int, int, list[list[int]]]]
+"""Drafts that the text has not caught up with: where they begin, behind a match of how many tokens, and their branches."""
+
 
 class Told(Member):
     """Drafts the next tokens of a text, of which some are wrong, where it is in the mood to."""
@@ -64,6 +67,15 @@ def _run(branches: list[list[int]], text: Sequence[int]) -> int:
     return max((len(branch) for branch in branches if list(text[: len(branch)]) == branch), default=0)
 
 
+def _score(open_drafts: Open, earned: dict[int, list[int]], text: Sequence[int]) -> None:
+    """Add what open drafts have earned, as far as the text tells, and close those."""
+    for begin, match, branches in list(open_drafts):
+        run = _run(branches, text[begin:])
+        if begin + run < len(text) or run == max(map(len, branches)):
+            earned.setdefault(match, []).append(run)
+            open_drafts.remove((begin, match, branches))
+
+
 def _mean(values: list[int], hope: int = 0) -> float:
     """Of the values and one more."""
     assert len(values) <= 128  # of more, the first ones would fade
@@ -85,14 +97,10 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
         text[:] = source.choices(range(4), k=45)
         text += text[8:30]
         cascade.start(text[:8], None, None)  # type: ignore[arg-type]
-        open_drafts: list[tuple[int, int, list[list[int]]]] = []
+        open_drafts: Open = []
         known = 9
         while known < len(text) - 5:
-            for begin, match, branches in list(open_drafts):
-                run = _run(branches, text[begin:known])
-                if begin + run < known or run == max(map(len, branches)):
-                    earned.setdefault(match, []).append(run)
-                    open_drafts.remove((begin, match, branches))
+            _score(open_drafts, earned, text[:known])
             second.last = Draft.empty(torch.device("cpu"))
             draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
             match, other = first.last.match, second.last.tokens.shape[0] > 0
@@ -145,14 +153,10 @@ def test_what_yields_hardly_more_than_plain_decoding_is_declined(alone: bool) ->
         text[:] = source.choices(range(4), k=30)
         text += text[8:20]
         cascade.start(text[:8], None, None)  # type: ignore[arg-type]
-        open_drafts: list[tuple[int, int, list[list[int]]]] = []
+        open_drafts: Open = []
         known, usual = 9, 1  # how many tokens the second drafted when it last did
         while known < len(text) - 5:
-            for begin, match, branches in list(open_drafts):
-                run = _run(branches, text[begin:known])
-                if begin + run < known or run == max(map(len, branches)):
-                    earned.setdefault(match, []).append(run)
-                    open_drafts.remove((begin, match, branches))
+            _score(open_drafts, earned, text[:known])
             second.last = Draft.empty(torch.device("cpu"))
             draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
             (size, other), match = (each.last.tokens.shape[0] for each in (first, second)), first.last.match

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import runpy
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.searches.programs import run_as_main
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -22,11 +22,8 @@ def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         monkeypatch.chdir(cwd)
         monkeypatch.setattr(sys, "argv", [program, *overrides])
         capsys.readouterr()
-        with warnings.catch_warnings():
-            # Tests have imported parts of the module already, which the program's own run of it does not look at.
-            warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
-            with pytest.raises(SystemExit) as end:
-                runpy.run_module(f"searches.{program}", run_name="__main__")
+        with pytest.raises(SystemExit) as end:
+            run_as_main(f"searches.{program}")
         assert isinstance(end.value.code, int)
         said = capsys.readouterr()
         return subprocess.CompletedProcess([program, *overrides], end.value.code, said.out, said.err)

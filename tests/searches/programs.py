@@ -87,6 +87,11 @@ def _run(
     os.chdir(cwd)
     torch.set_num_threads(threads)
     sys.argv = [module, *arguments]
+    run_as_main(module)
+
+
+def run_as_main(module: str) -> None:
+    """Run a module as a program, parts of which are imported already; its own run does not look at them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
         runpy.run_module(module, run_name="__main__")
