@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .bridge import Bridge, Bridges, BridgeShape
+from .bridge_budget import afford
 from .mask import Gap, SkipMask
 from .passages import Passage, digest_of
 from .regression import learn
@@ -27,8 +28,6 @@ from .texts import Memory, Pack, Start, Texts
 
 _JUDGED, _MOST_JUDGED = 0.2, 2000  # of the rows; the last ones, hence of other passages than the rest
 _FAR = 8.0  # times the median norm: targets beyond it are left out
-_USED = 0.9  # of the budget; the rest is for what allocators round up
-_BESIDE, _REGRESSED = 3, 10  # numbers of the target's dtype, and bytes, that a fit takes for each number of a hidden state
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,11 @@ class Calibration:
     Args:
         target: the model.
         passages: its own continuations.
-        most_bytes: of all that is kept and that reading and fitting take beside it, logits included; of more passages,
-            evenly spread ones are taken.
+        most_bytes: of all that is kept and that reading and fitting take beside it, logits included, but bridges themselves;
+            of more passages, evenly spread ones are taken.
         max_rows: rows per pass.
         memory: of texts that the target has read, in which those that are read here are put as well.
+        width: of the widest MLP that the budget is to suffice for.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped, or rows cannot be told apart in its attention.
@@ -91,10 +91,12 @@ class Calibration:
         most_bytes: int,
         max_rows: int = 256,
         memory: Memory | None = None,
+        width: int = 0,
     ) -> None:
         self.target = target
         self._model = RowModel(target.model)
-        self.passages = self._affordable([passage for passage in passages if passage.starts > 1], most_bytes, max_rows)
+        some = [passage for passage in passages if passage.starts > 1]
+        self.passages = afford(target, self._model, some, most_bytes, max_rows, width, memory)
         self._texts = Texts(self._model, target.vocabulary, self.passages, Sampling(), memory=memory)
         self.starts = [(p, s) for p, passage in enumerate(self.passages) for s in range(passage.starts)]
         packs = [self._pack(self.starts[i : i + max_rows]) for i in range(0, len(self.starts), max_rows)]
@@ -127,34 +129,6 @@ class Calibration:
         ridges = self._fit(bridges)
         empty, bridged = self.judge(bridges.mask, None), self.judge(bridges.mask, bridges)
         return Fit(bridges, ridges, empty, bridged, len(self.starts), time.monotonic() - begin)
-
-    def _affordable(self, passages: Sequence[Passage], most_bytes: int, max_rows: int) -> tuple[Passage, ...]:
-        """As many passages, evenly spread, as the budget holds."""
-        size, vocabulary = self.target.model.dtype.itemsize, self.target.vocabulary
-        each = self.target.hidden * ((self.target.layers + 1) * size + _BESIDE * size + _REGRESSED)
-        kept: list[Passage] = []
-        if passages:
-            (one,) = Texts(self._model, vocabulary, passages[:1], Sampling()).texts
-            beside = one.cache.nbytes // one.cache.max_length
-            lengths = [len(p.prompt) + p.max_new_tokens for p in passages]
-            keys = [
-                max_rows + length * (max_rows // passage.starts + 2)
-                for passage, length in zip(passages, lengths, strict=True)
-            ]
-            costs = [
-                length * (beside + length) + passage.starts * (each + 2 * seen)  # two masks, one of them the model's own
-                for passage, length, seen in zip(passages, lengths, keys, strict=True)
-            ]
-            for count in range(len(passages), 0, -1):
-                places = [number * len(passages) // count for number in range(count)]
-                logits = max(max_rows, *(passages[place].max_new_tokens for place in places)) * vocabulary * (size + 4)
-                shared = beside * max(keys[place] for place in places)
-                if logits + shared + sum(costs[place] for place in places) <= _USED * most_bytes:
-                    kept = [passages[place] for place in places]
-                    break
-        if not kept:
-            raise ValueError(f"most_bytes: {most_bytes} hold not even one of {len(passages)} continuations")
-        return tuple(kept)
 
     def _pack(self, starts: list[Start]) -> Pack:
         return self._texts.pack(starts, len(starts))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .bridge import Bridge
-from .ridge import regress
+from .ridge import regress, squared_error
 from .schedule import share_of_rate
 
 _EPOCHS = 6
@@ -35,13 +35,28 @@ def learn(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
     rows = hidden.shape[0] - int(_CHOOSING * hidden.shape[0])
     chosen = regress(bridge, hidden[:rows], wanted[:rows])
     known = {name: tensor.clone() for name, tensor in bridge.state_dict().items()}
-    alone = _error(bridge, hidden[rows:], wanted[rows:])
+    alone = squared_error(bridge, hidden[rows:], wanted[rows:], _BATCH)
     with torch.inference_mode(False), torch.enable_grad():
         _descend(bridge, hidden[:rows], wanted[:rows])
-    if _error(bridge, hidden[rows:], wanted[rows:]) < alone:
+    if squared_error(bridge, hidden[rows:], wanted[rows:], _BATCH) < alone:
         return chosen
     bridge.load_state_dict(known)
+    del known  # the regression takes much
     return regress(bridge, hidden, wanted)
+
+
+def learning_bytes(rows: int, hidden: int, width: int) -> int:
+    """What :func:`learn` takes beside what it reads and should give, once the map alone is there; 0 without an MLP.
+
+    Args:
+        rows: n.
+        hidden: H.
+        width: of the MLP.
+    """
+    if not width:
+        return 0
+    numbers = hidden * (hidden + 1 + 3 * width)
+    return 24 * numbers + 4 * min(rows, _BATCH) * (8 * hidden + 6 * width)  # AdamW, and what the map alone was
 
 
 def _descend(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> None:
@@ -61,11 +76,6 @@ def _descend(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> None:
             group["lr"] = rate * share
         some = order[step % turns * _BATCH :][:_BATCH].to(hidden.device)
         loss = (bridge(hidden[some]) - wanted[some]).square().mean() / scale
-        optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-
-
-@torch.no_grad()
-def _error(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
-    return float((bridge(hidden) - wanted).square().mean())
+        optimiser.zero_grad()

@@ -42,7 +42,7 @@ class RowModel:
         self.layers = len(found.blocks)
         self.found = found
         self._twin = twin(model)
-        self._additive = self._twin.config.get_text_config(decoder=True)._attn_implementation == "eager"
+        self.additive = self._twin.config.get_text_config(decoder=True)._attn_implementation == "eager"
         self._keeps: dict[tuple[str, int], Tensor | bool] = {}
         self._masks: list[Tensor] = []
         self._spans: dict[tuple[str, int], list[tuple[Tensor | None, Bridge]]] = {}  # with the rows that they serve
@@ -217,8 +217,8 @@ class RowModel:
         forms: dict[int, Tensor] = {}
         for mask in visible:
             if id(mask) not in forms:
-                forms[id(mask)] = (_bias(mask, dtype) if self._additive else mask)[None, None]
-        if parts and not self._additive and of.device.type == "cpu":  # elsewhere one large call is faster
+                forms[id(mask)] = (_bias(mask, dtype) if self.additive else mask)[None, None]
+        if parts and not self.additive and of.device.type == "cpu":  # elsewhere one large call is faster
             for form in forms.values():
                 attend_in_parts(form, parts)
         self._masks = [forms[id(mask)] for mask in visible]

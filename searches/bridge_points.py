@@ -105,7 +105,7 @@ class BridgePoints:
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
-            "recipe": 6,
+            "recipe": 7,
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling, like),
             "calibration_bytes": config.calibration_bytes,
@@ -126,7 +126,10 @@ class BridgePoints:
     @functools.cached_property
     def calibration(self) -> Calibration:
         """Made when first asked for, as a run that goes on may need none."""
-        return calibrate(self.target, self.passages, int(self.config.calibration_bytes), "calibration_bytes", self._memory)
+        budget, trained = int(self.config.calibration_bytes), self.config.trained
+        learns = isinstance(trained, Mapping) and (MLP in self.config.kinds or self.config.max_seconds)
+        width = int(trained.get("width", 0)) if learns else 0
+        return calibrate(self.target, self.passages, budget, "calibration_bytes", self._memory, width)
 
     def points(self, mask: SkipMask, bridged: bool = True) -> list[dict[str, Any]]:
         """What is known of a mask, left empty and perhaps for every kind of bridge, and for every draft head."""

@@ -118,6 +118,8 @@ def _check(config: DictConfig) -> None:
     check_list("kinds", config.kinds, FITTED)
     if MLP in config.kinds and (not isinstance(config.trained, Mapping) or config.trained.get("kind") != MLP):
         raise InputError("kinds: mlp is as wide as what is trained, and trained.kind is none")
+    if isinstance(config.trained, Mapping):
+        check_whole("trained.width", config.trained.get("width", 0), 0)
     check_list("vocabularies", config.vocabularies)
     for size in config.vocabularies:
         check_whole("vocabularies", size)

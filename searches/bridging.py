@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _COMPARED = 8  # texts that tell whether to begin as a neighbour
 _USED = 0.9  # of the budget of a step; the rest is for what passes take on the way
+_LEARNT = 24  # bytes beside every number of bridges: its closed form, a neighbour's, its gradient, two moments, one more
 
 
 def shape_of(config: DictConfig, target: Target) -> BridgeShape:
@@ -129,7 +130,7 @@ def train_bridges(
     memory = Memory(int(config.remembered_bytes))
 
     def calibration() -> Calibration:
-        return calibrate(target, passages, int(config.calibration_bytes), "calibration_bytes", memory)
+        return calibrate(target, passages, int(config.calibration_bytes), "calibration_bytes", memory, shape.width)
 
     learner = BridgeLearner(config, shape, target, passages, scanner, tokens, file, calibration, memory, neighbour)
     if learner.fit is not None:
@@ -153,10 +154,12 @@ def train_bridges(
     return folder
 
 
-def calibrate(target: Target, passages: list[Passage], most_bytes: int, field: str, memory: Memory | None) -> Calibration:
-    """What bridges are fitted to, within a budget that a field of a configuration sets."""
+def calibrate(
+    target: Target, passages: list[Passage], most_bytes: int, field: str, memory: Memory | None, width: int
+) -> Calibration:
+    """What bridges are fitted to, MLPs of some width at most, within a budget that a field of a configuration sets."""
     try:
-        return Calibration(target, passages, most_bytes, memory=memory)
+        return Calibration(target, passages, most_bytes, memory=memory, width=width)
     except UnsupportedModel:
         raise
     except ValueError as error:
@@ -191,9 +194,11 @@ class BridgeLearner(Learner):
         said = tokens if tokens is not None else torch.arange(target.vocabulary)
         self._training = BridgeTraining(target, self.bridges, said, int(config.unroll), memory)
         longest = max(self._training.nbytes(passage) for passage in _largest(passages))
-        fit = int(_USED * config.training_bytes) // longest
-        if not fit:
-            raise InputError(f"training_bytes: {config.training_bytes} hold not even one text, which takes {longest}")
+        learnt = _LEARNT * shape.numbers
+        fit = int(_USED * config.training_bytes - learnt) // longest
+        if fit < 1:
+            takes = int((learnt + longest) / _USED) + 1
+            raise InputError(f"training_bytes: {config.training_bytes} hold not even one text, which takes {takes}")
         super().__init__(config, self.bridges, len(passages), file)
         self.texts_per_step = min(self.texts_per_step, fit)
 

@@ -65,7 +65,9 @@ class Plan:
         like = begun_like("bridging.begin_like", bridging.begin_like, prompts)
         if space.bridged:
             _check_bridged(space, target)
-            space = replace(space, shelf=Shelf(target, sampling, bridging, Path(config.outputs), config.seed, like))
+            width = max(space.widths, default=0) if "mlp" in space.bridges else 0
+            shelf = Shelf(target, sampling, bridging, Path(config.outputs), config.seed, like, width)
+            space = replace(space, shelf=shelf)
         for name in space.datastores:
             refuse_answers("space.datastores", name, target, prompts)
         space = replace(space, datastores=[str(Path(name).resolve()) for name in space.datastores])

@@ -19,7 +19,7 @@ from torch import Tensor
 from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration
-from layerskip.costs import NO_AIDS, Aids
+from layerskip.costs import Aids
 from layerskip.draft_head import save_draft_tokens
 from layerskip.files import digest
 from layerskip.memory import out_of_memory, release
@@ -32,7 +32,7 @@ from .bridging import calibrate
 from .makeup import Makeup
 from .written import asked_texts, drafted_tokens, passages_of, respelled_tokens, write_texts
 
-_RECIPE = 5  # of fitting, training and draft heads; what was made otherwise is made anew
+_RECIPE = 6  # of fitting, training and draft heads; what was made otherwise is made anew
 _REMEMBERED = 16  # masks whose bridges are at hand
 _CHECKED = 2  # texts in which rows must see what decoding does
 
@@ -45,13 +45,13 @@ class BridgingSettings:
         tokens: of the target's own answers.
         max_new_tokens: of an answer.
         batch: answers written at once.
-        calibration_bytes: of hidden states, keys and values in memory.
+        calibration_bytes: of hidden states, keys and values in memory, and of what a fit takes beside them.
         train_seconds: of training, for every finalist that is bridged; 0 for none.
         train_width: of the MLPs that are trained beside the maps of finalists that have none; 0 for none.
         learning_rate: of it.
         unroll: tokens in a row that it learns.
         texts_per_step: answers of a step, if they fit.
-        training_bytes: of what a step holds until its gradient is there.
+        training_bytes: of what a step of training and its optimiser hold.
         remembered_bytes: of texts as the target read them, in memory, for training.
         begin_like: a file of prompts that every other text begins like, none of which is measured.
 
@@ -92,6 +92,7 @@ class Shelf:
         outputs: where texts, bridges and heads are kept.
         seed: of the texts.
         like: what every other text begins like.
+        width: of the widest MLPs that a search asks for.
 
     Attributes:
         on_use: hears of every fit that is asked for, however often: its name, the seconds that it took, and how many of them
@@ -106,12 +107,14 @@ class Shelf:
         outputs: Path,
         seed: int,
         like: Sequence[str] = (),
+        width: int = 0,
     ) -> None:
         self.target, self.settings, self.seed = target, settings, seed
         self._sampling, self._like = sampling, like
         fields = {name: getattr(settings, name) for name in ("tokens", "max_new_tokens", "batch")}
         self._config = OmegaConf.create(fields | {"seed": seed, "outputs": str(outputs)})
-        asked = [_RECIPE, asked_texts(self._config, target, sampling, like), settings.calibration_bytes]
+        self._width = max(width, settings.train_width)  # trained or not, so that both find the same closed forms here
+        asked = [_RECIPE, asked_texts(self._config, target, sampling, like), settings.calibration_bytes, self._width]
         self._asked = digest(asked)
         self.folder = (outputs / "shelf" / self._asked[:12]).resolve()
         self._loaded: dict[str, Bridges] = {}
@@ -189,10 +192,11 @@ class Shelf:
 
     def aids(self, mask: SkipMask, makeup: Makeup) -> Aids:
         """What a mask's draft has beside the sub-layers that it keeps."""
-        if makeup == Makeup():
-            return NO_AIDS
-        left_out = self.target.vocabulary - makeup.tokens if 0 < makeup.tokens < self.target.vocabulary else 0
-        return Aids.of(self._shape(mask, makeup) if self.bridge(mask, makeup) else None, left_out)
+        return Aids.of(self._shape(mask, makeup) if self.bridge(mask, makeup) else None, self.left_out(makeup.tokens))
+
+    def left_out(self, size: int) -> int:
+        """How many tokens a draft head of so many never drafts."""
+        return self.target.vocabulary - size if 0 < size < self.target.vocabulary else 0
 
     def makeup(self, config: SpeculativeConfig) -> Makeup:
         """How a configuration drafts that this shelf made up."""
@@ -222,7 +226,7 @@ class Shelf:
         budget, passages = self.settings.calibration_bytes, passages_of(self.texts)
         longest = sorted(passages, key=lambda passage: passage.starts)[-_CHECKED:]
         Scanner(self.target, longest, Sampling(), depth=2).check()
-        return calibrate(self.target, passages, budget, "bridging.calibration_bytes", self.memory)
+        return calibrate(self.target, passages, budget, "bridging.calibration_bytes", self.memory, self._width)
 
     @functools.cached_property
     def memory(self) -> Memory | None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +112,22 @@ def test_what_fitting_says_of_bridges_is_what_drafts_do(family: str, mask: str) 
         assert said == right / len(last)
 
 
+def test_a_map_of_lower_rank_adds_most_of_what_the_full_map_adds() -> None:
+    """Against the singular vectors of what the full map adds to the rows that both are fitted to."""
+    torch.manual_seed(0)
+    hidden = torch.randn(400, 12)
+    wanted = hidden @ torch.randn(12, 12) * torch.tensor([4.0, 3.0, 2.0, *[0.3] * 9]) + torch.randn(400, 12)
+    gap = SkipMask.parse("layers:1", 3).gaps[0]
+    full, ranked = (Bridges(BridgeShape("layers:1", 3, 12, "linear", rank)).of(gap) for rank in (0, 3))
+    with torch.no_grad():
+        regress(full, hidden, wanted)
+        regress(ranked, hidden, wanted)
+        added, fewer = full(hidden), ranked(hidden)
+    middle = added.mean(0)
+    left, values, right = torch.linalg.svd(added - middle, full_matrices=False)
+    assert torch.allclose(fewer, middle + left[:, :3] * values[:3] @ right[:3], atol=1e-3)
+
+
 def test_a_map_of_full_rank_is_the_full_map() -> None:
     target = target_of("llama")
     hidden = int(target.model.config.hidden_size)
@@ -142,25 +159,52 @@ def test_bridges_begin_as_their_neighbours() -> None:
         own.warm(Bridges(_shape(target, "layers:1", "mean")))
 
 
-def test_the_memory_of_a_calibration_is_bounded() -> None:
+@pytest.mark.parametrize(
+    ("made", "changes", "budget"),
+    [
+        (("linear",), {}, 2**21),
+        (("linear", 8), {}, 2**21),
+        (("linear",), {"family": "gemma3_text"}, 2**21),
+        (("linear",), {"dtype": torch.bfloat16}, 2**21),
+        (("linear",), {"hidden_size": 256}, 2**24),
+        (("linear", 96), {"hidden_size": 256}, 2**24),
+        (("mlp", 0, 32), {}, 2**23),
+        (("mlp", 64, 64), {"hidden_size": 128}, 2**25),
+    ],
+)
+def test_the_memory_of_a_calibration_is_bounded(made: tuple[Any, ...], changes: dict[str, Any], budget: int) -> None:
     """All that tensors take at once, as torch's profiler counts it, while texts are read and bridges fitted."""
-    target, budget = Target(build("llama")), 2**21
+    changes = dict(changes)  # the parameters are shared
+    family, dtype = changes.pop("family", "llama"), changes.pop("dtype", torch.float32)
+    target = Target(build(family, **changes).to(dtype))
     torch.manual_seed(3)
     tokens = torch.randint(3, target.vocabulary, (200, 40)).tolist()
     passages = [Passage(str(i), "own", tuple(p[:10]), tuple(p[10:]), 30) for i, p in enumerate(tokens)]
-    made = []
+    found = []
 
     def work() -> None:
-        made.append(Calibration(target, passages, budget, max_rows=64))
-        made[0].fit(_shape(target, "layers:1;mlp:2"))
+        found.append(Calibration(target, passages, budget, max_rows=64, width=made[2] if made[2:] else 0))
+        found[0].fit(_shape(target, "layers:0;attention:1;mlp:2;layers:3", *made))
 
     peak = peak_bytes(work)
-    (half,) = made
+    (half,) = found
     assert 0.5 * budget < peak <= budget
     assert half.nbytes < peak
     assert 1 < len(half.passages) < len(passages)
-    with pytest.raises(ValueError, match="^most_bytes: "):
+    with pytest.raises(ValueError, match=r"^most_bytes: 100 hold not even one of 200 continuations, which takes") as few:
         Calibration(target, passages, 100)
+    assert len(Calibration(target, passages, int(str(few.value).split()[-1])).passages) == 1
+
+
+def test_what_mlps_learn_with_is_in_the_budget() -> None:
+    target = Target(build("llama"))
+    torch.manual_seed(3)
+    tokens = torch.randint(3, target.vocabulary, (200, 40)).tolist()
+    passages = [Passage(str(i), "own", tuple(p[:10]), tuple(p[10:]), 30) for i, p in enumerate(tokens)]
+    without, narrow, wide = (Calibration(target, passages, 2**23, width=width) for width in (0, 1, 512))
+    assert len(wide.passages) < len(narrow.passages) <= len(without.passages)
+    fit = narrow.fit(_shape(target, "layers:1;mlp:2", "mlp", 0, 1))
+    assert all(parameter.grad is None for parameter in fit.bridges.parameters())
 
 
 def test_a_fit_that_does_not_help_says_so() -> None:

@@ -83,7 +83,7 @@ def test_bridges_that_memory_cannot_hold_are_left_out(
 def test_states_that_memory_cannot_hold_are_read_once(
     shelf: Shelf, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("layerskip.bridge_fit.Texts", lambda *_: torch.empty(2**60))
+    monkeypatch.setattr("layerskip.bridge_fit.Texts", lambda *_, **__: torch.empty(2**60))
     for number in (1, 2):
         assert shelf.bridge(SkipMask.parse(f"layers:{number}", tiny_target.layers), LINEAR) == ""
     assert capsys.readouterr().out.count("out of memory") == 1
