@@ -1,9 +1,10 @@
 """Named configurations and peers side by side: what is how fast, on these prompts, on this machine, today?
 
 ``python -m searches.benchmark`` measures them in one run, interleaved prompt by prompt; ``config=best.json`` adds an export,
-and takes the prompts that no search sees. It prints a table, writes JSON and logs to MLflow. A drafter's memory is that of
-its weights and caches beside the target's own, as tensors; n-grams and tables of Python objects, mapped files and the caches
-of transformers' own methods are not counted. On CUDA, what decoding takes at its peak beside all that is loaded is told too.
+and takes the prompts that no search sees. It prints a table, writes JSON and logs to MLflow; interrupted, it prints a table
+of what was measured, and keeps nothing. A drafter's memory is that of its weights and caches beside the target's own, as
+tensors; n-grams and tables of Python objects, mapped files and the caches of transformers' own methods are not counted.
+On CUDA, what decoding takes at its peak beside all that is loaded is told too.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from .application import InputError, check_flag, check_whole, run
 from .benchmark_table import table
 from .datastore import refuse_answers
 from .heading import heading
+from .interrupt import is_interrupt
 from .objective import MeasureSettings, check_seed
 from .peers import Peer
 from .tracking import Tracker
@@ -73,24 +75,35 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     rows: list[Mapping[str, Sample]] = []
     held = dict.fromkeys(contenders, 0)
     repeats = measuring.repeats
-    with tqdm(total=len(prompts) * repeats, unit="prompt", disable=None) as bar:
-        for row in interleave(target, prompts, contenders, task, repeats):
-            rows.append(row)
-            held |= {name: max(held[name], contender.held_bytes()) for name, contender in contenders.items()}
-            bar.update()
-    record = heading("layerskip.benchmark/1", target) | {
-        "sampling": sampling.to_dict(),
-        "max_new_tokens": task.max_new_tokens,
-        "repeats": repeats,
-        "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
-        "configs": {name: found.to_dict() for name, found in configs.items()},
-        "results": {
-            name: _result(rows, name, rivals.get(name), _members(name, configs))
-            | {"lossless": name not in configs or configs[name].lossless, "drafter_bytes": held[name]}
-            for name in contenders
-        },
-        "verification": None if timing is None else timing.to_dict(),
-    }
+
+    def record_of(repeats: int, count: int) -> dict[str, Any]:
+        return heading("layerskip.benchmark/1", target) | {
+            "sampling": sampling.to_dict(),
+            "max_new_tokens": task.max_new_tokens,
+            "repeats": repeats,
+            "prompts": {"name": prompts.name, "count": count, "digest": prompts.digest},
+            "configs": {name: found.to_dict() for name, found in configs.items()},
+            "results": {
+                name: _result(rows, name, rivals.get(name), _members(name, configs))
+                | {"lossless": name not in configs or configs[name].lossless, "drafter_bytes": held[name]}
+                for name in contenders
+            },
+            "verification": None if timing is None else timing.to_dict(),
+        }
+
+    try:
+        with tqdm(total=len(prompts) * repeats, unit="prompt", disable=None) as bar:
+            for row in interleave(target, prompts, contenders, task, repeats):
+                rows.append(row)
+                held |= {name: max(held[name], contender.held_bytes()) for name, contender in contenders.items()}
+                bar.update()
+    except BaseException as error:
+        if is_interrupt(error) and rows:
+            begun = record_of(-(-len(rows) // len(prompts)), min(len(rows), len(prompts)))
+            of = f"{len(rows)} of {len(prompts) * repeats} measurements of a prompt"
+            print(f"{table(begun)}\n\nInterrupted after {of}; no record is written.")
+        raise
+    record = record_of(repeats, len(prompts))
     text = table(record)
     print(text)
     path = Path(config.record or Path(config.outputs) / "benchmark.json")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -12,11 +15,14 @@ from safetensors import safe_open
 
 from layerskip import AcceptRule, Export, PromptSet, Sampling, SpeculativeConfig, Target, load_target
 from layerskip.lossless import Divergence, Losslessness
+from layerskip.measure import interleave
 from searches.application import CONF
-from searches.benchmark import _contenders
+from searches.benchmark import _contenders, benchmark
 from searches.benchmark_table import table
 from tests.searches.programs import execute, runs, sqlite
 from tests.tiny import save_tiny
+
+NO_PEERS = tuple(f"peers.transformers{which}=null" for which in ("", "_prompt_lookup", "_early_exit", "_assistant"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +70,7 @@ def test_who_cannot_draft_for_a_target_is_left_out_by_name(tmp_path: Path, capsy
     """GPT-Neo's attention takes no mask of a tree's branches."""
     target = load_target(str(save_tiny(tmp_path / "model", "gpt_neo")), dtype="float32", device="cpu")
     with initialize_config_dir(CONF, version_base="1.3"):
-        config = compose("benchmark", ["contenders.layer_skip.mask=layers:1", "peers={}", "contenders.draft_model=null"])
+        config = compose("benchmark", ["contenders.layer_skip.mask=layers:1", *NO_PEERS, "contenders.draft_model=null"])
     contenders, rivals, configs = _contenders(config, target, PromptSet.of(["one"]), Sampling())
     assert {"plain", "prompt_lookup", "layer_skip"} <= contenders.keys()
     assert "token_recycling" not in contenders.keys() | configs.keys() | rivals.keys()
@@ -81,7 +87,7 @@ def test_what_verification_costs_can_be_said(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device="cpu")
     others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model")]
     with initialize_config_dir(CONF, version_base="1.3"):
-        config = compose("benchmark", ["peers={}", "+contenders.cascade.verify_cost=[1.5]", *others])
+        config = compose("benchmark", [*NO_PEERS, "+contenders.cascade.verify_cost=[1.5]", *others])
     _, _, configs = _contenders(config, target, PromptSet.of(["one"]), Sampling())
     assert configs["cascade"].verify_cost == (1.5,)
 
@@ -183,7 +189,6 @@ def test_how_near_ties_are_is_told_where_outputs_part(record: dict) -> None:  # 
 def test_rules_that_change_the_output_stand_beside_exact_ones_where_they_are_allowed(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", num_hidden_layers=2)
     kinds = ("retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model")
-    peers = ("", "_prompt_lookup", "_early_exit", "_assistant")
     done = execute(
         "benchmark",
         "target=local",
@@ -195,7 +200,7 @@ def test_rules_that_change_the_output_stand_beside_exact_ones_where_they_are_all
         "tree.tokens=0",
         "allow_lossy=true",
         *(f"contenders.{kind}=null" for kind in kinds),
-        *(f"peers.transformers{peer}=null" for peer in peers),
+        *NO_PEERS,
         f"outputs={tmp_path / 'outputs'}",
         cwd=tmp_path,
     )
@@ -209,6 +214,30 @@ def test_rules_that_change_the_output_stand_beside_exact_ones_where_they_are_all
         assert found["configs"][name] == plain | {"accept": AcceptRule(name.rpartition("_")[2]).to_dict(), "lossless": False}
         (row,) = (line for line in done.stdout.splitlines() if line.startswith(f"| {name} |"))
         assert "| lossy |" in row
+
+
+@pytest.mark.parametrize("measured", [1, 5])
+def test_ctrl_c_shows_what_was_measured_and_writes_no_record(
+    measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*asked: Any) -> Iterator[Any]:
+        yield from itertools.islice(interleave(*asked), measured)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("searches.benchmark.interleave", interrupted)
+    model, outputs = save_tiny(tmp_path / "model"), tmp_path / "outputs"
+    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "retrieval", "lookahead", "cascade")]
+    which = ["target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
+    with initialize_config_dir(CONF, version_base="1.3"):
+        small = ["measure.prompts=3", "measure.repeats=2", "measure.max_new_tokens=8", "tree.tokens=0"]
+        config = compose("benchmark", [*NO_PEERS, *others, *which, *small])
+    with pytest.raises(KeyboardInterrupt):
+        benchmark(config)
+    said = capsys.readouterr().out
+    assert "| prompt_lookup | " in said
+    assert f"Interrupted after {measured} of 6 measurements of a prompt; no record is written." in said
+    assert f", {min(measured, 3)} prompts (packaged) x {1 + measured // 4}, " in said
+    assert not (outputs / "benchmark.json").exists()
 
 
 def test_verifying_a_tree_is_timed_beside_a_chain(record: dict) -> None:  # type: ignore[type-arg]
