@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import os
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import optuna
@@ -21,7 +22,6 @@ from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.attachments import attached
 from layerskip.costs import in_steps
 from layerskip.environment import environment
-from layerskip.memory import out_of_memory, release
 from layerskip.verify_timing import time_verification
 
 from . import report
@@ -136,7 +136,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
             raise
     final_prompts = held_out.take(measuring.held_out_prompts)
     with foreseeing(study, fits):
-        trained = _train_finalists(plan, study, tracker)
+        trained = _trained(plan, study, tracker, bridged)
     _log_fits(plan, study, tracker)
     rounds = len(final_prompts) * measuring.held_out_repeats
     with tqdm(total=rounds, unit="prompt", desc="held-out", disable=None) as bar:
@@ -151,27 +151,11 @@ def _log_fits(plan: Plan, study: optuna.Study, tracker: Tracker) -> None:
         tracker.log_fits([plan.space.shelf.described(name) for name in fits_of(study)])
 
 
-def _train_finalists(plan: Plan, study: optuna.Study, tracker: Tracker | None) -> list[Standing]:
-    """The finalists that are bridged once more, with trained bridges, where these draft better than empty skips."""
+def _trained(plan: Plan, study: optuna.Study, tracker: Tracker, bridged: Sequence[ScanOracle]) -> list[Standing]:
+    """The finalists that are bridged once more, with trained bridges, where a study trains any."""
     if plan.space.shelf is None or not plan.space.shelf.trains:
         return []
-    found, trained = [], TrainedBridges(plan.space.shelf, tracker)
-    for standing in contenders(study, plan.measuring.finalists):
-        if standing.config.bridge:
-            reason = ""
-            try:
-                config = trained.of(standing.config)
-                found += [] if config is None else [dataclasses.replace(standing, config=config)]
-            except InputError as error:  # what was searched for so long shall be measured all the same
-                reason = str(error)
-            except (MemoryError, RuntimeError) as error:
-                if not out_of_memory(error):
-                    raise
-                reason = "out of memory"
-            if reason:
-                release()
-                print(f"bridging: bridges of {standing.config.label()} stay as they were fitted: {reason}")
-    return found
+    return TrainedBridges(plan.space.shelf, tracker).finalists(contenders(study, plan.measuring.finalists), bridged)
 
 
 def _foresee(plan: Plan, tune: PromptSet, folder: Path) -> ScanOracle | None:

@@ -6,26 +6,28 @@ nothing twice.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
-from layerskip.bridge import Bridges
+from layerskip.bridge import Bridges, load_bridges
 from layerskip.costs import NO_AIDS, Aids, CostProfile
 from layerskip.drafters.prompt_lookup import PromptLookup
+from layerskip.files import digest
 from layerskip.replay import Branching, Counts, count, replay_lookup
 from layerskip.scan import Scan, Scanner
 
 from .kept import Kept
 from .makeup import Makeup
 from .oracle import Choice, Choices, Prediction
-from .shelf import Shelf
+from .shelf import Shelf, about
 from .stability import Stability, stability
 
 _ROWS = 256  # of a pass that is worth sharing
@@ -63,6 +65,7 @@ class ScanOracle:
         self._counts = Kept(folder / "counts.jsonl")
         self._others = Kept(folder / "others.jsonl")
         self._similar = Kept(folder / "similar.jsonl")
+        self._trained = Kept(folder / "trained.jsonl")
         self._scans: dict[SkipMask, Scan] = {}
 
     @property
@@ -119,7 +122,7 @@ class ScanOracle:
             counts = _sum(count(replay_lookup(passage, drafter)) for passage in self._scanner.passages)
             return self._profile.lookup_speedup(counts)
         mask = SkipMask.parse(config.mask, self.layers)
-        known = self._read(mask) if mask.format() in self._counts else {}
+        known = self._read(self._counts[mask.format()]["counts"]) if mask.format() in self._counts else {}
         choice = config.draft_length, config.stop, Branching(config.siblings, config.least_probability)
         counts = known[choice] if choice in known else self._count(mask, *choice)
         return self._profile.speedup(counts, mask, config.stop, self.aids(mask), choice[2])
@@ -133,6 +136,26 @@ class ScanOracle:
         if self._shelf is None or not (config.bridge or config.draft_head):
             return self.makeup == Makeup() and not config.bridge and not config.draft_head
         return self._shelf.makeup(config) == self.makeup
+
+    def suited(self, config: SpeculativeConfig) -> SpeculativeConfig:
+        """A configuration with the draft length, stop rule and siblings that suit it best, its own ones among them.
+
+        Args:
+            config: one that :meth:`foretells` affirms, whose bridges may have been trained since.
+        """
+        mask, folder = SkipMask.parse(config.mask, self.layers), Path(config.bridge)
+        own = config.draft_length, config.stop, Branching(config.siblings, config.least_probability)
+        bridges = load_bridges(folder, self._scanner.target, mask)
+        name = digest([folder.name, about(folder), config.draft_length, config.stop.to_dict(), astuple(own[2])])
+        if name not in self._trained:
+            (scan,) = self._scanner.scan([mask], bridges=[bridges], tokens=self._tokens)
+            self._trained.add(name, [self._counted(scan), _sum(self._scanner.counts(scan, *own)).to_list()])
+        others, counts = self._trained[name]
+        found = self._read(others) | {own: Counts.from_list(counts)}
+        aids = Aids.of(bridges.shape, 0 if self._shelf is None else self._shelf.left_out(self.makeup.tokens))
+        (length, stop, branching), _ = self._fastest(found, mask, aids)
+        siblings, least = astuple(branching)
+        return replace(config, draft_length=length, stop=stop, siblings=siblings, least_probability=least)
 
     def made_up(self, makeup: Makeup, shelf: Shelf) -> ScanOracle:
         """The same for masks that draft otherwise; texts and passes are shared."""
@@ -158,7 +181,7 @@ class ScanOracle:
 
     def _count(self, mask: SkipMask, draft_length: int, stop: StopRule, branching: Branching) -> Counts:
         """The counts of one choice beside those that every mask is tried with."""
-        name = json.dumps([mask.format(), draft_length, stop.to_dict(), *dataclasses.astuple(branching)])
+        name = json.dumps([mask.format(), draft_length, stop.to_dict(), *astuple(branching)])
         if name not in self._others:
             if mask not in self._scans:
                 (self._scans[mask],) = self._scanner.scan([mask], bridges=self._bridges([mask]), tokens=self._tokens)
@@ -197,7 +220,7 @@ class ScanOracle:
         for mask in masks:
             best = self._best(mask).config
             branching = Branching(best.siblings)
-            counts = self._parts(mask)[best.draft_length, best.stop, branching]
+            counts = self._parts(self._counts[mask.format()]["counts"])[best.draft_length, best.stop, branching]
             seconds.append([self._profile.seconds(part, mask, best.stop, self.aids(mask), branching) for part in counts])
             baseline = [part.tokens * self._profile.verify_seconds[0] for part in counts]
         return stability(masks, np.array(seconds), np.array(baseline), sublayers)
@@ -217,15 +240,20 @@ class ScanOracle:
             seconds = (time.monotonic() - start) / len(some)
             for scan in scans:
                 start = time.monotonic()
-                found = []
-                for rule, (length, stop, branching) in self._choices.every(self._scanner.depth, self._profile.longest):
-                    counts = self._scanner.counts(scan, length, stop, branching)
-                    found.append([length, rule, branching.siblings, [each.to_list() for each in counts]])
+                found = self._counted(scan)
                 self._scans[scan.mask] = scan
                 self._forget()
                 seconds_in_all = seconds + time.monotonic() - start
                 kept = {"agreement": scan.agreement, "counts": found, "seconds": seconds_in_all}
                 self._counts.add(scan.mask.format(), kept, self._lasting(scan.mask))
+
+    def _counted(self, scan: Scan) -> list[list[Any]]:
+        """Of every choice: draft length, number of its stop rule, siblings, and the counts of each passage."""
+        found = []
+        for rule, (length, stop, branching) in self._choices.every(self._scanner.depth, self._profile.longest):
+            counts = self._scanner.counts(scan, length, stop, branching)
+            found.append([length, rule, branching.siblings, [each.to_list() for each in counts]])
+        return found
 
     def _portions(self, masks: list[SkipMask]) -> Iterator[list[SkipMask]]:
         """Masks that are scanned together: several where passes have room for many rows, which a CPU gains nothing by."""
@@ -236,28 +264,31 @@ class ScanOracle:
     def _new(self, masks: Sequence[SkipMask], memory: Kept) -> list[SkipMask]:
         return [mask for mask in dict.fromkeys(masks) if mask.format() not in memory]
 
-    def _parts(self, mask: SkipMask) -> dict[Choice, list[Counts]]:
+    def _parts(self, counted: Sequence[Sequence[Any]]) -> dict[Choice, list[Counts]]:
         """Of every choice: the counts of each passage."""
         return {
             (length, self._choices.stops[rule], Branching(siblings)): [Counts.from_list(part) for part in found]
-            for length, rule, siblings, found in self._counts[mask.format()]["counts"]
+            for length, rule, siblings, found in counted
         }
 
-    def _read(self, mask: SkipMask) -> dict[Choice, Counts]:
-        return {choice: _sum(parts) for choice, parts in self._parts(mask).items()}
+    def _read(self, counted: Sequence[Sequence[Any]]) -> dict[Choice, Counts]:
+        return {choice: _sum(parts) for choice, parts in self._parts(counted).items()}
 
     def _best(self, mask: SkipMask) -> Prediction:
-        aids = self.aids(mask)
-        found = {
-            choice: self._profile.speedup(counts, mask, choice[1], aids, choice[2])
-            for choice, counts in self._read(mask).items()
-        }
-        (length, stop, branching), speedup = max(found.items(), key=lambda pair: pair[1])
+        known = self._counts[mask.format()]
+        (length, stop, branching), speedup = self._fastest(self._read(known["counts"]), mask, self.aids(mask))
         bridge, head = self._aided(mask.format())
         config = SpeculativeConfig(
             "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, bridge=bridge, draft_head=head
         )
-        return Prediction(config, speedup, float(self._counts[mask.format()]["agreement"]))
+        return Prediction(config, speedup, float(known["agreement"]))
+
+    def _fastest(self, found: Mapping[Choice, Counts], mask: SkipMask, aids: Aids) -> tuple[Choice, float]:
+        """The choice that suits a mask best, and what is foretold of it."""
+        foretold = {
+            choice: self._profile.speedup(counts, mask, choice[1], aids, choice[2]) for choice, counts in found.items()
+        }
+        return max(foretold.items(), key=lambda pair: pair[1])
 
 
 def masks_at_once(rows: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,16 @@ from omegaconf import OmegaConf
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.files import digest
+from layerskip.memory import out_of_memory, release
 from layerskip.passages import Passage
 
+from .application import InputError
 from .bridging import BridgeLearner
 from .learner import TrainingFile
 from .makeup import Makeup
+from .scan_oracle import ScanOracle
 from .shelf import Shelf, about
+from .standings import Standing
 from .tracking import Tracker
 from .written import passages_of
 
@@ -47,6 +52,36 @@ class TrainedBridges:
         self._learning |= {"max_seconds": shelf.settings.train_seconds, "steps": _STEPS}
         self._learning |= {"save_seconds": _SAVED, "seed": shelf.seed}
         self._grown: dict[BridgeShape, Path] = {}
+
+    def finalists(self, standings: Sequence[Standing], oracles: Sequence[ScanOracle]) -> list[Standing]:
+        """Those that are bridged once more, with trained bridges, where these draft better than empty skips.
+
+        Drafts that are right more often pay for longer ones, so how far each drafts is foretold once more, and need not be
+        what was measured to be best with its closed form.
+
+        Args:
+            standings: as a search ends.
+            oracles: of all that masks were made up with.
+        """
+        found: dict[SpeculativeConfig, Standing] = {}
+        for standing in standings:
+            if standing.config.bridge:
+                config, reason = None, ""
+                try:
+                    config = self.of(standing.config)
+                except InputError as error:  # what was searched for so long shall be measured all the same
+                    reason = str(error)
+                except (MemoryError, RuntimeError) as error:
+                    if not out_of_memory(error):
+                        raise
+                    reason = "out of memory"
+                if reason:
+                    release()
+                    print(f"bridging: bridges of {standing.config.label()} stay as they were fitted: {reason}")
+                if config is not None:
+                    config = _suited(config, oracles)
+                    found.setdefault(config, replace(standing, config=config))
+        return list(found.values())
 
     def of(self, config: SpeculativeConfig) -> SpeculativeConfig | None:
         """A bridged configuration with its bridges trained, from their closed form on, or from what was trained before of
@@ -122,6 +157,19 @@ class TrainedBridges:
         alike = [other for other in self._grown if other.is_like(shape)]
         nearest = min(reversed(alike), key=lambda other: _distance(shape, other), default=None)
         return None if nearest is None else load_bridges(self._grown[nearest], self._target)
+
+
+def _suited(config: SpeculativeConfig, oracles: Sequence[ScanOracle]) -> SpeculativeConfig:
+    """A configuration as it is best by one of the oracles; as it is where none foretells it, or memory does not suffice."""
+    oracle = next((oracle for oracle in oracles if oracle.foretells(config)), None)
+    try:
+        return config if oracle is None else oracle.suited(config)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+    release()
+    print(f"bridging: {config.label()} drafts as far as before its training: out of memory")
+    return config
 
 
 def _distance(one: BridgeShape, other: BridgeShape) -> int:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, generate
-from layerskip.bridge import load_bridges
-from layerskip.passages import Passage
+from layerskip import AcceptRule, Sampling, SkipMask, SpeculativeConfig, StopRule, Target, generate
+from layerskip.bridge import load_bridges, save_bridges
+from layerskip.costs import Aids, CostProfile
+from layerskip.passages import Passage, continue_prompts
+from layerskip.prompts import PromptSet
+from layerskip.scan import Scanner
 from layerskip.view import skip_view
 from searches.application import InputError
 from searches.bridging import BridgeLearner
-from searches.layerskip import _train_finalists
 from searches.makeup import Makeup
-from searches.objective import MeasureSettings
+from searches.oracle import Choices
+from searches.scan_oracle import ScanOracle
 from searches.shelf import BridgingSettings, Shelf
 from searches.standings import Standing
 from searches.tracking import Tracker
@@ -33,11 +37,9 @@ def test_finalists_that_cannot_be_trained_are_measured_as_they_are(
         raise InputError("training_bytes: 10 hold not even one text") if config.draft_length == 1 else MemoryError
 
     found = [Standing(SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b")) for length in (1, 2)]
-    monkeypatch.setattr("searches.layerskip.contenders", lambda *_: found)
     monkeypatch.setattr(TrainedBridges, "of", trained)
     shelf = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
-    plan = SimpleNamespace(space=SimpleNamespace(shelf=shelf), measuring=MeasureSettings())
-    assert _train_finalists(plan, None, None) == []  # type: ignore[arg-type]
+    assert TrainedBridges(shelf).finalists(found, []) == []
     said = capsys.readouterr().out
     assert "stay as they were fitted: training_bytes: 10 hold not even one text" in said
     assert "stay as they were fitted: out of memory" in said
@@ -130,6 +132,73 @@ def test_finalists_begin_as_their_nearest_neighbour(
     for mask in (masks[0], "attention:2"):  # what was trained before is not trained again, and is a neighbour
         grown.of(_bridged(again, mask))
     assert begun[len(masks) :] == ["layers:0"]
+
+
+def test_how_far_trained_bridges_draft_is_asked_once_more(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is best by the counts of real decoding is chosen, whatever suited the closed form."""
+    passages = continue_prompts(tiny_target, PromptSet.of(["Say one.", "Say two."]), Sampling(), 20)
+    scanner, layers = Scanner(tiny_target, passages, Sampling(), depth=4), tiny_target.layers
+    verify = (8.0, 8.2, 8.4, 8.6, 8.8)
+    prices = CostProfile(20, 0.05, 0.01, (0.01,) * layers, (0.01,) * layers, 0.01, 0.3, verify, 0.02, 1e-5)
+    shelf = Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
+    fitted = next(c for c in (_bridged(shelf, f"layers:{i}") for i in range(layers)) if c.bridge)
+    fitted = replace(fitted, draft_length=4, stop=StopRule("threshold", 0.3))  # none of those that every mask is tried with
+    mask = SkipMask.parse(fitted.mask, layers)
+    plain = ScanOracle(scanner, scanner.sample(8), prices, Choices((1, 4)), tmp_path / "scans")
+    oracles = [plain.made_up(made, shelf) for made in (Makeup("mean"), LINEAR)]
+    folders = {}
+    for spoilt in (0.0, 0.3, 10.0):
+        bridges = load_bridges(fitted.bridge, tiny_target, mask)
+        for parameter in bridges.parameters():
+            parameter.data += spoilt * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        folders[spoilt] = tmp_path / f"trained-{spoilt}"
+        about = {"bridge": "linear", "rank": 0, "width": 0, "seconds": spoilt}
+        save_bridges(folders[spoilt], bridges, tiny_target, about, "texts")
+    each = prices.draft_seconds(mask, aids=Aids.of(bridges.shape))
+    grown, chosen = TrainedBridges(shelf), []
+    for folder in folders.values():
+        monkeypatch.setattr(grown, "of", lambda config, folder=folder: replace(config, bridge=str(folder)))
+        (found,) = grown.finalists([Standing(fitted)] * 2, oracles)
+        worth = {}
+        for choice in [*((length, StopRule()) for length in range(1, 5)), (fitted.draft_length, fitted.stop)]:
+            asked, rounds = replace(fitted, bridge=str(folder), draft_length=choice[0], stop=choice[1]), []
+            for passage in passages:
+                rounds += generate(tiny_target, list(passage.prompt), asked, max_new_tokens=20).stats.rounds
+            cost = each + (0.01 if choice[1].kind == "threshold" else 0.0)
+            spent = sum(verify[r.drafted] + cost * r.drafted + (0.3 if r.drafted else 0.0) for r in rounds)
+            worth[asked] = sum(r.committed for r in rounds) / spent
+        assert worth[found.config] == pytest.approx(max(worth.values()))
+        chosen.append((found.config.draft_length, found.config.stop))
+    assert len(set(chosen)) > 1
+    monkeypatch.setattr(Scanner, "scan", None)  # whoever scans again fails
+    (again,) = grown.finalists([Standing(fitted)], oracles)
+    assert again.config == found.config
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_finalists_draft_as_before_where_nobody_can_tell(
+    memory: bool, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scan(*asked: Any, **more: Any) -> None:
+        assert not memory
+        raise MemoryError
+
+    passages = continue_prompts(tiny_target, PromptSet.of(["Say one."]), Sampling(), 10)
+    scanner, layers = Scanner(tiny_target, passages, Sampling(), depth=4), tiny_target.layers
+    prices = CostProfile(20, 0.4, 0.1, (0.1,) * layers, (0.1,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0, 12.0))
+    shelf = Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
+    fitted = next(c for c in (_bridged(shelf, f"layers:{i}") for i in range(layers)) if c.bridge)
+    # What is accepted by another rule, or so far ahead, no scan tells.
+    others = [replace(fitted, accept=AcceptRule("typical")), replace(fitted, draft_length=9)]
+    oracle = ScanOracle(scanner, scanner, prices, Choices((1, 4)), tmp_path / "scans").made_up(LINEAR, shelf)
+    monkeypatch.setattr(Scanner, "scan", scan)
+    grown = TrainedBridges(shelf)
+    monkeypatch.setattr(grown, "of", lambda config: config)
+    asked = others if memory else [fitted]
+    assert [found.config for found in grown.finalists([Standing(config) for config in asked], [oracle])] == asked
+    assert ("drafts as far as before its training: out of memory" in capsys.readouterr().out) != memory
 
 
 def _bridged(shelf: Shelf, text: str) -> SpeculativeConfig:
