@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -22,6 +23,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny models gain nothing from more, and on a busy machine threads that wait for each other lose a lot.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
+
+
+def pytest_collection_finish() -> None:
+    """Let who collects garbage not look through all that was imported, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from layerskip.cache import KVCache
 from layerskip.decode import Continuation, decode
 from layerskip.draft import Draft
 from layerskip.drafters.base import Context, Drafter, Learner, Reader, Said
+from layerskip.prefill import Prefill
 from layerskip.sampling import Chooser, Sampling
 from layerskip.stats import DecodeStats
 from layerskip.target import Target
@@ -270,12 +271,13 @@ class DrafterContract:
 
     def test_sampled_tokens_follow_the_exact_law(self) -> None:
         """Four tokens: one from the prefill, then a draft of up to two and a bonus token; many sequences end before."""
-        target = self.toy()
-        drafter = self.drafter(target)
+        target, prompt = self.toy(), self.toy_prompt
+        drafter, prefill = self.drafter(target), Prefill.of(target, prompt)
         torch.manual_seed(0)
         for sampling in self.samplings:
-            results = [decode(target, drafter, self.toy_prompt, sampling, 4) for _ in range(SAMPLES)]
-            assert_follows((tuple(result.tokens) for result in results), toy_law(target, sampling, 4, self.toy_prompt))
+            known = None if sampling is self.samplings[0] else prefill
+            results = [decode(target, drafter, prompt, sampling, 4, prefill=known) for _ in range(SAMPLES)]
+            assert_follows((tuple(result.tokens) for result in results), toy_law(target, sampling, 4, prompt))
             rounds = DecodeStats.join(result.stats for result in results).rounds
             for accepted in (0, 1, 2):
                 assert any(round.drafted >= 2 and round.accepted == accepted for round in rounds) == self.drafts
