@@ -76,7 +76,7 @@ def compare(config: DictConfig) -> dict[str, Any]:
             for name, seed in runs
         ],
     }
-    record["verdict"] = verdict(record["searches"], config.seconds)
+    record["verdict"] = verdict(record["searches"])
     path = Path(config.record or Path(config.outputs) / "compare.json")
     write_json(path, record)
     draw(record, path.with_suffix(".png"))
@@ -104,9 +104,9 @@ def _thinned(claims: Sequence[Any], most: int) -> list[Any]:
     return [claims[place] for place in places]
 
 
-def verdict(searches: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:
+def verdict(searches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For every other search: when ours, with the same seed, had reached its final held-out speedup, and in what share of
-    its seconds."""
+    its seconds, which are fewer than the budget where it ended by itself."""
     own = {search["seed"]: search["curve"] for search in searches if search["strategy"] == _OURS}
     found = []
     for search in searches:
@@ -114,7 +114,7 @@ def verdict(searches: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[
             continue
         final = search["curve"][-1]["held_out_speedup"]
         reached = [point["seconds"] for point in own[search["seed"]] if point["held_out_speedup"] >= final]
-        share = min(reached) / seconds if reached else None
+        share = min(reached) / search["spent"] if reached else None
         found.append(
             {
                 "strategy": search["strategy"],

@@ -68,12 +68,14 @@ def test_nothing_is_claimed_behind_the_budget() -> None:
 
 
 def test_the_verdict_is_when_ours_was_as_good() -> None:
-    def search(name: str, *points: tuple[float, float]) -> dict[str, object]:
-        return {"strategy": name, "seed": 0, "curve": [{"seconds": s, "held_out_speedup": v} for s, v in points]}
+    def search(name: str, spent: float, *points: tuple[float, float]) -> dict[str, object]:
+        curve = [{"seconds": seconds, "held_out_speedup": speedup} for seconds, speedup in points]
+        return {"strategy": name, "seed": 0, "spent": spent, "curve": curve}
 
-    searches = [search("ours", (5, 0.9), (10, 1.1)), search("random", (1, 1.0), (90, 1.05)), search("swift", (1, 1.2))]
-    found = {row["strategy"]: row["share_of_its_seconds"] for row in verdict(searches, 100.0)}
-    assert found == {"random": 0.1, "swift": None}
+    ours = search("ours", 100.0, (5, 0.9), (10, 1.1))
+    others = search("random", 100.0, (1, 1.0), (90, 1.05)), search("tpe", 100.0, (1, 1.2)), search("swift", 40.0, (1, 1.0))
+    found = {row["strategy"]: row["share_of_its_seconds"] for row in verdict([ours, *others])}
+    assert found == {"random": 0.1, "tpe": None, "swift": 0.25}  # who ends by itself has taken no more than that
 
 
 def test_the_table_compares_nothing_with_a_search_that_did_not_run() -> None:
@@ -82,7 +84,7 @@ def test_the_table_compares_nothing_with_a_search_that_did_not_run() -> None:
 
     point = {"seconds": 1.0, "held_out_speedup": 1.1}
     searches = [search("random", point), search("swift")]
-    record = {"searches": searches, "verdict": verdict(searches, 9.0), "seconds": 9.0, "date": "today"}  # type: ignore[arg-type]
+    record = {"searches": searches, "verdict": verdict(searches), "seconds": 9.0, "date": "today"}  # type: ignore[arg-type]
     text = table(record | {"environment": {"device_name": "x"}, "target": {"name": "t", "dtype": "d"}})
     assert "| random | 0 | 1 | 1.100 |  |" in text
     assert "| swift | 0 | 1 | nothing claimed |  |" in text
