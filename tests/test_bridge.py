@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from layerskip.ridge import regress
 from layerskip.scan import Scanner
 from layerskip.target import Target, load_target
 from layerskip.view import skip_view
-from tests.allocations import peak_bytes
 from tests.drafters.bridges import bridge_folder, calibration
 from tests.drafters.contract import GREEDY, target_of
 from tests.families import build
@@ -157,54 +155,6 @@ def test_bridges_begin_as_their_neighbours() -> None:
     assert not own.of(Gap("attention", 3, 3)).bias.any()
     with pytest.raises(ConfigError, match="^bridge: .* another kind or size"):
         own.warm(Bridges(_shape(target, "layers:1", "mean")))
-
-
-@pytest.mark.parametrize(
-    ("made", "changes", "budget"),
-    [
-        (("linear",), {}, 2**21),
-        (("linear", 8), {}, 2**21),
-        (("linear",), {"family": "gemma3_text"}, 2**21),
-        (("linear",), {"dtype": torch.bfloat16}, 2**21),
-        (("linear",), {"hidden_size": 256}, 2**24),
-        (("linear", 96), {"hidden_size": 256}, 2**24),
-        (("mlp", 0, 32), {}, 2**23),
-        (("mlp", 64, 64), {"hidden_size": 128}, 2**25),
-    ],
-)
-def test_the_memory_of_a_calibration_is_bounded(made: tuple[Any, ...], changes: dict[str, Any], budget: int) -> None:
-    """All that tensors take at once, as torch's profiler counts it, while texts are read and bridges fitted."""
-    changes = dict(changes)  # the parameters are shared
-    family, dtype = changes.pop("family", "llama"), changes.pop("dtype", torch.float32)
-    target = Target(build(family, **changes).to(dtype))
-    torch.manual_seed(3)
-    tokens = torch.randint(3, target.vocabulary, (200, 40)).tolist()
-    passages = [Passage(str(i), "own", tuple(p[:10]), tuple(p[10:]), 30) for i, p in enumerate(tokens)]
-    found = []
-
-    def work() -> None:
-        found.append(Calibration(target, passages, budget, max_rows=64, width=made[2] if made[2:] else 0))
-        found[0].fit(_shape(target, "layers:0;attention:1;mlp:2;layers:3", *made))
-
-    peak = peak_bytes(work)
-    (half,) = found
-    assert 0.5 * budget < peak <= budget
-    assert half.nbytes < peak
-    assert 1 < len(half.passages) < len(passages)
-    with pytest.raises(ValueError, match=r"^most_bytes: 100 hold not even one of 200 continuations, which takes") as few:
-        Calibration(target, passages, 100)
-    assert len(Calibration(target, passages, int(str(few.value).split()[-1])).passages) == 1
-
-
-def test_what_mlps_learn_with_is_in_the_budget() -> None:
-    target = Target(build("llama"))
-    torch.manual_seed(3)
-    tokens = torch.randint(3, target.vocabulary, (200, 40)).tolist()
-    passages = [Passage(str(i), "own", tuple(p[:10]), tuple(p[10:]), 30) for i, p in enumerate(tokens)]
-    without, narrow, wide = (Calibration(target, passages, 2**23, width=width) for width in (0, 1, 512))
-    assert len(wide.passages) < len(narrow.passages) <= len(without.passages)
-    fit = narrow.fit(_shape(target, "layers:1;mlp:2", "mlp", 0, 1))
-    assert all(parameter.grad is None for parameter in fit.bridges.parameters())
 
 
 def test_a_fit_that_does_not_help_says_so() -> None:

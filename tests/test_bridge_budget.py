@@ -1,0 +1,67 @@
+"""What fitting bridges takes at once: a budget bounds it, whatever the bridges, the family and the dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from layerskip.bridge import BridgeShape
+from layerskip.bridge_fit import Calibration
+from layerskip.mask import SkipMask
+from layerskip.passages import Passage
+from layerskip.target import Target
+from tests.allocations import peak_bytes
+from tests.families import build
+
+
+def _passages(target: Target) -> list[Passage]:
+    torch.manual_seed(3)
+    tokens = torch.randint(3, target.vocabulary, (200, 40)).tolist()
+    return [Passage(str(i), "own", tuple(p[:10]), tuple(p[10:]), 30) for i, p in enumerate(tokens)]
+
+
+def _shape(target: Target, mask: str, kind: str, rank: int = 0, width: int = 0) -> BridgeShape:
+    return BridgeShape.of(target, SkipMask.parse(mask, target.layers), kind, rank, width)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "width", "family", "dtype", "hidden", "budget"),
+    [
+        ("linear", 0, 0, "llama", torch.float32, 32, 2**21),
+        ("linear", 8, 0, "llama", torch.float32, 32, 2**21),
+        ("linear", 0, 0, "gemma3_text", torch.float32, 32, 2**21),
+        ("linear", 0, 0, "llama", torch.bfloat16, 32, 2**21),
+        ("linear", 0, 0, "llama", torch.float32, 256, 2**24),
+        ("linear", 96, 0, "llama", torch.float32, 256, 2**24),
+        ("mlp", 0, 32, "llama", torch.float32, 32, 2**23),
+        ("mlp", 64, 64, "llama", torch.float32, 128, 2**25),
+    ],
+)
+def test_the_memory_of_a_calibration_is_bounded(
+    kind: str, rank: int, width: int, family: str, dtype: torch.dtype, hidden: int, budget: int
+) -> None:
+    """All that tensors take at once, as torch's profiler counts it, while texts are read and bridges fitted."""
+    target = Target(build(family, hidden_size=hidden).to(dtype))
+    passages, found = _passages(target), []
+
+    def work() -> None:
+        found.append(Calibration(target, passages, budget, max_rows=64, width=width))
+        found[0].fit(_shape(target, "layers:0;attention:1;mlp:2;layers:3", kind, rank, width))
+
+    peak = peak_bytes(work)
+    (half,) = found
+    assert 0.5 * budget < peak <= budget
+    assert half.nbytes < peak
+    assert 1 < len(half.passages) < len(passages)
+    with pytest.raises(ValueError, match=r"^most_bytes: 100 hold not even one of 200 continuations, which takes") as few:
+        Calibration(target, passages, 100)
+    assert len(Calibration(target, passages, int(str(few.value).split()[-1])).passages) == 1
+
+
+def test_what_mlps_learn_with_is_in_the_budget() -> None:
+    target = Target(build("llama"))
+    passages = _passages(target)
+    without, narrow, wide = (Calibration(target, passages, 2**23, width=width) for width in (0, 1, 512))
+    assert len(wide.passages) < len(narrow.passages) <= len(without.passages)
+    fit = narrow.fit(_shape(target, "layers:1;mlp:2", "mlp", 0, 1))
+    assert all(parameter.grad is None for parameter in fit.bridges.parameters())
