@@ -22,6 +22,7 @@ from .application import InputError
 SCHEMA = "layerskip.foretold/1"
 SAME = ("target", "prompts", "max_new_tokens")  # what runs must share to be taken together
 PLACE = ("device", "device_name", "threads")  # and of their environments
+SCANNED = 64  # masks whose scans are priced in real trials
 
 
 def agreement(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -37,6 +38,12 @@ def agreement(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
+def trials(record: Mapping[str, Any]) -> float | None:
+    """How many of a run's trials cost as much time as scanning :data:`SCANNED` masks; None where nothing was scanned."""
+    seconds = record["scan"].get("seconds_per_mask") if "scan" in record else None
+    return None if seconds is None else float(SCANNED * seconds / record["trial_seconds"])
+
+
 def together(paths: Sequence[str]) -> dict[str, Any]:
     """Several runs' predictions against the mean of their measurements.
 
@@ -47,7 +54,7 @@ def together(paths: Sequence[str]) -> dict[str, Any]:
     Returns:
         ``runs``, what each foretold against its own measurements and against the mean of all; ``points`` and their
         agreement, every run's predictions among them; ``median_difference``, how far two runs' measurements of the same lie
-        apart, relative to the later named.
+        apart, relative to the later named; ``scan``, what scans cost in the run where they were dearest.
 
     Raises:
         InputError: a file is no such record, or they compare different things.
@@ -69,11 +76,13 @@ def together(paths: Sequence[str]) -> dict[str, Any]:
         points += beside
         about = {name: record[name] for name in ("date", "environment")}
         runs.append(about | {"by_itself": agreement(record["points"]), "beside_the_mean": agreement(beside)})
+    costs = [cost for cost in map(trials, records) if cost is not None]
     apart = [abs(one[key] / other[key] - 1) for one, other in combinations(measured, 2) for key in mean]
     return (
         {"schema": "layerskip.foretold-together/1"}
         | {name: records[0][name] for name in SAME}
         | {"runs": runs, "points": points, "median_difference": statistics.median(apart)}
+        | ({"scan": {"trials": max(costs)}} if costs else {})
         | agreement(points)
     )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from layerskip import Export, Measurement, PromptSet
 from layerskip.measurement import CONFIDENCE
@@ -26,6 +26,8 @@ from .application import InputError
 _ROUNDING = 1e-6
 _MOST_PER_TOKEN = 1.1
 """A round may read a little faster than a step of plain decoding, by noise and by which kernels suit a block."""
+_ALIKE = 0.01
+"""Figures of one measurement agree but for prompts on which one side decoded nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Claim:
         lossy: whether its rule of acceptance may change the output.
         kept: whether its evidence says that the output was kept all the same.
         elsewhere: whether its evidence is of other held-out prompts than those that are measured now.
+        implied: speedups that follow from other figures of its evidence, by what they follow from.
     """
 
     speedup: Speedup | None = None
@@ -87,6 +90,7 @@ class Claim:
     lossy: bool = False
     kept: bool = False
     elsewhere: bool = False
+    implied: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def of(cls, export: Export, held_out: PromptSet, prompts: PromptSet) -> Claim:
@@ -107,7 +111,23 @@ class Claim:
             lossy=not export.config.lossless,
             kept=isinstance(output, Mapping) and output.get("verdict") in ("exact", "near_tie"),
             elsewhere=named is not None and named not in [part.digest for part in same],
+            implied=_implied(said),
         )
+
+    @property
+    def contradiction(self) -> str | None:
+        """What of its evidence does not go together, whatever is measured now; None where all does."""
+        said, per_round = self.speedup, self.tokens_per_round
+        if said is None:
+            return None
+        if not said.consistent:
+            return f"{said} is a speedup outside its own interval"
+        if per_round is not None and said.value > _MOST_PER_TOKEN * per_round:
+            return f"{said.value:.2f} x with {per_round:.2f} tokens per round, each of which verifies at least one"
+        for name, value in self.implied:
+            if abs(value / said.value - 1) > _ALIKE:
+                return f"{said.value:.2f} x where its {name} make {value:.2f}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -134,19 +154,13 @@ def judge(claim: Claim, found: Speedup, losslessness: str, tolerance: float) -> 
         losslessness: its verdict, as in :class:`layerskip.lossless.Losslessness`.
         tolerance: the share of a claim that machines may differ by from day to day, in [0, 1).
     """
-    said, per_round = claim.speedup, claim.tokens_per_round
+    said = claim.speedup
     if losslessness == "different" and (not claim.lossy or (claim.kept and not claim.elsewhere)):
         return Verdict("refuted", "the output is not that of plain decoding.")
     if losslessness not in ("exact", "near_tie", "different"):
         return Verdict("weaker", "no output was compared with that of plain decoding.", clear=False)
-    if said is not None and not said.consistent:
-        return Verdict("refuted", f"the evidence contradicts itself: {said} is a speedup outside its own interval.")
-    if said is not None and per_round is not None and said.value > _MOST_PER_TOKEN * per_round:
-        return Verdict(
-            "refuted",
-            f"the evidence contradicts itself: {said.value:.2f} x with {per_round:.2f} tokens per round, each of "
-            "which verifies at least one.",
-        )
+    if claim.contradiction is not None:
+        return Verdict("refuted", f"the evidence contradicts itself: {claim.contradiction}.")
     measured = f"measured {found}"
     if claim.elsewhere:
         measured += " on other prompts than the evidence's (prompts= chooses them)"
@@ -177,10 +191,25 @@ def judge_plain(claim: Speedup | None) -> Verdict:
     return Verdict("confirmed", "no drafting is plain decoding itself: its output cannot differ, nothing is measured.")
 
 
+def _implied(evidence: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """Speedups that other figures give: rates always, seconds where both sides gave the same tokens."""
+    pairs = {"tokens per second": ("tokens_per_second", "baseline_tokens_per_second")}
+    output = evidence.get("losslessness")
+    if isinstance(output, Mapping) and output.get("verdict") == "exact":
+        pairs["seconds"] = ("baseline_decode_seconds", "decode_seconds")
+    found = {name: [evidence.get(field) for field in fields] for name, fields in pairs.items()}
+    return tuple((name, one / other) for name, (one, other) in found.items() if _is_above(one) and _is_above(other))
+
+
+def _is_above(value: object) -> TypeGuard[float]:
+    """Whether a value is a number above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
+
+
 def _number(evidence: Mapping[str, Any], name: str) -> float:
     value = evidence.get(name)
     if value is None:
         raise InputError(f"evidence.{name}: is missing; a speedup has a value and both ends of an interval, or no interval")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
+    if not _is_above(value):
         raise InputError(f"evidence.{name}: {value!r} is not a number above 0")
     return float(value)

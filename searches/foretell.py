@@ -26,7 +26,7 @@ from layerskip.files import digest, write_json
 from layerskip.measurement import Sample
 from layerskip.replay import Counts, count
 
-from .agreement import SCHEMA, agreement, draw, together
+from .agreement import SCANNED, SCHEMA, agreement, draw, together, trials
 from .application import NOT_SHOWN, InputError, check_list, check_number, check_whole, run
 from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
@@ -40,7 +40,6 @@ from .space import SearchSpace
 
 AGAIN = "again"
 _BARS = ("least_correlation", "most_error", "most_trials")
-_SCANNED = 64  # masks whose scans are priced in real trials
 _AT_ONCE = 8  # masks between two steps of the progress bar
 
 
@@ -105,9 +104,9 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         | agreement(points)
     )
     print(_told(record))
-    if oracle.scan_seconds is not None:
-        cost = record["scan"]["trials"] = _SCANNED * oracle.scan_seconds / record["trial_seconds"]
-        print(f"scanning a mask took {oracle.scan_seconds:.2f} s; {_SCANNED} of them cost as much as {cost:.1f} real trials")
+    if (cost := trials(record)) is not None:
+        record["scan"]["trials"] = cost
+        print(f"scanning a mask took {oracle.scan_seconds:.2f} s; {SCANNED} of them cost as much as {cost:.1f} real trials")
     _save(record, Path(config.record or outputs / "foretold.json"))
     _judge(record, config)
     return record
@@ -123,14 +122,14 @@ def _check(config: DictConfig) -> None:
 
 def _judge(found: Mapping[str, Any], config: DictConfig) -> None:
     """End the process with 4 where a bar is missed; null is none."""
-    least, most, trials = (config[bar] for bar in _BARS)
+    least, most, dearest = (config[bar] for bar in _BARS)
     missed = []
     if least is not None and not found["spearman"] >= least:  # where all are the same there is no correlation
         missed.append(f"a rank correlation of at least {least}")
     if most is not None and found["median_absolute_error"] > most:
         missed.append(f"a median absolute error of at most {most:.1%}")
-    if trials is not None and found.get("scan", {}).get("trials", 0.0) > trials:
-        missed.append(f"{_SCANNED} scans for at most {trials} real trials")
+    if dearest is not None and found.get("scan", {}).get("trials", 0.0) > dearest:
+        missed.append(f"{SCANNED} scans for at most {dearest} real trials")
     for bar in missed:
         print(f"MISSED: {bar}")
     if missed:

@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.mask import count
 
-from .finals import Finals
+from .finals import Finalist, Finals
 from .ledger import FIT_SECONDS, fits_of
 from .objective import DRIFTED
 from .stability import SeedStability, Stability
@@ -123,23 +123,30 @@ def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
 
 
 def _winner(finals: Finals, seconds: float) -> list[str]:
-    """What the winner is worth by kind of work, against what the search thought of it and what the search cost."""
-    winner = finals.winner
-    if winner.config.kind == "none":
-        return [f"The search took {seconds:.0f} seconds."]
-    found = winner.held_out
+    """What the winner is worth by kind of work, against what the search thought of it and what the search cost; where plain
+    decoding wins, what the fastest of the others is worth."""
+    cost = f"The search took {seconds:.0f} seconds"
+    if finals.winner.config.kind == "none":
+        told = [
+            line for best in finals.finalists[:1] for line in (f"The fastest finalist, {best.config.label()}:", _worth(best))
+        ]
+        return [*told, f"{cost}."]
+    found = finals.winner.held_out
     saved = 1 / found["baseline_tokens_per_second"] - 1 / found["tokens_per_second"]
+    return [_worth(finals.winner), f"{cost}, which {seconds / saved:,.0f} generated tokens pay back."]
+
+
+def _worth(finalist: Finalist) -> str:
+    """A finalist by kind of work, and against what the search thought of it."""
+    found = finalist.held_out
     kinds = ", ".join(
         f"{name} {value:.2f} ({low:.2f} to {high:.2f})"
         for (name, value), (low, high) in zip(
             found["speedup_by_category"].items(), found["interval_by_category"].values(), strict=True
         )
     )
-    return [
-        f"By kind of work: {kinds}.",
-        f"From the search to held-out prompts its speedup went from {winner.search_speedup:.2f} to {found['speedup']:.2f}.",
-        f"The search took {seconds:.0f} seconds, which {seconds / saved:,.0f} generated tokens pay back.",
-    ]
+    before, now = finalist.search_speedup, found["speedup"]
+    return f"By kind of work: {kinds}.\nFrom the search to held-out prompts its speedup went from {before:.2f} to {now:.2f}."
 
 
 def verdict(finals: Finals) -> str:

@@ -108,6 +108,7 @@ def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompt
     found = Speedup(*(measured[name] for name in ("speedup", "speedup_low", "speedup_high")))
     held_out = PromptSet.packaged().split()[1]
     doctored = {"speedup": 4.0, "speedup_low": 3.5, "speedup_high": 4.6, "tokens_per_round": 5.0}
+    doctored["tokens_per_second"] = 4.0 * export.evidence["baseline_tokens_per_second"]
 
     def verdict(decoded: PromptSet, **said: object) -> str:
         claim = Claim.of(replace(export, evidence={**export.evidence, **said}), held_out, decoded)
@@ -123,6 +124,29 @@ def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompt
     for other in ("0" * 64, "", 7, ["a"], PromptSet.packaged().split()[0].digest):
         assert verdict(held_out, **doctored, prompts_digest=other) == "weaker"
         assert verdict(held_out, **doctored | {"tokens_per_round": 1.8}, prompts_digest=other) == "refuted"
+
+
+@pytest.mark.parametrize(
+    ("doctored", "reason"),
+    [
+        ({}, None),
+        ({"baseline_prefill_seconds": 1.0}, None),  # decoding alone is compared
+        ({"tokens_per_second": 60.0}, "1.27 x where its tokens per second make 3.83"),
+        ({"baseline_tokens_per_second": 10.0}, "1.27 x where its tokens per second make 1.99"),
+        ({"decode_seconds": 28.3}, "1.27 x where its seconds make 2.55"),
+        ({"speedup": 1.3, "speedup_low": 1.2, "speedup_high": 1.4}, "1.30 x where its tokens per second make 1.27"),
+        ({"decode_seconds": 28.3, "losslessness": {"verdict": "near_tie"}}, None),  # so the outputs may differ in length
+        ({"decode_seconds": "?", "tokens_per_second": None}, None),  # says nothing
+        ({"speedup": 1.6, "speedup_low": 1.5, "speedup_high": 1.7, "tokens_per_round": 1.4}, "1.60 x with 1.40 tokens per"),
+    ],
+)
+def test_evidence_whose_figures_do_not_go_together_is_refuted(doctored: dict[str, object], reason: str | None) -> None:
+    export = Export.load(RECORDS / "best-float32-smollm2-2-cores.json")
+    held_out = PromptSet.packaged().split()[1]
+    claim = Claim.of(replace(export, evidence={**export.evidence, **doctored}), held_out, held_out)
+    verdict = judge(claim, Speedup(1.27, 1.2, 1.4), "exact", TOLERANCE)
+    assert verdict.name == ("confirmed" if reason is None else "refuted")
+    assert reason is None or f"the evidence contradicts itself: {reason}" in verdict.reason
 
 
 @pytest.mark.parametrize(

@@ -192,9 +192,14 @@ def test_the_report_leaves_out_trials_that_had_nothing_left_to_measure() -> None
 
 def test_nobody_wins_who_is_not_faster() -> None:
     bench = Known({_lookup(4): 0.95})
-    finals = measure_finals(run_known(bench, _lookup(4)), bench, PROMPTS, MeasureSettings(finalists=1), 0)
+    study = run_known(bench, _lookup(4))
+    bench.speedups = {_lookup(4): 0.9}  # luck, in the search
+    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
     assert finals.winner.config == SpeculativeConfig()
-    assert report.verdict(finals).startswith("No drafting wins")
+    text = report.summary(study, finals)
+    assert report.verdict(finals).startswith("No drafting wins") and report.verdict(finals) in text
+    assert f"The fastest finalist, {_lookup(4).label()}:\nBy kind of work: x 0.90 (0.90 to 0.90).\n" in text
+    assert "its speedup went from 0.95 to 0.90" in text
 
 
 def test_looks_become_rarer_as_prompts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

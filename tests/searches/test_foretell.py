@@ -85,7 +85,18 @@ def test_runs_together_stand_beside_the_mean_of_what_they_measured(tmp_path: Pat
     assert [run["beside_the_mean"]["mean_error"] for run in record["runs"]] == pytest.approx([0.0, 0.1])
     assert (len(record["points"]), record["mean_error"]) == (6, pytest.approx(0.05))
     assert record["median_difference"] == pytest.approx(1 / 3)
+    assert "scan" not in record
     assert (tmp_path / "foretold-together.png").stat().st_size > 1000
+
+
+def test_the_dearest_scans_of_runs_together_are_judged(tmp_path: Path, launch: Launch) -> None:
+    costs = {name: {"scan": {"seconds_per_mask": each}, "trial_seconds": 32.0} for name, each in (("a", 1.0), ("b", 2.5))}
+    paths = [_run(tmp_path / f"{name}.json", 1.0, 1.0, **cost) for name, cost in costs.items()]
+    done = launch("foretell", f"records=[{','.join(paths)}]", f"outputs={tmp_path}", cwd=tmp_path)
+    assert json.loads((tmp_path / "foretold-together.json").read_text())["scan"] == {"trials": 5.0}
+    assert done.returncode == 4 and "MISSED: 64 scans for at most 4 real trials" in done.stdout
+    done = launch("foretell", f"records=[{','.join(paths)}]", f"outputs={tmp_path}", "most_trials=5", cwd=tmp_path)
+    assert "MISSED: 64" not in done.stdout
 
 
 @pytest.mark.parametrize(
