@@ -28,7 +28,7 @@ from layerskip.tree import tree_model
 
 from .application import InputError
 from .bridging import BridgeLearner, calibrate, made_of, rates
-from .foresight import ScanSettings, cost_profile, say_held
+from .foresight import ScanSettings, cost_profile, make_scanner
 from .kept import Kept
 from .learner import TrainingFile
 from .mask_search import MaskSearch, ask_runs
@@ -81,17 +81,18 @@ class BridgePoints:
         scanned = [p for p in continued if p.starts > 0 and p.limit(0) > 0]
         if not scanned:
             raise InputError("prompts: every continuation ends at once, so there is nothing to scan")
-        rows, siblings = scanning.rows(target.device), int(config.siblings)
+        siblings = int(config.siblings)
         try:
             if siblings:
                 tree_model(target.model)
         except UnsupportedModel as error:
             print(f"siblings: left out: {error}")
             siblings = 0
-        self.scanner = Scanner(target, scanned, sampling, int(config.depth), rows, siblings, scanning.text_bytes)
-        self.scanner.check()  # before the texts are written, which takes longer
-        self.scanned: tuple[Passage, ...] = self.scanner.passages
-        say_held(self.scanner, scanned, scanning)
+        scanner = make_scanner(target, scanned, sampling, int(config.depth), siblings, scanning)
+        if scanner is None:  # said before the texts are written, which takes longer
+            raise InputError("scan.max_rows: there is not enough memory to scan, so there is nothing to compare")
+        self.scanner: Scanner = scanner
+        self.scanned: tuple[Passage, ...] = scanner.passages
         texts = write_texts(config, target, sampling, like)
         self.passages = passages_of(texts)
         self.heads: dict[int, Tensor] = {}

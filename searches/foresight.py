@@ -138,38 +138,44 @@ def open_scanner(
         print("scan: every continuation ends at once; there is nothing to scan")
         return None
     try:
-        scanner = _scanner(target, passages, sampling, space, settings)
+        scanner = make_scanner(target, passages, sampling, space.skip_length[1], space.siblings, settings)
     except UnsupportedModel as error:
         print(f"scan: {error}; every trial is run")
         return None
-    if scanner is not None:
-        say_held(scanner, passages, settings)
+    if scanner is None:
+        print("scan: every trial is run")
     return scanner
 
 
-def say_held(scanner: Scanner, passages: Sequence[Passage], settings: ScanSettings) -> None:
-    """Say in a line that some continuations are not scanned, if so."""
-    if len(scanner.passages) < len(passages):
-        print(f"scan: scan.text_bytes={settings.text_bytes} holds {len(scanner.passages)} of {len(passages)} continuations")
-
-
-def _scanner(
-    target: Target, passages: Sequence[Passage], sampling: Sampling, space: SearchSpace, settings: ScanSettings
+def make_scanner(
+    target: Target, passages: Sequence[Passage], sampling: Sampling, depth: int, siblings: int, settings: ScanSettings
 ) -> Scanner | None:
-    """A scanner with as many rows per pass as there is memory for; None, said in a line, where there is for none."""
-    depth, rows = space.skip_length[1], settings.rows(target.device)
+    """A scanner with as many rows per pass as there is memory for; None, said in a line, where there is for none.
+
+    Args:
+        depth: drafted tokens that it scans.
+        siblings: beside each of them, at most.
+
+    Raises:
+        UnsupportedModel: it cannot be scanned.
+    """
+    rows = settings.rows(target.device)
     while True:
         try:
-            return _checked(Scanner(target, passages, sampling, depth, rows, space.siblings, settings.text_bytes))
+            scanner = _checked(Scanner(target, passages, sampling, depth, rows, siblings, settings.text_bytes))
+            break
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
         release()
         fewer = rows // 2 if rows > _LEAST_ROWS else 0
-        print(f"scan: out of memory with scan.max_rows={rows}; {f'{fewer} are tried' if fewer else 'every trial is run'}")
+        print(f"scan: out of memory with scan.max_rows={rows}; {f'{fewer} are tried' if fewer else 'nothing is scanned'}")
         if not fewer:
             return None
         rows = fewer
+    if len(scanner.passages) < len(passages):
+        print(f"scan: scan.text_bytes={settings.text_bytes} holds {len(scanner.passages)} of {len(passages)} continuations")
+    return scanner
 
 
 def _checked(scanner: Scanner) -> Scanner:

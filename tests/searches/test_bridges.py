@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from mlflow.tracking import MlflowClient
 
 from layerskip import Export, load_target
+from layerskip.scan import Scanner
+from searches.application import run
+from searches.bridges import bridges
 from tests.searches.conftest import Launch
 from tests.searches.programs import runs, sqlite, tracked
 from tests.tiny import save_tiny
@@ -92,6 +97,23 @@ def test_a_budget_that_holds_no_text_is_one_line(tiny_folder: Path, tmp_path: Pa
     done = launch("bridges", *SMALL, f"outputs={tracked(tmp_path)}", *which, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: calibration_bytes: ")
+
+
+def test_without_memory_to_scan_it_ends_in_one_line(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scarce(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Scanner, "scan", scarce)
+    monkeypatch.setattr(sys, "argv", ["bridges", *SMALL, f"outputs={tmp_path}", f"target.path={tiny_folder}"])
+    with pytest.raises(SystemExit) as end:
+        run("bridges", bridges)
+    said = capsys.readouterr()
+    assert end.value.code == 2
+    assert "out of memory with scan.max_rows=256; 128 are tried" in said.out
+    assert said.err.splitlines()[-1].startswith("error: scan.max_rows: there is not enough memory to scan")
+    assert not [*tmp_path.glob("bridges-*")]
 
 
 @pytest.mark.parametrize(

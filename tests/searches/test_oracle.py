@@ -169,7 +169,7 @@ def test_passes_are_as_long_as_memory_allows(
         assert oracle.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
     else:
         assert oracle is None
-        assert "scan.max_rows=16; every trial is run" in said
+        assert "scan.max_rows=16; nothing is scanned\nscan: every trial is run\n" in said
 
 
 def test_a_model_that_cannot_be_scanned_is_searched_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
