@@ -28,10 +28,12 @@ class _Unfitted(BridgeLearner):
         pass
 
 
-def _learner(folder: Path, target: Target, passages: list[Passage], training_bytes: int) -> BridgeLearner:
+def _learner(
+    folder: Path, target: Target, passages: list[Passage], training_bytes: int, made: tuple[str, int, int] = ("linear", 4, 0)
+) -> BridgeLearner:
     config = {"learning_rate": 0.001, "unroll": 2, "texts_per_step": 8, "training_bytes": training_bytes}
     config |= {"steps": 9, "max_seconds": None, "seed": 0}
-    shape = BridgeShape.of(target, SkipMask.parse("layers:3-9", target.layers), "linear", 4)
+    shape = BridgeShape.of(target, SkipMask.parse("layers:3-9", target.layers), *made)
     file = TrainingFile(folder / f"{training_bytes}.pt", "one")
 
     def fitted() -> None:
@@ -64,3 +66,23 @@ def test_a_step_keeps_its_budget_however_long_prompts_are(family: str, tmp_path:
     assert 0.5 * budget < peak_bytes(step) <= budget
     with pytest.raises(InputError, match=r"^training_bytes: 100000 hold not even one text, which takes \d+$"):
         _learner(tmp_path, target, passages, 100_000)
+
+
+def test_what_a_step_learns_with_is_in_its_budget(tmp_path: Path) -> None:
+    """Wide bridges and short texts: gradients and an optimiser's moments are most of what a step takes."""
+    target = Target(build("llama", num_hidden_layers=16, hidden_size=128))
+    passages = [Passage(str(number), "own", (3, 4, 5), (6, 7, 8, 9), 4) for number in range(8)]
+    wide = ("mlp", 0, 2048)
+    with pytest.raises(InputError, match="not even one text") as few:
+        _learner(tmp_path, target, passages, 1000, wide)
+    budget = int(str(few.value).split()[-1])
+    learner = _learner(tmp_path, target, passages, budget, wide)
+    assert learner.texts_per_step == 1
+
+    def steps() -> None:
+        learner.learn()
+        learner.learn()
+
+    # What the bridges begin from, and a neighbour's, are within it, and there before any step.
+    numbers = learner.bridges.shape.numbers
+    assert 12 * numbers < peak_bytes(steps) <= budget - 8 * numbers
