@@ -3,7 +3,8 @@
 ``python -m searches.exactness`` scans random masks over all tune prompts, decodes each of them with every draft length and
 stop threshold, and compares rounds, drafted and accepted tokens one by one, and the output with plain decoding's. In float32
 no round may differ, or the exit code is 4. It works on any target that can be scanned; every prompt of a mask is kept as it
-ends, and the same command goes on, also twice at once: each process takes masks that no other is at.
+ends, as long as program and machine stay as they are, and the same command goes on, also twice at once: each process takes
+masks that no other is at.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tqdm import tqdm
@@ -23,6 +25,7 @@ from layerskip import Sampling, SkipMask, SpeculativeConfig, Target
 from layerskip.decode import decode
 from layerskip.drafters.base import Drafter
 from layerskip.drafters.build import build_drafter
+from layerskip.environment import machine
 from layerskip.files import digest, write_json
 from layerskip.passages import continue_prompts
 from layerskip.prefill import Prefill
@@ -31,13 +34,12 @@ from layerskip.scan import Scanner
 from layerskip.stats import Round
 
 from .application import NOT_SHOWN, InputError, check_list, check_number, check_whole, run
-from .heading import heading
+from .heading import heading, sources
 from .kept import Kept
 from .objective import check_seed
 from .turns import in_turns
 
 _COUNTS = ("decodings", "rounds", "drafted", "accepted")
-_RECIPE = 1  # of scans and of decoding; what was compared with another is compared anew
 
 Pair = tuple[int, StopRule]
 
@@ -57,9 +59,10 @@ def exactness(config: DictConfig) -> dict[str, Any]:
     scanner = Scanner(target, passages, Sampling(), depth=max(config.lengths))
     scanner.check()
     asked = [
-        _RECIPE,
+        sources(),  # what another program compared says nothing of this one
+        torch.__version__,
         target.digest,
-        str(target.device),
+        machine(target.device),
         prompts.digest,
         new,
         [(length, stop.to_dict()) for length, stop in pairs],

@@ -225,8 +225,8 @@ def measure_again(
     seed: int,
     kept: Kept,
 ) -> dict[int, Row]:
-    """Once more, by their places, the rows that the machine's pace had moved in, with the same draws; whoever learns has
-    learnt from prompts before, as many as in a trial."""
+    """Once more, by their places, the rows that the machine's pace had moved in; whoever learns has learnt from prompts
+    before, as many as in a trial."""
     found: dict[int, Row] = {}
     for place, off in enumerate(moved(rows, settings.drift)):
         if off:

@@ -80,11 +80,17 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     masks = [SkipMask.none(target.layers)]
     while len(masks) < count:
         masks = list(dict.fromkeys([*masks, next(found)]))
+    outcomes, cut = set[tuple[bool, bool]](), 0
     for scan in scanner.scan(masks, floor=source.choice((None, 0.0, 0.5))):
         pairs = [(1, STOPS[0]), (8, STOPS[0]), *((source.randint(2, 8), stop) for stop in STOPS[1:])]
         for length, stop in itertools.product(range(1, 9), STOPS) if EVERYTHING else pairs:
             config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
-            assert scanner.rounds(scan, length, stop) == _rounds(target, passages, config, GREEDY), config.label()
+            rounds = _rounds(target, passages, config, GREEDY)
+            assert scanner.rounds(scan, length, stop) == rounds, config.label()
+            outcomes |= {(r.accepted > 0, r.accepted < r.drafted) for some in rounds for r in some if r.drafted}
+            cut += rounds != scanner.rounds(scan, length, STOPS[0])
+    assert {(True, False), (False, True)} <= outcomes  # drafts that passed whole, and rejected ones
+    assert cut, "no stop rule ended a draft"
 
 
 def test_an_adaptive_threshold_is_measured_as_it_is_replayed(tiny_target: Target) -> None:
