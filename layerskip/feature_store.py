@@ -66,9 +66,10 @@ class FeatureStore:
         if self._index.exists():  # half a text, left by a kill, is dropped
             with self._index.open("rb+") as file:
                 file.truncate(whole)
+        self._held = len(self._rows)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._held
 
     def __getitem__(self, place: int) -> Thought:
         tokens, begin, start, width = self._rows[place]
@@ -84,13 +85,17 @@ class FeatureStore:
     @property
     def positions(self) -> int:
         """How many tokens the answers have."""
-        return sum(len(tokens) - begin for tokens, begin, _, _ in self._rows)
+        return sum(len(tokens) - begin for tokens, begin, _, _ in self._rows[: len(self)])
 
     @property
     def _end(self) -> int:
-        if not self._rows:
+        return self._behind(len(self) - 1)
+
+    def _behind(self, place: int) -> int:
+        """Where the numbers of a text end; those of none, at -1, at 0."""
+        if place < 0:
             return 0
-        tokens, _, start, width = self._rows[-1]
+        tokens, _, start, width = self._rows[place]
         return start + len(tokens) * width
 
     def fill(
@@ -101,11 +106,13 @@ class FeatureStore:
         on_text: Callable[[], None] = lambda: None,
         spare: int = 0,
     ) -> None:
-        """Read texts that are not there yet, in their order, until the budget is spent.
+        """Hold texts, in their order, until the budget is spent; those that are not there yet are read.
+
+        What is there beyond the texts or the budget stays on the disk for who asks for more.
 
         Args:
             target: whose hidden states they are.
-            texts: all of them; as many as the store has already are passed over.
+            texts: all of them, the first of which are those that the store has already.
             most_bytes: of hidden states.
             on_text: called for every text, old or new.
             spare: bytes that the disk must have left after that, for what is made of them.
@@ -113,15 +120,19 @@ class FeatureStore:
         Raises:
             ConfigError: the disk has no room for the budget.
         """
-        known = len(self)
+        known, self._held = len(self._rows), 0
         for place, text in enumerate(texts):
-            if place == known:
-                self._check_disk(most_bytes, spare)
-            if place >= known:
+            if place < known:
+                if _BYTES * self._behind(place) > most_bytes:
+                    return
+            else:
+                if place == known:
+                    self._check_disk(most_bytes, spare)
                 features = read_features(target, text.tokens, self.modules)
                 if self.nbytes + _BYTES * features.numel() > most_bytes:
                     return
                 self._add(text, features)
+            self._held = place + 1
             on_text()
 
     def _check_disk(self, most_bytes: int, spare: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from layerskip.clock import now
 from layerskip.files import whole
 from layerskip.heads import is_head
+from layerskip.memory import out_of_memory
 from layerskip.published import is_published
 from layerskip.schedule import share_of_rate
 
@@ -64,11 +66,26 @@ def refuse_another(folder: Path, asked: str) -> None:
         InputError: there is one.
     """
     file = folder / "training.pt"
-    found = torch.load(file, weights_only=True, mmap=True, map_location="cpu").get("asked") if file.exists() else None
+    found = _read(file, mmap=True, map_location="cpu").get("asked") if file.exists() else None
     if found and found != asked:
         raise InputError(f"head: {folder} holds another training; name another folder")
     if not file.exists() and (is_head(folder) or is_published(folder)):
         raise InputError(f"head: {folder} holds a head that this program did not train; name another folder")
+
+
+def _read(path: Path, **options: Any) -> dict[str, Any]:
+    """What a training has kept.
+
+    Raises:
+        InputError: something else has written or damaged the file, as a kill does not.
+    """
+    try:
+        state = torch.load(path, weights_only=True, **options)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        if out_of_memory(error):
+            raise
+        raise InputError(f"head: {path} cannot be read; without it training begins anew") from error
+    return state if isinstance(state, dict) else {}
 
 
 def room(module: nn.Module) -> int:
@@ -103,7 +120,7 @@ class Learner(ABC):
         self.step, self.seconds, self._begun = 0, 0.0, 0.0
         self.before = self.kept = self.judging = 0.0
         if file.path.exists():
-            state: dict[str, Any] = torch.load(file.path, weights_only=True, map_location=self.device)
+            state = _read(file.path, map_location=self.device)
             if state.get("identity") != file.identity:
                 raise InputError(f"head: {file.path.parent} holds another training; name another folder")
             module.load_state_dict(state["head"])

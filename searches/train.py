@@ -38,7 +38,7 @@ from .learner import Learner, TrainingFile, check_learning, refuse_another, room
 from .objective import check_seed
 from .tracking import Tracker
 from .turns import turn
-from .written import asked_texts, begun_like, check_drafted, drafted_tokens, write_texts
+from .written import asked_texts, begun_like, check_drafted, drafted_tokens, kind_of_texts, write_texts
 
 _KINDS = ("eagle", "medusa", "layer_skip")
 _NUMBERS = (
@@ -103,7 +103,8 @@ def train(config: DictConfig) -> Path | None:
         if scanner is not None:
             said = drafted_tokens(target, texts, config.vocabulary)
             return train_bridges(config, target, shape, texts, scanner, said, folder, learnt, tracker, neighbour)
-        return _train_head(config, target, texts, continued, folder, written, learnt, tracker)
+        alike = kind_of_texts(config, target, sampling, like)
+        return _train_head(config, target, texts, continued, folder, alike, learnt, tracker)
 
 
 def _train_head(
@@ -112,7 +113,7 @@ def _train_head(
     texts: list[OwnText],
     continued: tuple[Passage, ...],
     folder: Path,
-    written: dict[str, Any],
+    alike: dict[str, Any],
     learnt: dict[str, Any],
     tracker: Tracker,
 ) -> Path:
@@ -120,7 +121,7 @@ def _train_head(
     three_layers = kind == "eagle" and bool(config.three_layers)
     modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
     head = _head(config, kind, target, texts)
-    states = outputs / "features" / digest([written, modules, config.feature_bytes])[:16]
+    states = outputs / "features" / digest([alike, modules])[:16]
     with turn(states), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
         store = FeatureStore(states, modules)
         store.fill(target, texts, int(config.feature_bytes), bar.update, room(head))
@@ -134,7 +135,10 @@ def _train_head(
     learner.learn_all(tracker)
     learner.end()
     accepted = learner.judge()
-    training: dict[str, Any] = {"data": digest([list(text.tokens) for text in texts]), "positions": store.positions} | learnt
+    training: dict[str, Any] = {
+        "data": digest([list(text.tokens) for text in texts[: len(store)]]),
+        "positions": store.positions,
+    } | learnt
     others = range(learner.texts, len(store))
     spared = learner.accepted(store[place] for place in others) if others else []
     training |= {"steps_done": learner.step, "seconds": learner.seconds, "held_out": accepted, "spared": spared}

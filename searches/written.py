@@ -35,10 +35,11 @@ _RECIPE = 3  # of layerskip.own_texts; texts of another are written anew
 
 def asked_texts(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
     """Everything that texts depend on, and how many tokens of them are asked for."""
-    return _kind_of_texts(config, target, sampling, like) | {"tokens": config.tokens}
+    return kind_of_texts(config, target, sampling, like) | {"tokens": config.tokens}
 
 
-def _kind_of_texts(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
+def kind_of_texts(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
+    """What texts depend on, however many are asked for: those of one kind begin alike."""
     kind = {"recipe": _RECIPE, "target": target.digest}
     kind |= {"sampling": sampling.to_dict(), "like": list(like)}
     return kind | {name: config[name] for name in _TEXTS}
@@ -55,7 +56,7 @@ def write_texts(config: DictConfig, target: Target, sampling: Sampling, like: Se
         sampling: how answers are chosen.
         like: what every other text begins like.
     """
-    file = Path(config.outputs) / "texts" / f"{digest(_kind_of_texts(config, target, sampling, like))[:16]}.jsonl"
+    file = Path(config.outputs) / "texts" / f"{digest(kind_of_texts(config, target, sampling, like))[:16]}.jsonl"
     with turn(file):
         return _write(config, target, sampling, like, Kept(file))
 

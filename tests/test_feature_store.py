@@ -67,3 +67,18 @@ def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="^feature_bytes: 100,000,000 do not fit"):
         store.fill(TARGET, TEXTS, 10**8)
     assert not len(store)
+
+
+def test_a_smaller_budget_holds_the_first_texts_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does anybody read them again who asks for all."""
+    FeatureStore(tmp_path, MODULES).fill(TARGET, TEXTS, 10**6)
+    whole = FeatureStore(tmp_path, MODULES)
+    monkeypatch.setattr(feature_store, "read_features", None)
+    few = FeatureStore(tmp_path, MODULES)
+    few.fill(TARGET, TEXTS, 5 * 64 * 2)
+    assert (len(few), few.positions, few.nbytes) == (1, 3, 5 * 64 * 2)
+    few.fill(TARGET, TEXTS[:2], 10**6)
+    assert (len(few), few.positions) == (2, 3 + 2)
+    few.fill(TARGET, TEXTS, 10**6)
+    assert len(few) == 3 and few.nbytes == whole.nbytes
+    assert torch.equal(few[2].features, whole[2].features)

@@ -143,6 +143,11 @@ def test_a_datastore_is_kept_and_belongs_to_its_tokens(tmp_path: Path) -> None:
         ("datastore.json", b"{", "cannot read"),
         ("datastore.json", b'{"schema": "other"}', "is not a datastore of this version"),
         ("datastore.json", b'{"schema": "layerskip.datastore/1", "tokens": null}', "its parts are not equally long"),
+        (
+            "datastore.json",
+            b'{"schema": "layerskip.datastore/1", "tokens": 3, "texts": 1, "source": "", "prompts": null}',
+            "it does not say of what texts",
+        ),
         ("tokens.npy", b"", "cannot read"),
         ("suffixes.npy", b"\x93NUMPY\x01\x00", "cannot read"),
         ("suffixes.npy", "shorter", "its parts are not equally long"),
