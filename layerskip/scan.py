@@ -199,7 +199,9 @@ class Scanner:
                     trace.agreed[s] += right and drafted.kept == 1.0
         return scans
 
-    def counts(self, scan: Scan, draft_length: int, stop: StopRule, branching: Branching = CHAIN) -> list[Counts]:
+    def counts(
+        self, scan: Scan, draft_length: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
+    ) -> list[Counts]:
         """What decoding every passage with a scanned mask takes, passage by passage; an adaptive stop rule carries on.
 
         Args:
@@ -207,15 +209,22 @@ class Scanner:
             draft_length: at most the scan's depth.
             stop: when drafts end earlier.
             branching: siblings beside the drafted tokens.
+            warmed: as :meth:`rounds` has it; of sampled tokens it changes nothing.
         """
         if not self.sampling.greedy:
             if branching.siblings:
                 raise ValueError("siblings: are known for greedy decoding only")
             return [expect(p, trace, draft_length, stop) for p, trace in zip(self.passages, scan.traces, strict=True)]
-        return [count(rounds) for rounds in self.rounds(scan, draft_length, stop, branching)]
+        return [count(rounds) for rounds in self.rounds(scan, draft_length, stop, branching, warmed)]
 
-    def rounds(self, scan: Scan, draft_length: int, stop: StopRule, branching: Branching = CHAIN) -> list[list[Round]]:
+    def rounds(
+        self, scan: Scan, draft_length: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
+    ) -> list[list[Round]]:
         """The rounds of greedy decoding, passage by passage, as :func:`~layerskip.replay.replay` gives them.
+
+        Args:
+            warmed: whether a stop rule that carries on from prompt to prompt has gone through all passages before, as one
+                that has been in use; else it begins with the first.
 
         Raises:
             ValueError: tokens are sampled, or the draft length is beyond the scan's depth.
@@ -225,17 +234,18 @@ class Scanner:
         if any(trace.depth < draft_length for trace in scan.traces):
             raise ValueError(f"draft_length: {draft_length} is beyond the scan's depth")
         followed: set[tuple[int, int, float]] = set()
+        turns = 2 if warmed and stop.kind == "adaptive" and stop.carry else 1
         while True:
             stopper = Stopper(stop)
-            found, missing, floor = [], set(), 1.0
-            for index, passage in enumerate(self.passages):
+            found, missing, floor = list[list[Round]](), set(), 1.0
+            for index, passage in [*enumerate(self.passages)] * turns:
                 stopper.start()
                 open_starts: dict[int, float] = {}
                 found.append(replay(passage, scan.traces[index], draft_length, stopper, open_starts, branching))
                 missing |= {(index, start) for start in open_starts}
                 floor = min([floor, *open_starts.values()])
             if not missing:
-                return found
+                return found[-len(self.passages) :]
             floor -= _MARGIN * (stop.kind == "adaptive")
             asked = {(*start, floor) for start in missing}
             if asked <= followed:

@@ -110,6 +110,7 @@ def foresee(
         "sampling": sampling.to_dict(),
         "choices": [list(space.skip_length), [stop.to_dict() for stop in stops], scanner.runners],
         "screened_rows": settings.screened_rows,
+        "recipe": 2,  # of counts
     }
     kept = folder / f"scans-{digest(asked)[:16]}"
     choices = Choices((space.skip_length[0], space.skip_length[1]), stops, tuple(range(scanner.runners + 1)))

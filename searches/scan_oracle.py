@@ -149,7 +149,7 @@ class ScanOracle:
         name = digest([folder.name, about(folder), config.draft_length, config.stop.to_dict(), astuple(own[2])])
         if name not in self._trained:
             (scan,) = self._scanner.scan([mask], bridges=[bridges], tokens=self._tokens)
-            self._trained.add(name, [self._counted(scan), _sum(self._scanner.counts(scan, *own)).to_list()])
+            self._trained.add(name, [self._counted(scan), _sum(self._scanner.counts(scan, *own, warmed=True)).to_list()])
         others, counts = self._trained[name]
         found = self._read(others) | {own: Counts.from_list(counts)}
         aids = Aids.of(bridges.shape, 0 if self._shelf is None else self._shelf.left_out(self.makeup.tokens))
@@ -186,7 +186,7 @@ class ScanOracle:
             if mask not in self._scans:
                 (self._scans[mask],) = self._scanner.scan([mask], bridges=self._bridges([mask]), tokens=self._tokens)
                 self._forget()
-            counts = self._scanner.counts(self._scans[mask], draft_length, stop, branching)
+            counts = self._scanner.counts(self._scans[mask], draft_length, stop, branching, warmed=True)
             self._others.add(name, _sum(counts).to_list(), self._lasting(mask))
         return Counts.from_list(self._others[name])
 
@@ -251,7 +251,7 @@ class ScanOracle:
         """Of every choice: draft length, number of its stop rule, siblings, and the counts of each passage."""
         found = []
         for rule, (length, stop, branching) in self._choices.every(self._scanner.depth, self._profile.longest):
-            counts = self._scanner.counts(scan, length, stop, branching)
+            counts = self._scanner.counts(scan, length, stop, branching, warmed=True)  # as in a trial
             found.append([length, rule, branching.siblings, [each.to_list() for each in counts]])
         return found
 

@@ -7,6 +7,7 @@ import math
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.mask import SkipMask
 from layerskip.passages import Passage, continue_prompts
 from layerskip.prompts import PromptSet
-from layerskip.replay import Branching, replay_lookup
+from layerskip.replay import Branching, count, replay_lookup
 from layerskip.sampling import Sampling
 from layerskip.scan import Scanner
 from layerskip.stats import Round
@@ -102,6 +103,20 @@ def test_an_adaptive_threshold_is_measured_as_it_is_replayed(tiny_target: Target
     config = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=stop)
     measured = layerskip.measure(tiny_target, prompts, config, max_new_tokens=12, repeats=2)
     assert [list(sample.stats.rounds) for sample in measured.candidate] == 2 * scanner.rounds(scan, 4, stop)
+
+
+def test_an_adaptive_threshold_that_was_in_use_is_replayed(tiny_target: Target) -> None:
+    stop = StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5)
+    passages = [passage_of(tiny_target, i, [5 + i, 6, 7, 8], GREEDY, 14) for i in range(3)]
+    scanner = Scanner(tiny_target, passages, GREEDY, depth=4)
+    (scan,) = scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
+    config = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=stop)
+    twice = _rounds(tiny_target, passages * 2, config, GREEDY)
+    assert scanner.rounds(scan, 4, stop) == twice[:3] != twice[3:]
+    assert scanner.rounds(scan, 4, stop, warmed=True) == twice[3:]
+    assert scanner.counts(scan, 4, stop, warmed=True) == [count(rounds) for rounds in twice[3:]]
+    alone = replace(stop, carry=False)
+    assert scanner.rounds(scan, 4, alone, warmed=True) == scanner.rounds(scan, 4, alone)
 
 
 def test_a_continuation_that_ends_inside_a_draft(tiny_target: Target) -> None:
