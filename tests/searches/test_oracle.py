@@ -117,8 +117,8 @@ def test_what_was_foretold_is_not_asked_again(tiny_target: Target, tmp_path: Pat
             self.asked += some
             return scanner.scan(some, **options)
 
-        def counts(self, *args: Any) -> Any:
-            return scanner.counts(*args)
+        def counts(self, *args: Any, **options: Any) -> Any:
+            return scanner.counts(*args, **options)
 
     watched: Any = Watched([])
     again = ScanOracle(watched, watched, oracle.profile, CHOICES, tmp_path)
