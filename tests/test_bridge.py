@@ -79,16 +79,71 @@ def test_a_run_is_fitted_to_the_targets_own_states(kind: str) -> None:
     if kind == "mean":
         assert torch.allclose(bridge.bias.double(), wanted.mean(0), atol=1e-4)
         return
+    found = _least_squares(read, wanted, fit.ridges["layers_1_2"])
+    with torch.no_grad():
+        given = bridge(torch.cat(before)).double()
+    assert torch.allclose(given, found, atol=1e-4)
+
+
+def _least_squares(read: torch.Tensor, wanted: torch.Tensor, ridge: float) -> torch.Tensor:
+    """What a ridge regression gives: ordinary least squares over further rows of the root of its constant."""
     read = read / read.square().mean(-1, keepdim=True).sqrt()
     scaled = ((read - read.mean(0)) / read.std(0)).numpy()
-    ridge = fit.ridges["layers_1_2"]
-    # The same problem as ordinary least squares over rows of the root of the constant.
     padded = np.concatenate([scaled, np.sqrt(ridge * len(scaled)) * np.eye(scaled.shape[1])])
     told = np.concatenate([(wanted - wanted.mean(0)).numpy(), np.zeros((scaled.shape[1], wanted.shape[1]))])
-    found = scaled @ np.linalg.lstsq(padded, told, rcond=None)[0] + wanted.mean(0).numpy()
-    with torch.no_grad():
-        given = bridge(torch.cat(before)).double().numpy()
-    assert np.allclose(given, found, atol=1e-4)
+    return torch.from_numpy(scaled @ np.linalg.lstsq(padded, told, rcond=None)[0]) + wanted.mean(0)
+
+
+class _Seen:
+    """What hooks see at the last token of a Llama's pass: what a sub-layer reads, the state around it, the one behind."""
+
+    def __init__(self, model: torch.nn.Module, gap: Gap) -> None:
+        layer = model.model.layers[gap.first]
+        norm = layer.input_layernorm if gap.kind == "attention" else layer.post_attention_layernorm
+        norm.register_forward_hook(self._norm)
+        if gap.kind == "attention":
+            layer.post_attention_layernorm.register_forward_hook(self._next)
+        else:
+            layer.register_forward_hook(self._layer)
+
+    def _norm(self, _: torch.nn.Module, given: tuple[torch.Tensor], out: torch.Tensor) -> None:
+        self.around, self.read = given[0][0, -1], out[0, -1]
+
+    def _next(self, _: torch.nn.Module, given: tuple[torch.Tensor], out: torch.Tensor) -> None:
+        self.behind = given[0][0, -1]
+
+    def _layer(self, _: torch.nn.Module, given: object, out: torch.Tensor) -> None:
+        self.behind = out[0, -1]
+
+
+def test_gaps_are_fitted_on_the_drafts_own_stream() -> None:
+    """One behind the other, the earlier ones bridged, against what hooks see of real drafts of one token."""
+    target = Target(build("llama", num_hidden_layers=6))
+    passages = _passages(target)
+    fit = Calibration(target, passages, 2**24).fit(_shape(target, "layers:1-2;attention:3;mlp:4"))
+    gaps = [Gap("layers", 1, 2), Gap("attention", 3, 3), Gap("mlp", 4, 4)]
+    starts = [(passage, s) for passage in passages for s in range(passage.starts)]
+    starts = starts[: len(starts) - int(0.2 * len(starts))]  # the others are for judging
+    for gap, earlier in ((gaps[1], "layers:1-2"), (gaps[2], "layers:1-2;attention:3")):
+        bridges = Bridges(_shape(target, earlier))
+        for before, bridge in bridges.parts():
+            bridge.load_state_dict(fit.bridges.of(before).state_dict())
+        view = skip_view(target.model, SkipMask.parse(earlier, target.layers), bridges)
+        draft, own = _Seen(view, gap), _Seen(target.model, gap)
+        reads, wants = [], []
+        for passage, s in starts:
+            tokens = torch.tensor([[*passage.prompt, *passage.tokens[: s + 1]]])
+            with torch.no_grad():
+                cache = target.model(input_ids=tokens[:, :-1], use_cache=True).past_key_values
+                view(input_ids=tokens[:, -1:], past_key_values=cache)
+                target.model(input_ids=tokens, use_cache=False)
+            reads.append(draft.read)
+            # So that the draft's state is the target's behind the sub-layer: the drift before it is mended, too.
+            wants.append(own.behind - draft.around)
+        read, wanted = torch.stack(reads), torch.stack(wants)
+        found = _least_squares(read.double(), wanted.double(), fit.ridges[gap.name])
+        with torch.no_grad():
+            assert torch.allclose(fit.bridges.of(gap)(read).double(), found, atol=1e-4), gap
 
 
 @pytest.mark.parametrize("family", FAMILIES)
