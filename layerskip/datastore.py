@@ -114,7 +114,9 @@ class Datastore:
         if len(counts) != 2 or not len(tokens) == len(suffixes) == sum(counts):
             raise ConfigError(f"datastore: {folder} is damaged: its parts are not equally long")
         if not isinstance(about.get("source"), str) or not isinstance(about.get("prompts"), list):
-            raise ConfigError(f"datastore: {folder} is damaged: it does not say of what texts it was built")
+            raise ConfigError(
+                f"datastore: {folder} is damaged, or of an earlier version: it does not say of what texts it was built"
+            )
         for name, value in _identity(target).items():
             if value is not None and about.get(name) != value:
                 raise ConfigError(f"datastore: {folder} was built for another {name} than that of {target.name}")

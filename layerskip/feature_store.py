@@ -72,6 +72,8 @@ class FeatureStore:
         return self._held
 
     def __getitem__(self, place: int) -> Thought:
+        if place >= len(self):
+            raise IndexError(place)
         tokens, begin, start, width = self._rows[place]
         numbers = np.fromfile(self._numbers, np.int16, len(tokens) * width, offset=_BYTES * start)
         features = torch.from_numpy(numbers).view(torch.bfloat16).view(len(tokens), width)
@@ -118,11 +120,14 @@ class FeatureStore:
             spare: bytes that the disk must have left after that, for what is made of them.
 
         Raises:
-            ConfigError: the disk has no room for the budget.
+            ConfigError: the disk has no room for the budget, or the store is of other texts.
         """
         known, self._held = len(self._rows), 0
         for place, text in enumerate(texts):
             if place < known:
+                if self._rows[place][:2] != (list(text.tokens), text.begin):
+                    folder = self._numbers.parent
+                    raise ConfigError(f"features: {folder} holds what the target thought of other texts; delete it")
                 if _BYTES * self._behind(place) > most_bytes:
                     return
             else:

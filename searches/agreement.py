@@ -38,7 +38,7 @@ def agreement(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def trials(record: Mapping[str, Any]) -> float | None:
+def scan_cost(record: Mapping[str, Any]) -> float | None:
     """How many of a run's trials cost as much time as scanning :data:`SCANNED` masks; None where nothing was scanned."""
     seconds = record["scan"].get("seconds_per_mask") if "scan" in record else None
     return None if seconds is None else float(SCANNED * seconds / record["trial_seconds"])
@@ -76,7 +76,7 @@ def together(paths: Sequence[str]) -> dict[str, Any]:
         points += beside
         about = {name: record[name] for name in ("date", "environment")}
         runs.append(about | {"by_itself": agreement(record["points"]), "beside_the_mean": agreement(beside)})
-    costs = [cost for cost in map(trials, records) if cost is not None]
+    costs = [cost for cost in map(scan_cost, records) if cost is not None]
     apart = [abs(one[key] / other[key] - 1) for one, other in combinations(measured, 2) for key in mean]
     return (
         {"schema": "layerskip.foretold-together/1"}

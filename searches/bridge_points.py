@@ -90,7 +90,9 @@ class BridgePoints:
             siblings = 0
         scanner = make_scanner(target, scanned, sampling, int(config.depth), siblings, scanning)
         if scanner is None:  # said before the texts are written, which takes longer
-            raise InputError("scan.max_rows: there is not enough memory to scan, so there is nothing to compare")
+            raise InputError(
+                "scan.max_rows, scan.text_bytes: there is not enough memory to scan, so there is nothing to compare"
+            )
         self.scanner: Scanner = scanner
         self.scanned: tuple[Passage, ...] = scanner.passages
         texts = write_texts(config, target, sampling, like)

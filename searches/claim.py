@@ -27,7 +27,7 @@ _ROUNDING = 1e-6
 _MOST_PER_TOKEN = 1.1
 """A round may read a little faster than a step of plain decoding, by noise and by which kernels suit a block."""
 _ALIKE = 0.01
-"""Figures of one measurement agree but for prompts on which one side decoded nothing."""
+"""Figures of one greedy measurement agree but for rounding, and for what a near-tie ended at once."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class Claim:
         lossy: whether its rule of acceptance may change the output.
         kept: whether its evidence says that the output was kept all the same.
         elsewhere: whether its evidence is of other held-out prompts than those that are measured now.
-        implied: speedups that follow from other figures of its evidence, by what they follow from.
+        implied: speedups that follow from other figures of its evidence, by what they follow from; none where tokens are
+            sampled, as the two sides' outputs differ in length.
     """
 
     speedup: Speedup | None = None
@@ -111,7 +112,7 @@ class Claim:
             lossy=not export.config.lossless,
             kept=isinstance(output, Mapping) and output.get("verdict") in ("exact", "near_tie"),
             elsewhere=named is not None and named not in [part.digest for part in same],
-            implied=_implied(said),
+            implied=_implied(said) if export.sampling.greedy else (),
         )
 
     @property

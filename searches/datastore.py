@@ -129,7 +129,7 @@ def refuse_answers(field: str, folder: str, target: Target, prompts: PromptSet) 
     """
     # By what they say, as prompts of another file may be called the same; earlier stores know what they are called alone.
     asked = {name for item in prompts for name in (digest(item.content()), item.id)}
-    known = asked.intersection(Datastore.load(folder, target).about.get("prompts", ()))
+    known = asked.intersection(Datastore.load(folder, target).about["prompts"])
     if known:
         raise InputError(f"{field}: {folder} holds the target's own answers to {len(known)} of the measured prompts")
 

@@ -3,8 +3,8 @@
 ``python -m searches.exactness`` scans random masks over all tune prompts, decodes each of them with every draft length and
 stop threshold, and compares rounds, drafted and accepted tokens one by one, and the output with plain decoding's. In float32
 no round may differ, or the exit code is 4. It works on any target that can be scanned; every prompt of a mask is kept as it
-ends, as long as program and machine stay as they are, and the same command goes on, also twice at once: each process takes
-masks that no other is at.
+ends, as long as program, versions and machine stay as they are, and the same command goes on, also twice at once: each
+process takes masks that no other is at.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tqdm import tqdm
@@ -60,7 +59,6 @@ def exactness(config: DictConfig) -> dict[str, Any]:
     scanner.check()
     asked = [
         sources(),  # what another program compared says nothing of this one
-        torch.__version__,
         target.digest,
         machine(target.device),
         prompts.digest,

@@ -2,11 +2,11 @@
 
 All are measured interleaved, prompt by prompt, and who learns from one learns for the next; prompts on which the machine's
 pace had moved are measured once more before the verdict. After every few prompts a configuration leaves whose paired
-interval lies wholly below the leader's pace; it ends when one is left and every prompt was decoded, or the budget of
-repeats is spent. Those that cannot be told from the fastest by then, and seem hardly slower, tie with it, and the simplest
-of them wins: no model before a model, fewer skips, a shorter draft. A configuration beats plain decoding when the whole
-interval of its held-out speedup lies above 1, at a confidence that leaves 95 % for all finalists together (Bonferroni); if
-none does, plain decoding wins.
+interval lies wholly below the leader's pace; it ends when every prompt was decoded and one is left, or none that plain
+decoding does not surely beat, or the budget of repeats is spent. Those that cannot be told from the fastest by then, and
+seem hardly slower, tie with it, and the simplest of them wins: no model before a model, fewer skips, a shorter draft. A
+configuration beats plain decoding when the whole interval of its held-out speedup lies above 1, at a confidence that leaves
+95 % for all finalists together (Bonferroni); if none does, plain decoding wins.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def compete(
                 looked = len(rows)
                 gone |= {name for name in left if _is_behind(rows, left, name)}
                 left = {name: config for name, config in left.items() if name not in gone}
-        if leaving and len(left) <= 1:
+        if leaving and (len(left) <= 1 or all(_loses(rows, name) for name in left)):
             break
     again = measure_again(bench, left, rows, prompts, settings, seed, kept)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
@@ -249,6 +249,11 @@ def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], na
     changed = {other: measured[other].lossless.verdict == "different" and configs[other].lossless for other in configs}
     leader = max(configs, key=lambda other: (not changed[other], measured[other].speedup))
     return name != leader and Measurement.of(rows, leader, name).interval(confidence=_LEAVING)[1] < 1.0
+
+
+def _loses(rows: Sequence[Row], name: str) -> bool:
+    """Whether a configuration is surely slower than plain decoding."""
+    return Measurement.of(rows, BASELINE, name).interval(confidence=_LEAVING)[1] < 1.0
 
 
 def _ties(rows: Sequence[Row], fastest: str, name: str) -> bool:

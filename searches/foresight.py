@@ -32,6 +32,7 @@ from .space import SearchSpace
 
 _CONTEXT_STEP = 64
 """Contexts are rounded to it, so that like prompt sets share a profile."""
+_RECIPE = 2  # of counts; what another counted is scanned anew
 _LEAST_ROWS = 16  # below them scanning is no faster than decoding
 
 
@@ -110,7 +111,7 @@ def foresee(
         "sampling": sampling.to_dict(),
         "choices": [list(space.skip_length), [stop.to_dict() for stop in stops], scanner.runners],
         "screened_rows": settings.screened_rows,
-        "recipe": 2,  # of counts
+        "recipe": _RECIPE,
     }
     kept = folder / f"scans-{digest(asked)[:16]}"
     choices = Choices((space.skip_length[0], space.skip_length[1]), stops, tuple(range(scanner.runners + 1)))
@@ -139,13 +140,10 @@ def open_scanner(
         print("scan: every continuation ends at once; there is nothing to scan")
         return None
     try:
-        scanner = make_scanner(target, passages, sampling, space.skip_length[1], space.siblings, settings)
+        return make_scanner(target, passages, sampling, space.skip_length[1], space.siblings, settings)
     except UnsupportedModel as error:
-        print(f"scan: {error}; every trial is run")
+        print(f"scan: {error}")
         return None
-    if scanner is None:
-        print("scan: every trial is run")
-    return scanner
 
 
 def make_scanner(

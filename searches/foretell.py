@@ -26,7 +26,7 @@ from layerskip.files import digest, write_json
 from layerskip.measurement import Sample
 from layerskip.replay import Counts, count
 
-from .agreement import SCANNED, SCHEMA, agreement, draw, together, trials
+from .agreement import SCANNED, SCHEMA, agreement, draw, scan_cost, together
 from .application import NOT_SHOWN, InputError, check_list, check_number, check_whole, run
 from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
@@ -104,7 +104,7 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         | agreement(points)
     )
     print(_told(record))
-    if (cost := trials(record)) is not None:
+    if (cost := scan_cost(record)) is not None:
         record["scan"]["trials"] = cost
         print(f"scanning a mask took {oracle.scan_seconds:.2f} s; {SCANNED} of them cost as much as {cost:.1f} real trials")
     _save(record, Path(config.record or outputs / "foretold.json"))

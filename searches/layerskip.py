@@ -164,9 +164,12 @@ def _foresee(plan: Plan, tune: PromptSet, folder: Path) -> ScanOracle | None:
     if not scanning.enabled or "layer_skip" not in plan.space.arms:
         return None
     prompts = tune.take(scanning.prompts)
-    return foresee(
+    oracle = foresee(
         plan.target, prompts, plan.sampling, measuring.max_new_tokens, plan.space, scanning, plan.outputs, folder, plan.seed
     )
+    if oracle is None:
+        print("scan: every trial is run")
+    return oracle
 
 
 def _bridged(oracle: ScanOracle | None, plan: Plan) -> list[ScanOracle]:

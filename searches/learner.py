@@ -66,25 +66,26 @@ def refuse_another(folder: Path, asked: str) -> None:
         InputError: there is one.
     """
     file = folder / "training.pt"
-    found = _read(file, mmap=True, map_location="cpu").get("asked") if file.exists() else None
+    found = _read(file, mmap=True).get("asked") if file.exists() else None
     if found and found != asked:
         raise InputError(f"head: {folder} holds another training; name another folder")
     if not file.exists() and (is_head(folder) or is_published(folder)):
         raise InputError(f"head: {folder} holds a head that this program did not train; name another folder")
 
 
-def _read(path: Path, **options: Any) -> dict[str, Any]:
-    """What a training has kept.
+def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """What a training has kept, on the host.
 
     Raises:
         InputError: something else has written or damaged the file, as a kill does not.
     """
     try:
-        state = torch.load(path, weights_only=True, **options)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        state = torch.load(path, weights_only=True, mmap=mmap, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError) as error:
         if out_of_memory(error):
             raise
-        raise InputError(f"head: {path} cannot be read; without it training begins anew") from error
+        said = str(error).partition("\n")[0]
+        raise InputError(f"head: {path} cannot be read ({said}); without it training begins anew") from error
     return state if isinstance(state, dict) else {}
 
 
@@ -120,7 +121,7 @@ class Learner(ABC):
         self.step, self.seconds, self._begun = 0, 0.0, 0.0
         self.before = self.kept = self.judging = 0.0
         if file.path.exists():
-            state = _read(file.path, map_location=self.device)
+            state = _read(file.path)
             if state.get("identity") != file.identity:
                 raise InputError(f"head: {file.path.parent} holds another training; name another folder")
             module.load_state_dict(state["head"])

@@ -19,6 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.mask import count
 
+from .agreement import SCANNED
 from .finals import Finalist, Finals
 from .ledger import FIT_SECONDS, fits_of
 from .objective import DRIFTED
@@ -69,8 +70,8 @@ def summary(
     whole = _measured(trials)
     took = [trial.user_attrs["seconds"] for trial in whole]
     if scan_seconds is not None and took:
-        cost = 64 * scan_seconds / statistics.fmean(took)
-        lines += [f"Scanning a mask took {scan_seconds:.1f} seconds: 64 cost as much as {cost:.1f} whole trials.", ""]
+        cost = SCANNED * scan_seconds / statistics.fmean(took)
+        lines += [f"Scanning a mask took {scan_seconds:.1f} seconds: {SCANNED} cost as much as {cost:.1f} whole trials.", ""]
     if seeds is not None:
         lines += [
             f"The best masks of {seeds.seeds} seeds share {seeds.overlap:.2f} of what they skip, where chance gives "
@@ -127,10 +128,10 @@ def _winner(finals: Finals, seconds: float) -> list[str]:
     decoding wins, what the fastest of the others is worth."""
     cost = f"The search took {seconds:.0f} seconds"
     if finals.winner.config.kind == "none":
-        told = [
-            line for best in finals.finalists[:1] for line in (f"The fastest finalist, {best.config.label()}:", _worth(best))
-        ]
-        return [*told, f"{cost}."]
+        kept = [each for each in finals.finalists if is_lossless(each.held_out) or not each.config.lossless]
+        if not kept:
+            return [f"{cost}."]
+        return [f"The fastest finalist, {kept[0].config.label()}:", _worth(kept[0]), f"{cost}."]
     found = finals.winner.held_out
     saved = 1 / found["baseline_tokens_per_second"] - 1 / found["tokens_per_second"]
     return [_worth(finals.winner), f"{cost}, which {seconds / saved:,.0f} generated tokens pay back."]

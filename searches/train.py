@@ -103,8 +103,8 @@ def train(config: DictConfig) -> Path | None:
         if scanner is not None:
             said = drafted_tokens(target, texts, config.vocabulary)
             return train_bridges(config, target, shape, texts, scanner, said, folder, learnt, tracker, neighbour)
-        alike = kind_of_texts(config, target, sampling, like)
-        return _train_head(config, target, texts, continued, folder, alike, learnt, tracker)
+        kind_written = kind_of_texts(config, target, sampling, like)
+        return _train_head(config, target, texts, continued, folder, kind_written, learnt, tracker)
 
 
 def _train_head(
@@ -113,7 +113,7 @@ def _train_head(
     texts: list[OwnText],
     continued: tuple[Passage, ...],
     folder: Path,
-    alike: dict[str, Any],
+    kind_written: dict[str, Any],
     learnt: dict[str, Any],
     tracker: Tracker,
 ) -> Path:
@@ -121,7 +121,7 @@ def _train_head(
     three_layers = kind == "eagle" and bool(config.three_layers)
     modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
     head = _head(config, kind, target, texts)
-    states = outputs / "features" / digest([alike, modules])[:16]
+    states = outputs / "features" / digest([kind_written, modules])[:16]
     with turn(states), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
         store = FeatureStore(states, modules)
         store.fill(target, texts, int(config.feature_bytes), bar.update, room(head))

@@ -82,3 +82,5 @@ def test_a_smaller_budget_holds_the_first_texts_and_loses_none(tmp_path: Path, m
     few.fill(TARGET, TEXTS, 10**6)
     assert len(few) == 3 and few.nbytes == whole.nbytes
     assert torch.equal(few[2].features, whole[2].features)
+    with pytest.raises(ConfigError, match=rf"^features: {tmp_path} holds what the target thought of other texts"):
+        few.fill(TARGET, TEXTS[1:], 10**6)

@@ -112,7 +112,7 @@ def test_without_memory_to_scan_it_ends_in_one_line(
     said = capsys.readouterr()
     assert end.value.code == 2
     assert "out of memory with scan.max_rows=256; 128 are tried" in said.out
-    assert said.err.splitlines()[-1].startswith("error: scan.max_rows: there is not enough memory to scan")
+    assert said.err.splitlines()[-1].startswith("error: scan.max_rows, scan.text_bytes: there is not enough memory to scan")
     assert not [*tmp_path.glob("bridges-*")]
 
 

@@ -66,6 +66,16 @@ def test_a_scan_that_is_wrong_is_found(
     assert len({case["prompt"] for case in record["differing"]}) == 1
 
 
+def test_what_another_program_compared_is_compared_anew(
+    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = (*_overrides(tiny_folder, tmp_path), "masks=1")
+    assert launch("exactness", *overrides, cwd=tmp_path).returncode == 0
+    monkeypatch.setattr("searches.exactness.sources", lambda: ["another program"])
+    assert launch("exactness", *overrides, cwd=tmp_path).returncode == 0
+    assert len([*tmp_path.rglob("exactness/*/*.jsonl")]) == 2
+
+
 def test_two_at_once_share_the_masks(tiny_folder: Path, tmp_path: Path) -> None:
     overrides = _overrides(tiny_folder, tmp_path)
     with ThreadPoolExecutor() as pool:

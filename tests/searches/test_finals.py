@@ -202,6 +202,18 @@ def test_nobody_wins_who_is_not_faster() -> None:
     assert "its speedup went from 0.95 to 0.90" in text
 
 
+def test_nobody_is_decoded_again_whom_plain_decoding_surely_beats() -> None:
+    bench = Known({_lookup(4): 0.9, _lookup(6): 0.9})
+    study = run_known(bench, _lookup(4), _lookup(6))
+    bench.calls = 0
+    settings = MeasureSettings(finalists=2, held_out_repeats=3)
+    assert measure_finals(study, bench, PROMPTS, settings, 0).winner.config == SpeculativeConfig()
+    once = bench.calls
+    bench.speedups = {_lookup(4): 1.2, _lookup(6): 1.2}
+    assert measure_finals(study, bench, PROMPTS, settings, 0).winner.config == _lookup(4)
+    assert bench.calls == 4 * once  # who is level, and faster, is decoded three times
+
+
 def test_looks_become_rarer_as_prompts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking after every block would let chance end a race of many prompts."""
     fast, close = _lookup(4), _lookup(6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,11 @@ import torch
 
 from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
 from layerskip.costs import CostProfile
+from layerskip.decode import decode
+from layerskip.drafters.build import build_drafter
 from layerskip.measure import measure
 from layerskip.passages import continue_prompts
+from layerskip.replay import Counts, count
 from layerskip.scan import Scan, Scanner
 from searches.foresight import ScanSettings, foresee
 from searches.kept import Kept
@@ -147,6 +151,25 @@ def test_continuations_and_costs_are_shared_between_studies(tiny_target: Target,
     assert len(files) == len(PROMPTS) + 1
 
 
+def test_adaptive_stops_are_foretold_as_trials_meet_them(tiny_target: Target, tmp_path: Path) -> None:
+    """In use: a trial's drafter decodes other prompts first, here the same ones."""
+    stop, config = StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5), SpeculativeConfig("layer_skip", 4, mask="mlp:1")
+    scanner = _scanner(tiny_target)
+    mask, drafter = SkipMask.parse("mlp:1", tiny_target.layers), build_drafter(replace(config, stop=stop), tiny_target)
+    first, second = (
+        [count(decode(tiny_target, drafter, p.prompt, Sampling(), p.max_new_tokens).stats.rounds) for p in scanner.passages]
+        for _ in range(2)
+    )
+    assert first != second
+    among = ScanOracle(scanner, scanner, _profile(3), Choices((4, 4), (StopRule(), stop)), tmp_path / "among")
+    among.predict([mask])
+    ((_, kept),) = [json.loads(line) for line in (tmp_path / "among" / "counts.jsonl").read_text().splitlines()]
+    (found,) = [counts for length, rule, _, counts in kept["counts"] if (length, rule) == (4, 1)]
+    assert [Counts.from_list(each) for each in found] == second
+    other = ScanOracle(scanner, scanner, _profile(3), CHOICES, tmp_path / "other")
+    assert other.speedup(replace(config, stop=stop)) == _profile(3).speedup(sum(second, Counts()), mask, stop)
+
+
 @pytest.mark.parametrize("most", [100, 4])
 def test_passes_are_as_long_as_memory_allows(
     most: int, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -169,7 +192,7 @@ def test_passes_are_as_long_as_memory_allows(
         assert oracle.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
     else:
         assert oracle is None
-        assert "scan.max_rows=16; nothing is scanned\nscan: every trial is run\n" in said
+        assert "scan.max_rows=16; nothing is scanned\n" in said
 
 
 def test_a_model_that_cannot_be_scanned_is_searched_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
