@@ -71,7 +71,7 @@ def test_what_another_program_compared_is_compared_anew(
 ) -> None:
     overrides = (*_overrides(tiny_folder, tmp_path), "masks=1")
     assert launch("exactness", *overrides, cwd=tmp_path).returncode == 0
-    monkeypatch.setattr("searches.exactness.sources", lambda: ["another program"])
+    monkeypatch.setattr("searches.heading.sources", lambda: ["another program"])
     assert launch("exactness", *overrides, cwd=tmp_path).returncode == 0
     assert len([*tmp_path.rglob("exactness/*/*.jsonl")]) == 2
 
