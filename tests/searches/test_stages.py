@@ -24,7 +24,13 @@ def _study(log: Path, stage: str, piece: int, *overrides: str) -> tuple[int, lis
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_in_a_stage_nothing_finished_is_done_again(stage: str, tiny_folder: Path, tmp_path: Path) -> None:
     small = ("scan.prompts=3", "scan.profile_repeats=2", "scan.proposals.screened=8", "scan.proposals.scanned=2")
-    more = ("space.kinds=[none,layer_skip]", "study.n_trials=4", "study.name=mortal", "measure.held_out_prompts=4")
+    more = (
+        "space.kinds=[none,layer_skip]",
+        "study.n_trials=4",
+        "study.name=mortal",
+        "measure.held_out_prompts=4",
+        "measure.held_out_repeats=1",
+    )
     overrides = quick(tiny_folder, tracked(tmp_path), *small, *more)
     died, before = _study(tmp_path / "first.log", stage, 1 if stage == "profile" else 3, *overrides)
     assert died == -signal.SIGKILL
