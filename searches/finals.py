@@ -61,11 +61,15 @@ class Finalist:
     stayed: bool = True
 
     @property
+    def keeps(self) -> bool:
+        """Whether it kept the output, or does not promise to."""
+        return is_lossless(self.held_out) or not self.config.lossless
+
+    @property
     def eligible(self) -> bool:
         """Whether it kept the output, and its interval, over enough prompts to be one, lies above 1."""
         enough = self.held_out["prompts"] >= LEAST_PROMPTS
-        keeps = is_lossless(self.held_out) or not self.config.lossless
-        return self.stayed and keeps and enough and self.low > 1.0
+        return self.stayed and self.keeps and enough and self.low > 1.0
 
     @property
     def complexity(self) -> tuple[int, int, bool, int, int, int]:
@@ -176,7 +180,7 @@ def compete(
                 looked = len(rows)
                 gone |= {name for name in left if _is_behind(rows, left, name)}
                 left = {name: config for name, config in left.items() if name not in gone}
-        if leaving and (len(left) <= 1 or all(_loses(rows, name) for name in left)):
+        if leaving and (len(left) <= 1 or all(_is_slower(rows, BASELINE, name) for name in left)):
             break
     again = measure_again(bench, left, rows, prompts, settings, seed, kept)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
@@ -248,12 +252,12 @@ def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], na
     measured = {other: Measurement.of(rows, BASELINE, other) for other in configs}
     changed = {other: measured[other].lossless.verdict == "different" and configs[other].lossless for other in configs}
     leader = max(configs, key=lambda other: (not changed[other], measured[other].speedup))
-    return name != leader and Measurement.of(rows, leader, name).interval(confidence=_LEAVING)[1] < 1.0
+    return name != leader and _is_slower(rows, leader, name)
 
 
-def _loses(rows: Sequence[Row], name: str) -> bool:
-    """Whether a configuration is surely slower than plain decoding."""
-    return Measurement.of(rows, BASELINE, name).interval(confidence=_LEAVING)[1] < 1.0
+def _is_slower(rows: Sequence[Row], other: str, name: str) -> bool:
+    """Whether a configuration is surely slower than another one, or than plain decoding."""
+    return Measurement.of(rows, other, name).interval(confidence=_LEAVING)[1] < 1.0
 
 
 def _ties(rows: Sequence[Row], fastest: str, name: str) -> bool:

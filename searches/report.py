@@ -128,7 +128,7 @@ def _winner(finals: Finals, seconds: float) -> list[str]:
     decoding wins, what the fastest of the others is worth."""
     cost = f"The search took {seconds:.0f} seconds"
     if finals.winner.config.kind == "none":
-        kept = [each for each in finals.finalists if is_lossless(each.held_out) or not each.config.lossless]
+        kept = [finalist for finalist in finals.finalists if finalist.keeps]
         if not kept:
             return [f"{cost}."]
         return [f"The fastest finalist, {kept[0].config.label()}:", _worth(kept[0]), f"{cost}."]
