@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import shutil
 import signal
@@ -23,7 +22,7 @@ from layerskip.eagle import EagleHead, EagleShape
 from layerskip.heads import save_head
 from searches.application import InputError
 from searches.bridging import shape_of
-from searches.learner import Learner, TrainingFile, refuse_another, room
+from searches.learner import Learner, room
 from tests.disk import fill
 from tests.searches.conftest import Launch
 from tests.searches.programs import command, environment, execute, runs, sqlite, tracked
@@ -195,45 +194,6 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     assert (more.returncode, more.stderr.count("\n")) == (2, 1), more.stderr
     assert "holds another training" in more.stderr
     assert (tmp_path / "killed" / "texts").stat().st_mtime_ns == written
-
-
-class _Still(Learner):
-    """Learns nothing."""
-
-    def begin(self) -> None:
-        pass
-
-    def loss(self, places: list[int]) -> torch.Tensor:
-        raise NotImplementedError
-
-    def judge(self) -> list[float]:
-        raise NotImplementedError
-
-
-def test_a_training_that_was_interrupted_before_its_first_step_is_known(tmp_path: Path) -> None:
-    config = OmegaConf.create({"texts_per_step": 1, "learning_rate": 0.1})
-    _Still(config, torch.nn.Linear(1, 1), 1, TrainingFile(tmp_path / "training.pt", "who", "asked"))
-    refuse_another(tmp_path, "asked")
-    with pytest.raises(InputError, match="^head: .* holds another training"):
-        refuse_another(tmp_path, "asked otherwise")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"no archive", b"PK\x03\x04 half of one", pickle.dumps(Path, protocol=2)],
-    ids=["empty", "text", "half", "code"],
-)
-def test_a_damaged_training_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
-    file = TrainingFile(tmp_path / "training.pt", "who", "asked")
-    file.path.write_bytes(content)
-    with pytest.raises(
-        InputError, match=r"^head: .*training\.pt cannot be read \([^\n]*\); without it training begins anew$"
-    ):
-        refuse_another(tmp_path, "asked")
-    config = OmegaConf.create({"texts_per_step": 1, "learning_rate": 0.1})
-    with pytest.raises(InputError, match=r"^head: .*training\.pt cannot be read"):
-        _Still(config, torch.nn.Linear(1, 1), 1, file)
-    assert file.path.read_bytes() == content
 
 
 def test_a_disk_that_fills_up_ends_in_one_line_and_the_training_goes_on_later(
