@@ -24,7 +24,7 @@ from layerskip.ridge import regress
 from layerskip.scan import Scanner
 from layerskip.target import Target, load_target
 from layerskip.view import skip_view
-from tests.drafters.bridges import bridge_folder, calibration
+from tests.drafters.bridges import bridge_folder, bridge_shape, calibration
 from tests.drafters.contract import GREEDY, target_of
 from tests.families import build
 from tests.tiny import save_tiny
@@ -41,11 +41,6 @@ from tests.tiny import save_tiny
 )
 def test_a_mask_leaves_gaps(mask: str, names: list[str]) -> None:
     assert [gap.name for gap in SkipMask.parse(mask, 4).gaps] == names
-
-
-def _shape(target: Target, mask: str, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
-    hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
-    return BridgeShape(SkipMask.parse(mask, target.layers).format(), target.layers, hidden, kind, rank, width)
 
 
 def test_a_map_of_lower_rank_adds_most_of_what_the_full_map_adds() -> None:
@@ -69,7 +64,7 @@ def test_a_map_of_full_rank_is_the_full_map() -> None:
     hidden = int(target.model.config.hidden_size)
     states = torch.randn(5, hidden)
     full, ranked = (
-        calibration("llama").fit(_shape(target, "layers:1-2", "linear", rank)).bridges.of(Gap("layers", 1, 2))
+        calibration("llama").fit(bridge_shape(target, "layers:1-2", "linear", rank)).bridges.of(Gap("layers", 1, 2))
         for rank in (0, hidden)
     )
     assert torch.allclose(full(states), ranked(states), atol=1e-4)
@@ -77,7 +72,9 @@ def test_a_map_of_full_rank_is_the_full_map() -> None:
 
 def test_bridges_of_lower_rank_read_fewer_numbers() -> None:
     target = target_of("llama")
-    shapes = [_shape(target, "layers:1;mlp:3", *rest) for rest in (("mean",), ("linear", 4), ("linear",), ("mlp", 0, 8))]
+    shapes = [
+        bridge_shape(target, "layers:1;mlp:3", *rest) for rest in (("mean",), ("linear", 4), ("linear",), ("mlp", 0, 8))
+    ]
     sizes = [sum(parameter.numel() for parameter in Bridges(shape).parameters()) for shape in shapes]
     assert [shape.numbers for shape in shapes] == sizes == sorted(sizes)
     assert [shape.spans for shape in shapes] == [2, 2, 2, 2]
@@ -85,18 +82,21 @@ def test_bridges_of_lower_rank_read_fewer_numbers() -> None:
 
 def test_bridges_begin_as_their_neighbours() -> None:
     target = target_of("llama")
-    other, own = Bridges(_shape(target, "layers:0;layers:2-3;mlp:1")), Bridges(_shape(target, "layers:1-2;attention:3"))
+    other, own = (
+        Bridges(bridge_shape(target, "layers:0;layers:2-3;mlp:1")),
+        Bridges(bridge_shape(target, "layers:1-2;attention:3")),
+    )
     for _, bridge in other.parts():
         torch.nn.init.normal_(bridge.bias)
     own.warm(other)
     assert torch.equal(own.of(Gap("layers", 1, 2)).bias, other.of(Gap("layers", 2, 3)).bias)
     assert not own.of(Gap("attention", 3, 3)).bias.any()
     with pytest.raises(ConfigError, match="^bridge: .* another kind or size"):
-        own.warm(Bridges(_shape(target, "layers:1", "mean")))
+        own.warm(Bridges(bridge_shape(target, "layers:1", "mean")))
 
 
 def test_a_fit_that_does_not_help_says_so() -> None:
-    fit = calibration("llama").fit(_shape(target_of("llama"), "layers:1-2"))
+    fit = calibration("llama").fit(bridge_shape(target_of("llama"), "layers:1-2"))
     assert fit.helps == (fit.bridged > fit.empty)
     assert not replace(fit, bridged=fit.empty).helps
 
@@ -120,7 +120,7 @@ def test_an_mlp_learns_what_a_map_cannot_and_never_noise(noise: bool) -> None:
 @pytest.mark.parametrize("own", ["layers:1-2", "layers:1;mlp:3"])
 def test_a_view_and_a_scan_refuse_bridges_of_another_mask(own: str) -> None:
     target = Target(build("llama"))
-    mask, bridges = SkipMask.parse("layers:1", 4), Bridges(_shape(target, own))
+    mask, bridges = SkipMask.parse("layers:1", 4), Bridges(bridge_shape(target, own))
     passages = (Passage("0", "own", (3, 4, 5), (6, 7, 8), 3),)
     refused = pytest.raises(ConfigError, match=f"^bridges: stand in for {own}, not for layers:1$")
     with refused:
@@ -131,7 +131,7 @@ def test_a_view_and_a_scan_refuse_bridges_of_another_mask(own: str) -> None:
 
 def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
-    shape = _shape(target, "layers:1-2")
+    shape = bridge_shape(target, "layers:1-2")
     save_bridges(tmp_path / "bridge", Bridges(shape), target, {})
     config = SpeculativeConfig("layer_skip", mask="layers:1-2", bridge=str(tmp_path / "bridge"))
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
@@ -152,7 +152,7 @@ def test_bridges_say_whose_they_are_and_what_they_were_fitted_to(tmp_path: Path)
     """And serve their target in any dtype and place, but not another revision of it, whatever its weights."""
     model, found = target_of("llama").model, calibration("llama")
     mine = Target(model, None, "some/model", "one")
-    save_bridges(tmp_path, found.fit(_shape(mine, "layers:1-2")).bridges, mine, {}, found.digest)
+    save_bridges(tmp_path, found.fit(bridge_shape(mine, "layers:1-2")).bridges, mine, {}, found.digest)
     about = json.loads((tmp_path / "head.json").read_text())
     assert about["target"]["name"] == "some/model" and about["target"]["revision"] == "one"
     assert about["target"]["dtype"] == "float32"
@@ -166,7 +166,7 @@ def test_bridges_say_whose_they_are_and_what_they_were_fitted_to(tmp_path: Path)
 def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
     """Moved to another machine with what lies beside it, the places where it was found gone."""
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
-    shape = _shape(target, "layers:1-2")
+    shape = bridge_shape(target, "layers:1-2")
     parts = tmp_path / "parts"
     save_bridges(parts / "bridge", Bridges(shape), target, {})
     save_draft_tokens(parts / "tokens", torch.arange(5, 40), target, {})

@@ -5,23 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerskip.bridge import BridgeShape
 from layerskip.bridge_fit import Calibration
-from layerskip.mask import SkipMask
-from layerskip.passages import Passage
 from layerskip.target import Target
 from tests.allocations import peak_bytes
+from tests.drafters.bridges import bridge_shape, drawn_passages
 from tests.families import build
-
-
-def _passages(target: Target) -> list[Passage]:
-    torch.manual_seed(3)
-    tokens = torch.randint(3, target.vocabulary, (200, 40)).tolist()
-    return [Passage(str(i), "own", tuple(p[:10]), tuple(p[10:]), 30) for i, p in enumerate(tokens)]
-
-
-def _shape(target: Target, mask: str, kind: str, rank: int = 0, width: int = 0) -> BridgeShape:
-    return BridgeShape.of(target, SkipMask.parse(mask, target.layers), kind, rank, width)
 
 
 @pytest.mark.parametrize(
@@ -42,11 +30,11 @@ def test_the_memory_of_a_calibration_is_bounded(
 ) -> None:
     """All that tensors take at once, as torch's profiler counts it, while texts are read and bridges fitted."""
     target = Target(build(family, hidden_size=hidden).to(dtype))
-    passages, found = _passages(target), []
+    passages, found = drawn_passages(target, 200, 40, 10), []
 
     def work() -> None:
         found.append(Calibration(target, passages, budget, max_rows=64, width=width))
-        found[0].fit(_shape(target, "layers:0;attention:1;mlp:2;layers:3", kind, rank, width))
+        found[0].fit(bridge_shape(target, "layers:0;attention:1;mlp:2;layers:3", kind, rank, width))
 
     peak = peak_bytes(work)
     (half,) = found
@@ -60,8 +48,8 @@ def test_the_memory_of_a_calibration_is_bounded(
 
 def test_what_mlps_learn_with_is_in_the_budget() -> None:
     target = Target(build("llama"))
-    passages = _passages(target)
+    passages = drawn_passages(target, 200, 40, 10)
     without, narrow, wide = (Calibration(target, passages, 2**23, width=width) for width in (0, 1, 512))
     assert len(wide.passages) < len(narrow.passages) <= len(without.passages)
-    fit = narrow.fit(_shape(target, "layers:1;mlp:2", "mlp", 0, 1))
+    fit = narrow.fit(bridge_shape(target, "layers:1;mlp:2", "mlp", 0, 1))
     assert all(parameter.grad is None for parameter in fit.bridges.parameters())

@@ -6,33 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from layerskip.bridge import Bridges, BridgeShape
+from layerskip.bridge import Bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.mask import Gap, SkipMask
-from layerskip.passages import Passage
 from layerskip.target import Target
 from layerskip.view import skip_view
+from tests.drafters.bridges import bridge_shape, drawn_passages
 from tests.families import build
 
 FAMILIES = ("llama", "qwen2", "gemma3_text", "phi", "mixtral")
-
-
-def _passages(target: Target) -> list[Passage]:
-    torch.manual_seed(3)
-    prompts = torch.randint(3, target.vocabulary, (6, 20)).tolist()
-    return [Passage(str(i), "own", tuple(p[:4]), tuple(p[4:]), 16) for i, p in enumerate(prompts)]
-
-
-def _shape(target: Target, mask: str, kind: str = "linear") -> BridgeShape:
-    return BridgeShape.of(target, SkipMask.parse(mask, target.layers), kind)
 
 
 @pytest.mark.parametrize("kind", ["mean", "linear"])
 def test_a_run_is_fitted_to_the_targets_own_states(kind: str) -> None:
     """Against least squares on what transformers' own pass over the whole text returns; the first gap drifts nowhere."""
     target = Target(build("llama"))
-    passages = _passages(target)
-    fit = Calibration(target, passages, 2**24).fit(_shape(target, "layers:1-2", kind))
+    passages = drawn_passages(target)
+    fit = Calibration(target, passages, 2**24).fit(bridge_shape(target, "layers:1-2", kind))
     before, behind = [], []
     for passage in passages:
         tokens = torch.tensor([[*passage.prompt, *passage.tokens]])
@@ -89,13 +79,13 @@ class _Seen:
 def test_gaps_are_fitted_on_the_drafts_own_stream() -> None:
     """One behind the other, the earlier ones bridged, against what hooks see of real drafts of one token."""
     target = Target(build("llama", num_hidden_layers=6))
-    passages = _passages(target)
-    fit = Calibration(target, passages, 2**24).fit(_shape(target, "layers:1-2;attention:3;mlp:4"))
+    passages = drawn_passages(target)
+    fit = Calibration(target, passages, 2**24).fit(bridge_shape(target, "layers:1-2;attention:3;mlp:4"))
     gaps = [Gap("layers", 1, 2), Gap("attention", 3, 3), Gap("mlp", 4, 4)]
     starts = [(passage, s) for passage in passages for s in range(passage.starts)]
     starts = starts[: len(starts) - int(0.2 * len(starts))]  # the others are for judging
     for gap, earlier in ((gaps[1], "layers:1-2"), (gaps[2], "layers:1-2;attention:3")):
-        bridges = Bridges(_shape(target, earlier))
+        bridges = Bridges(bridge_shape(target, earlier))
         for before, bridge in bridges.parts():
             bridge.load_state_dict(fit.bridges.of(before).state_dict())
         view = skip_view(target.model, SkipMask.parse(earlier, target.layers), bridges)
@@ -121,8 +111,8 @@ def test_gaps_are_fitted_on_the_drafts_own_stream() -> None:
 def test_what_fitting_says_of_bridges_is_what_drafts_do(family: str, mask: str) -> None:
     """Its agreement, on rows seen at once, against a draft of one token behind each of those prefixes."""
     target = Target(build(family))
-    passages = _passages(target)
-    found = Calibration(target, passages, 2**24, max_rows=11).fit(_shape(target, mask))
+    passages = drawn_passages(target)
+    found = Calibration(target, passages, 2**24, max_rows=11).fit(bridge_shape(target, mask))
     last = [(p, s) for p, passage in enumerate(passages) for s in range(passage.starts)][-18:]
     for bridges, said in ((None, found.empty), (found.bridges, found.bridged)):
         view, right = skip_view(target.model, SkipMask.parse(mask, target.layers), bridges), 0

@@ -15,16 +15,15 @@ from layerskip.rows import RowModel
 from layerskip.target import Target
 from layerskip.texts import Memory
 from layerskip.view import skip_view
-from tests.drafters.bridges import calibration
+from tests.drafters.bridges import bridge_shape, calibration, drawn_passages
 from tests.families import build
-from tests.test_bridge import _passages, _shape
 
 MASK = "layers:1;mlp:2"
 
 
 def _bridges(target: Target, mask: str = MASK) -> Bridges:
     torch.manual_seed(4)
-    bridges = Bridges(_shape(target, mask, "mlp", 4, 6))
+    bridges = Bridges(bridge_shape(target, mask, "mlp", 4, 6))
     with torch.no_grad():
         for parameter in bridges.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
@@ -57,7 +56,7 @@ def _drafted_one_by_one(target: Target, bridges: Bridges, passages: list[Passage
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_the_loss_is_that_of_drafts_made_one_by_one(family: str) -> None:
     target = Target(build(family))
-    passages, bridges = [*_passages(target)[:3]], _bridges(target)
+    passages, bridges = [*drawn_passages(target)[:3]], _bridges(target)
     passages = [_greedy(target, passage) for passage in passages]
     tokens = torch.arange(3, target.vocabulary)
     loss = BridgeTraining(target, bridges, tokens, 2).loss(passages)
@@ -87,7 +86,7 @@ def test_what_a_step_holds_grows_with_its_text() -> None:
 
 def test_the_gradient_is_what_differences_say() -> None:
     target = Target(build("llama").double())
-    passages, bridges = _passages(target)[:2], _bridges(target).double()
+    passages, bridges = drawn_passages(target)[:2], _bridges(target).double()
     training = BridgeTraining(target, bridges, torch.arange(target.vocabulary), 1)
     training.loss(passages).backward()  # type: ignore[no-untyped-call]
     for _, bridge in bridges.parts():
@@ -109,7 +108,7 @@ def test_training_makes_drafts_better() -> None:
     """From the closed form, on the texts that it was fitted to."""
     found = calibration("llama")
     target = found.target
-    bridges = found.fit(_shape(target, "layers:1-2")).bridges
+    bridges = found.fit(bridge_shape(target, "layers:1-2")).bridges
     passages = list(found.passages)
     training = BridgeTraining(target, bridges, torch.arange(target.vocabulary), 1)
     optimiser = torch.optim.AdamW(bridges.parameters(), lr=3e-3)
@@ -126,7 +125,7 @@ def test_training_makes_drafts_better() -> None:
 
 def test_a_text_that_is_remembered_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(build("gemma3_text"))  # whose layers see different parts of a text
-    bridges, tokens, passages = _bridges(target), torch.arange(3, target.vocabulary), _passages(target)[:3]
+    bridges, tokens, passages = _bridges(target), torch.arange(3, target.vocabulary), drawn_passages(target)[:3]
     afresh = float(BridgeTraining(target, bridges, tokens, 2).loss(passages).detach())
     of_each = [float(BridgeTraining(target, bridges, tokens, 2).loss([passage]).detach()) for passage in passages]
     read: list[int] = []

@@ -23,6 +23,17 @@ from tests.drafters.heads import tiny
 _folder = tempfile.TemporaryDirectory()  # gone with the process
 
 
+def drawn_passages(target: Target, count: int = 6, length: int = 20, prompt: int = 4) -> list[Passage]:
+    """Of tokens drawn alike; the first ``prompt`` of each are its prompt."""
+    torch.manual_seed(3)
+    tokens = torch.randint(3, target.vocabulary, (count, length)).tolist()
+    return [Passage(str(i), "own", tuple(t[:prompt]), tuple(t[prompt:]), length - prompt) for i, t in enumerate(tokens)]
+
+
+def bridge_shape(target: Target, mask: str, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
+    return BridgeShape.of(target, SkipMask.parse(mask, target.layers), kind, rank, width)
+
+
 @functools.cache
 def calibration(family: str) -> Calibration:
     """Of texts that a tiny target draws."""
@@ -38,9 +49,7 @@ def calibration(family: str) -> Calibration:
 def bridge_folder(family: str, mask: str, kind: str, rank: int = 0, width: int = 0) -> str:
     """Of saved bridges; an MLP is drawn, as fitting may leave it empty."""
     target = tiny(family)
-    hidden = int(target.model.config.get_text_config(decoder=True).hidden_size)
-    shape = BridgeShape(SkipMask.parse(mask, target.layers).format(), target.layers, hidden, kind, rank, width)
-    bridges = calibration(family).fit(shape).bridges
+    bridges = calibration(family).fit(bridge_shape(target, mask, kind, rank, width)).bridges
     with torch.no_grad():
         for _, bridge in bridges.parts():
             if bridge.out is not None:
