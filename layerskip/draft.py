@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class Draft:
         match: behind how many tokens of the context it was found in a text; 0 where it was not looked up.
         found: its tokens once more, on the host, where nothing but them goes through the pass and no model ran for them; it
             is deterministic then, and who passes it over has lost nothing.
+        chances: of found tokens, how likely whoever found them thinks that each is said, with all before it on its branch;
+            falling, in [0, 1], and empty where nobody knows.
         unsure: whether a stop rule ended it behind its first token; that may not depend on the token that was drawn.
     """
 
@@ -32,6 +34,7 @@ class Draft:
     probs: Tensor | None = None
     match: int = 0
     found: tuple[int, ...] = ()
+    chances: tuple[float, ...] = ()
     unsure: bool = False
 
     @classmethod
@@ -41,7 +44,13 @@ class Draft:
 
     @classmethod
     def of_tree(
-        cls, tokens: Sequence[int], parents: Sequence[int], device: torch.device, match: int = 0, found: bool = False
+        cls,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        device: torch.device,
+        match: int = 0,
+        found: bool = False,
+        chances: Sequence[float] = (),
     ) -> Draft:
         """A deterministic draft on the device; a tree of one branch is a chain, which is cheaper to verify.
 
@@ -51,9 +60,23 @@ class Draft:
             device: where to put it.
             match: as above.
             found: whether it costs nothing to pass it over; so it is where it was looked up.
+            chances: of its nodes, as above.
         """
         if not tokens:
             return cls.empty(device)
-        chain = all(parent == node - 1 for node, parent in enumerate(parents))
         kept = tuple(tokens) if match or found else ()
-        return cls(upload(tokens, device), None if chain else tuple(parents), match=match, found=kept)
+        return cls(upload(tokens, device), _branches(parents), match=match, found=kept, chances=tuple(chances))
+
+    def first(self, size: int) -> Draft:
+        """A found draft's first tokens alone, at least one; what they follow is among them."""
+        if size >= len(self.found):
+            return self
+        parents = None if self.parents is None else _branches(self.parents[:size])
+        return replace(
+            self, tokens=self.tokens[:size], parents=parents, found=self.found[:size], chances=self.chances[:size]
+        )
+
+
+def _branches(parents: Sequence[int]) -> tuple[int, ...] | None:
+    """None where each token follows the one before."""
+    return None if all(parent == node - 1 for node, parent in enumerate(parents)) else tuple(parents)

@@ -19,7 +19,7 @@ def grow(
     depth: int,
     size: int,
     least_probability: float,
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[int], list[int], list[float]]:
     """Grow a tree, node by node.
 
     Args:
@@ -31,10 +31,12 @@ def grow(
         least_probability: a branch ends where the probabilities on it multiply to less.
 
     Returns:
-        The tokens, and of each the one that it follows: an earlier one, or -1 for the root.
+        The tokens, the likeliest branch first; of each the one that it follows: an earlier one, or -1 for the root; and what
+        the probabilities on its branch multiply to.
     """
     tokens: list[int] = []
     parents: list[int] = []
+    chances: list[float] = []
     # Least first: minus a branch's probability, then its age, which settles ties.
     waiting: list[tuple[float, int, int, int, int, Node]] = []
     born = 0
@@ -51,5 +53,6 @@ def grow(
         minus_chance, _, level, parent, token, child = heapq.heappop(waiting)
         tokens.append(token)
         parents.append(parent)
+        chances.append(-minus_chance)
         offer(child, len(tokens) - 1, -minus_chance, level)
-    return tokens, parents
+    return tokens, parents, chances

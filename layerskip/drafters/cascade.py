@@ -5,9 +5,10 @@ dearer drafter everywhere else. Two kinds of drafts wait until the others were a
 better one: those that a stop rule ended behind its first token, and those out of the text of whose like fewer tokens are
 accepted, lately, than of what another one drafts without running a model, whose passes would have to be paid for as well. Of
 several that look up, which costs next to nothing, the one that promises more is taken. Where it is known what verification
-costs, drafts count by the tokens that a round with them yields for what it takes, and one that was had for nothing is
-declined unless it promises clearly more than a step of plain decoding. Whoever did not draft a round follows the text, and
-hears what the target said in the round, all the same. This follows no paper.
+costs, drafts count by the tokens that a round with them yields for what it takes. Of one that was had for nothing as many
+tokens are verified as pay for themselves at the pace at which tokens come lately, and it is declined unless it promises
+clearly more than a step of plain decoding. Whoever did not draft a round follows the text, and hears what the target said in
+the round, all the same. This follows no paper.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .stopping import Stopped
 _LONG = 8  # tokens of a match, of which more say no more
 _HOPE = 8.0  # accepted tokens of a draft that was looked up, before any is known
 _LEAST = 1.1  # tokens for what a step of plain decoding takes, as means err and drafting takes a little as well
+_PACE = 0.99  # of what is known of the pace is still known a round later
 _TRIAL = 1.0  # of what a member behind drafts, so that it is tried where what was looked up is worth less
 
 
@@ -56,6 +58,8 @@ class Cascade:
         self._drafted: int | None = None  # the place of whose draft it was
         self._scored = False  # whether the text will tell what that was worth
         self._expectation = Expectation()
+        self._tokens, self._steps = 1.0, 1.0  # lately, of rounds that took a step of plain decoding and what verifying adds
+        self._size: int | None = None  # of this round's draft, if it is such a round
         self._sizes: dict[int, int] = {}  # of the last draft of who drafted any
         self._lookups: set[int] = set()  # places of members that were seen to look up, who cost next to nothing to ask
 
@@ -83,7 +87,11 @@ class Cascade:
             if draft.match:
                 self._lookups.add(place)
             if draft.match or (draft.found and self._costs):
-                self._expectation.watch(_like(place, draft), draft, len(context.tokens))
+                size = self._paying(place, draft)
+                self._expectation.watch(_like(place, draft), draft, size, len(context.tokens))
+                if not size:
+                    continue
+                draft = draft.first(size)
             self._sizes[place] = draft.tokens.shape[0]
             if self._costs and draft.found and self._worth(place, draft) < _LEAST:
                 continue
@@ -97,7 +105,22 @@ class Cascade:
             if taken:
                 self._drafted, found = place, draft
         self._scored = bool(self._costs and found.found and not found.match)
+        size = found.tokens.shape[0]
+        self._size = size if found.found or not size else None
         return found
+
+    def _paying(self, place: int, draft: Draft) -> int:
+        """How many of a found draft's first tokens are worth most beyond what verifying them takes; 0 where none are.
+
+        Whatever a round takes could have been spent on other rounds, in which tokens come at the usual pace.
+        """
+        if not self._costs:
+            return draft.tokens.shape[0]
+        pace, best, most = self._tokens / self._steps, 0, 0.0
+        for size, accepted in enumerate(self._expectation.expect_each(_like(place, draft), draft), 1):
+            if (found := accepted - pace * (self._cost(size) - 1)) > most:
+                best, most = size, found
+        return best
 
     def _worth(self, place: int, draft: Draft, hope: float | None = None) -> float:
         """What a round with a member's draft is expected to yield."""
@@ -109,11 +132,15 @@ class Cascade:
 
     def _yield(self, accepted: float, size: int) -> float:
         """Tokens, for each step of plain decoding that verifying a draft of some size takes, as far as that is known."""
-        if not self._costs:
-            return 1 + accepted
+        return (1 + min(accepted, size)) / self._cost(size) if self._costs else 1 + accepted
+
+    def _cost(self, size: int) -> float:
+        """What verifying so many tokens takes, in steps of plain decoding; what was not told continues what was."""
+        if not size:
+            return 1.0
         first, last, count = self._costs[0], self._costs[-1], len(self._costs)
         beyond = max(0.0, last - first) / max(1, count - 1) * (size - count)
-        return (1 + min(accepted, size)) / (self._costs[size - 1] if size <= count else last + beyond)
+        return self._costs[size - 1] if size <= count else last + beyond
 
     def _outdone(self, place: int, draft: Draft) -> bool:
         """Whether a draft is worth less than what a member behind that runs no model has drafted where it did.
@@ -134,6 +161,7 @@ class Cascade:
     def forget(self) -> None:
         """Forget what drafts were worth, and let every member forget."""
         self._expectation.forget()
+        self._tokens, self._steps = 1.0, 1.0
         self._sizes.clear()
         self._lookups.clear()
         for member in self.members:
@@ -147,6 +175,10 @@ class Cascade:
 
     def observe(self, verdict: Verdict) -> None:
         """Tell the member whose draft it was, and remember what became of it."""
+        if self._costs and self._size is not None:
+            self._tokens = _PACE * self._tokens + verdict.accepted + 1
+            self._steps = _PACE * self._steps + self._cost(self._size)
+        self._size = None
         if self._drafted is not None:
             self.members[self._drafted].observe(verdict)
             if not self._scored:

@@ -72,7 +72,8 @@ class Lookahead:
             return [(found, 1.0, (*branch, found)) for found in dict.fromkeys(following)]
 
         root: Ngram = ()
-        return grow(root, successors, depth, self.draft_length * self.candidates, 0.0)
+        tokens, parents, _ = grow(root, successors, depth, self.draft_length * self.candidates, 0.0)
+        return tokens, parents
 
     def observe(self, verdict: Verdict) -> None:
         """Nothing to learn from what was accepted."""

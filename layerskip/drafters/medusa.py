@@ -63,7 +63,7 @@ class Medusa:
             [(self.readout.token(place), probability, level + 1) for place, probability in zip(*row, strict=True)]
             for level, row in enumerate(zip(places.tolist(), probs.tolist(), strict=True))
         ]
-        tokens, parents = grow(0, levels.__getitem__, len(levels), self.tree_tokens, self.least_probability)
+        tokens, parents, _ = grow(0, levels.__getitem__, len(levels), self.tree_tokens, self.least_probability)
         return Draft.of_tree(tokens, parents, context.last.device)
 
     def observe(self, verdict: Verdict) -> None:

@@ -76,12 +76,12 @@ class Retrieval:
 
     def draft(self, context: Context, limit: int) -> Draft:
         """A tree of what followed the longest matches of the context's end; nothing where there are none."""
-        tokens, parents, match = self.propose(context.tokens, min(limit, self.draft_length))
-        return Draft.of_tree(tokens, parents, context.last.device, match)
+        tokens, parents, chances, match = self.propose(context.tokens, min(limit, self.draft_length))
+        return Draft.of_tree(tokens, parents, context.last.device, match, chances=chances)
 
-    def propose(self, tokens: list[int], depth: int) -> tuple[list[int], list[int], int]:
-        """The same on token ids: the tree's tokens, their parents, and how long the match is; ``tokens`` is read on as it
-        grows."""
+    def propose(self, tokens: list[int], depth: int) -> tuple[list[int], list[int], list[float], int]:
+        """The same on token ids: the tree's tokens, their parents and chances, and how long the match is; ``tokens`` is read
+        on as it grows."""
         self._texts[-1] = tokens
         self._index()
         for size in self.sizes:
@@ -90,7 +90,7 @@ class Retrieval:
                 if found:
                     room = self.tree_tokens if self.datastore is not None else min(_ROOM * match, self.tree_tokens)
                     return *grow(_Trie(found), _Trie.successors, depth, room, self.least_probability), match
-        return [], [], 0
+        return [], [], [], 0
 
     def observe(self, verdict: Verdict) -> None:
         """Nothing to learn; the next context has it all."""

@@ -48,11 +48,11 @@ class TokenRecycling:
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Grow a tree from the last token, again and again by the likeliest branch; nothing where nothing is known."""
-        tokens, parents = self.grow(context.tokens[-1], min(limit, self.draft_length))
-        return Draft.of_tree(tokens, parents, context.last.device, found=True)
+        tokens, parents, chances = self.grow(context.tokens[-1], min(limit, self.draft_length))
+        return Draft.of_tree(tokens, parents, context.last.device, found=True, chances=chances)
 
-    def grow(self, root: int, depth: int) -> tuple[list[int], list[int]]:
-        """The tokens of a tree behind a token, no deeper than ``depth``, and the parent of each."""
+    def grow(self, root: int, depth: int) -> tuple[list[int], list[int], list[float]]:
+        """The tokens of a tree behind a token, no deeper than ``depth``, and the parent and the chances of each."""
         return grow(root, self._successors, depth, self.tree_tokens, self.least_probability)
 
     def _successors(self, token: int) -> list[tuple[int, float, int]]:

@@ -24,8 +24,9 @@ from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, target_of, toy_targ
 from tests.drafters.test_cascade import LOOKUP, Member
 from tests.drafters.test_token_recycling import experienced
 
-Open = list[tuple[int, int, list[list[int]]]]
-"""Drafts that the text has not caught up with: where they begin, behind a match of how many tokens, and their branches."""
+Open = list[tuple[int, int, int, list[list[int]]]]
+"""Drafts that the text has not caught up with: where they begin, behind a match of how many tokens, how many of theirs were
+to be verified, and their branches."""
 
 
 class Told(Member):
@@ -67,16 +68,21 @@ def _run(branches: list[list[int]], text: Sequence[int]) -> int:
     return max((len(branch) for branch in branches if list(text[: len(branch)]) == branch), default=0)
 
 
-def _score(open_drafts: Open, earned: dict[int, list[int]], text: Sequence[int]) -> None:
-    """Add what open drafts have earned, as far as the text tells, and close those."""
-    for begin, match, branches in list(open_drafts):
-        run = _run(branches, text[begin:])
-        if begin + run < len(text) or run == max(map(len, branches)):
-            earned.setdefault(match, []).append(run)
-            open_drafts.remove((begin, match, branches))
+def _score(
+    open_drafts: Open, earned: dict[int, list[int]], text: Sequence[int], reached: dict[tuple[int, int], list[int]]
+) -> None:
+    """Add what open drafts have earned, as far as the text tells, and whether as much as each depth; close those."""
+    for begin, match, size, branches in list(open_drafts):
+        run, whole = _run(branches, text[begin:]), max(map(len, branches))
+        if begin + run < len(text) or run == whole:
+            if size:
+                earned.setdefault(match, []).append(min(run, size))
+            for depth in range(1, whole + 1):
+                reached.setdefault((match, depth), []).append(run >= depth)
+            open_drafts.remove((begin, match, size, branches))
 
 
-def _mean(values: list[int], hope: int = 0) -> float:
+def _mean(values: list[int], hope: float = 0) -> float:
     """Of the values and one more."""
     assert len(values) <= 128  # of more, the first ones would fade
     return (sum(values) + hope) / (len(values) + 1)
@@ -100,13 +106,13 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
         open_drafts: Open = []
         known = 9
         while known < len(text) - 5:
-            _score(open_drafts, earned, text[:known])
+            _score(open_drafts, earned, text[:known], {})
             second.last = Draft.empty(torch.device("cpu"))
             draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
             match, other = first.last.match, second.last.tokens.shape[0] > 0
             assert (match > 0) == (first.last.tokens.shape[0] > 0)
             if match:
-                open_drafts.append((known, match, _branches(first.last)))
+                open_drafts.append((known, match, len(first.last.tokens), _branches(first.last)))
             behind = match > 0 and _mean(earned.get(match, []), 8) < _mean(taken, 1)
             if other and (behind or not match):
                 assert draft is second.last
@@ -138,49 +144,63 @@ class ToldForNothing(Told):
 @pytest.mark.parametrize("alone", [True, False])
 def test_what_yields_hardly_more_than_plain_decoding_is_declined(alone: bool) -> None:
     """Every choice on some texts, against the mean of all that they had told by then of drafts, taken or declined."""
-    source, text, costs = random.Random(1), list[int](), {1: 1.37, 2: 1.59, 3: 1.81, 4: 2.03}
+    source, text, costs = random.Random(1), list[int](), {1: 1.3, 2: 1.3, 3: 1.8, 4: 2.05}
     fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
     first = Kept(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
     second = Kept(ToldForNothing([] if alone else text))
-    cascade = Cascade([first, second], (costs[1], costs[2]))  # beyond which they go on straight
+    cascade = Cascade([first, second], (costs[1], costs[2], costs[3]))  # beyond which they go on straight
     earned: dict[int, list[int]] = {}  # behind matches of each length; 0: by the second
-    choices: dict[str, int] = {"first": 0, "second": 0, "second before first": 0, "declined": 0}
+    reached: dict[tuple[int, int], list[int]] = {}  # and whether as much as each depth
+    tokens = steps = 1.0
+    choices = dict.fromkeys(("first", "second", "second before first", "declined", "cut", "whole"), 0)
 
     def worth(match: int, size: int, hope: int) -> float:
         return (1 + min(_mean(earned.get(match, []), hope), size)) / costs[size]
+
+    def paying(match: int, length: int) -> int:
+        gains, accepted = [0.0], 0.0
+        for depth in range(1, length + 1):
+            accepted += _mean(reached.get((match, depth), []), 0.9**depth)
+            gains.append(accepted - tokens / steps * (costs[depth] - 1))
+        return gains.index(max(gains))
 
     for _ in range(8):
         text[:] = source.choices(range(4), k=30)
         text += text[8:20]
         cascade.start(text[:8], None, None)  # type: ignore[arg-type]
         open_drafts: Open = []
-        known, usual = 9, 1  # how many tokens the second drafted when it last did
+        known, usual = 9, 1  # how many tokens of the second's were to be verified when it last drafted
         while known < len(text) - 5:
-            _score(open_drafts, earned, text[:known])
+            _score(open_drafts, earned, text[:known], reached)
             second.last = Draft.empty(torch.device("cpu"))
             draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
-            (size, other), match = (each.last.tokens.shape[0] for each in (first, second)), first.last.match
+            (length, beside), match = (each.last.tokens.shape[0] for each in (first, second)), first.last.match
+            size, other = paying(match, length), paying(0, beside)
             pays = worth(match, size, min(8, size)) if size else 0.0
             waits = pays < 1.1 or worth(0, usual, 1) > pays
-            assert waits or not other  # who is not asked says nothing
+            assert waits or not beside  # who is not asked says nothing
             others = worth(0, other, 1) if other else 0.0
             if others >= 1.1 and (others > pays or pays < 1.1):
-                assert draft is second.last
+                assert draft.found == second.last.found[:other] == tuple(draft.tokens.tolist())
                 choices["second before first" if pays >= 1.1 else "second"] += 1
             elif pays >= 1.1:
-                assert draft is first.last
+                assert draft.found == first.last.found[:size] == tuple(draft.tokens.tolist())
                 choices["first"] += 1
+                choices["cut" if size < length else "whole"] += 1
             else:
                 assert not draft.tokens.shape[0]
-                choices["declined"] += size > 0 or other > 0
-            open_drafts += [(known, match, _branches(first.last))] if size else []
-            open_drafts += [(known, 0, _branches(second.last))] if other else []
+                choices["declined"] += length > 0 or beside > 0
+            open_drafts += [(known, match, size, _branches(first.last))] if length else []
+            open_drafts += [(known, 0, other, _branches(second.last))] if beside else []
             usual = other or usual
             accepted = _run(_branches(draft), text[known:])
             cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
+            tokens, steps = 0.99 * tokens + accepted + 1, 0.99 * steps + costs.get(len(draft.tokens), 1.0)
             known += accepted + 1
-    assert choices["first"] > 5
+    assert choices["first"] > 3
     assert choices["declined"] > 5
+    assert choices["cut"] > 1
+    assert choices["whole"] > 1
     assert alone or choices["second"] > 5
     assert alone or choices["second before first"]
 
@@ -246,3 +266,33 @@ def test_of_what_is_looked_up_the_more_promising_is_taken() -> None:
     cascade.forget()
     cascade.start(text[:9], None, None)  # type: ignore[arg-type]
     assert cascade.draft(Context(text[:9], torch.tensor(text[8:9])), 6) is first.last
+
+
+class Trees(Member):
+    """Drafts the same tree ever again: two branches of two tokens, of which it thinks the first likelier."""
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        return Draft.of_tree([1, 2, 3, 4], [-1, 0, -1, 2], context.last.device, found=True, chances=[0.6, 0.5, 0.3, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("costs", "sizes"),
+    [
+        ((1.0, 1.0, 1.0, 1.0), [4, 4]),
+        ((1.05, 1.6, 1.9, 2.2), [1, 1]),  # of one token 0.6 are accepted, of two 1.1, of three 1.4
+        ((1.0, 1.0, 1.3, 1.4), [4, 2]),  # half as many of each, once none was
+        ((1.8, 1.9, 2.0, 2.1), [0, 0]),
+    ],
+)
+def test_of_a_tree_as_many_tokens_are_verified_as_pay(costs: tuple[float, ...], sizes: list[int]) -> None:
+    """The second time, it is known that the text went elsewhere."""
+    silent = Member()
+    silent.proposes = False
+    cascade, found = Cascade([silent, Trees()], costs), []
+    cascade.start([7], None, None)  # type: ignore[arg-type]
+    for text in ([7, 7], [7, 7, 7]):
+        draft = cascade.draft(Context(text, torch.tensor(text[-1:])), 4)
+        found.append(draft.tokens.shape[0])
+        assert draft.parents == ((-1, 0, -1, 2)[: found[-1]] if found[-1] > 2 else None)
+        cascade.observe(Verdict(draft.found, 0, 7, torch.tensor([7])))
+    assert found == sizes

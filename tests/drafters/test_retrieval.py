@@ -72,11 +72,12 @@ def test_trees_hold_what_followed_most_often(stored: bool) -> None:
                 drafter.propose(text, 1)
         drafter.start((), None, None)  # type: ignore[arg-type]
         context = [9, *source.sample(range(4), k=3)]  # without repetitions, which would be a further source
-        tokens, parents, _ = drafter.propose(context, 3)
+        tokens, parents, chances, _ = drafter.propose(context, 3)
         branches = [tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))]
         shares = _trees(texts, context, 3, 3)
         likely = sorted((share for share in shares.values() if share >= 0.15), reverse=True)
         assert [shares[branch] for branch in branches] == pytest.approx(likely[:5])
+        assert chances == pytest.approx(likely[:5])
 
 
 def test_much_longer_matches_decide_however_short_the_ngrams_are() -> None:
@@ -91,7 +92,7 @@ def test_much_longer_matches_decide_however_short_the_ngrams_are() -> None:
             drafter.propose(text, 1)
         drafter.start((), None, None)  # type: ignore[arg-type]
         context = [9, *source.choice(phrases)[: source.randint(1, 5)]]  # without repetitions, a further source
-        tokens, parents, match = drafter.propose(context, 3)
+        tokens, parents, _, match = drafter.propose(context, 3)
         branches = {tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))}
         expected = _trees(texts, context, 1, 3)
         if not expected:
@@ -106,7 +107,7 @@ def test_much_longer_matches_decide_however_short_the_ngrams_are() -> None:
 
 def test_the_text_at_work_is_copied_on_where_it_repeats_itself() -> None:
     drafter = Retrieval(None, 1, 3, 5, 8, 0.5)
-    assert drafter.propose([7, 3, 4, 3, 4], 5) == ([3, 4, 3, 4, 3], [-1, 0, 1, 2, 3], 2)
+    assert drafter.propose([7, 3, 4, 3, 4], 5) == ([3, 4, 3, 4, 3], [-1, 0, 1, 2, 3], [1.0] * 5, 2)
 
 
 def test_every_place_of_an_ngram_is_found() -> None:
@@ -130,7 +131,7 @@ def test_a_datastore_is_kept_and_belongs_to_its_tokens(tmp_path: Path) -> None:
     assert Datastore.load(folder, target).continuations([3, 4], 2, 9) == [[5], [6]]
     drafter = build_drafter(SpeculativeConfig.from_dict({"kind": "retrieval", "datastore": str(folder)}), target)
     assert isinstance(drafter, Retrieval)
-    assert drafter.propose([9, 3, 4], 2) == ([5, 6], [-1, -1], 2)
+    assert drafter.propose([9, 3, 4], 2) == ([5, 6], [-1, -1], [0.5, 0.5], 2)
     with pytest.raises(ConfigError, match=r"output: .*store exists already"):
         Datastore.build([[1]], target).save(folder)
     with pytest.raises(ConfigError, match=r"datastore: .*store was built for another vocabulary than that of model"):
@@ -199,9 +200,9 @@ def test_the_oldest_texts_are_dropped_where_memory_ends() -> None:
         drafter.start((), None, None)  # type: ignore[arg-type]
         drafter.propose([first, first + 1, first + 2, first + 3], 2)
     drafter.start((), None, None)  # type: ignore[arg-type]
-    assert drafter.propose([36], 2) == ([37, 38], [-1, 0], 1)
+    assert drafter.propose([36], 2) == ([37, 38], [-1, 0], [1.0, 1.0], 1)
     drafter.start((), None, None)  # type: ignore[arg-type]
-    assert drafter.propose([0], 2) == ([], [], 0)
+    assert drafter.propose([0], 2) == ([], [], [], 0)
     assert sum(map(len, drafter._texts)) <= 20 + 4
     assert len(drafter._places) <= 2 * (20 + 4)
 

@@ -51,20 +51,20 @@ def _taught(tree_tokens: int = 9, least: float = 0.0) -> TokenRecycling:
 
 
 @pytest.mark.parametrize(
-    ("size", "least", "depth", "tokens", "parents"),
+    ("size", "least", "depth", "tokens", "parents", "chances"),
     [
         # Branches by probability: 1 (0.6), then 1-2 (0.6), 1-2-0 (0.54), 2 (0.4), 2-0 (0.36), ...
-        (5, 0.0, 3, [1, 2, 0, 2, 0], [-1, 0, 1, -1, 3]),
-        (9, 0.5, 3, [1, 2, 0], [-1, 0, 1]),
-        (9, 0.3, 1, [1, 2], [-1, -1]),
-        (1, 0.0, 3, [1], [-1]),
+        (5, 0.0, 3, [1, 2, 0, 2, 0], [-1, 0, 1, -1, 3], [0.6, 0.6, 0.54, 0.4, 0.36]),
+        (9, 0.5, 3, [1, 2, 0], [-1, 0, 1], [0.6, 0.6, 0.54]),
+        (9, 0.3, 1, [1, 2], [-1, -1], [0.6, 0.4]),
+        (1, 0.0, 3, [1], [-1], [0.6]),
     ],
 )
 def test_the_likeliest_branch_grows_first(
-    size: int, least: float, depth: int, tokens: list[int], parents: list[int]
+    size: int, least: float, depth: int, tokens: list[int], parents: list[int], chances: list[float]
 ) -> None:
-    assert _taught(size, least).grow(0, depth) == (tokens, parents)
+    assert _taught(size, least).grow(0, depth) == (tokens, parents, pytest.approx(chances))
 
 
 def test_nothing_grows_from_a_token_that_was_never_seen() -> None:
-    assert _taught().grow(7, 3) == ([], [])
+    assert _taught().grow(7, 3) == ([], [], [])
