@@ -85,9 +85,9 @@ class SpeculativeConfig:
             look up, the one that promises more drafts.
         verify_cost: for ``cascade``: what verifying 1, 2, ... drafted tokens takes, in steps of plain decoding, as
             :func:`~layerskip.verify_timing.time_verification` measures; beyond its end it is taken to go on straight, and
-            trees are taken to cost what chains do. Drafts that were looked up or recycled are then declined unless they
-            promise a tenth more than plain decoding. Empty: it is not known, and nothing is declined; nor is it under a rule
-            of acceptance that changes the output.
+            trees are taken to cost what chains do. Of what was looked up or recycled as many tokens are then verified as
+            pay, and none where they do not promise a tenth more than plain decoding. Empty: it is not known, and nothing is
+            declined; nor is it under a rule of acceptance that changes the output.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.
