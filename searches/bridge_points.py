@@ -46,6 +46,7 @@ _LONG = 4  # drafted tokens with siblings
 _EDGE = 2  # first and last layers that short skips keep
 _SHORT = range(1, 5)  # layers of a run that may pay when it is left empty
 _ASKED = 400  # short skips at most
+_SCREENED = "short skips"
 
 
 class BridgePoints:
@@ -122,6 +123,7 @@ class BridgePoints:
         self.folder = outputs / f"bridges-{digest(asked)[:12]}"
         self._screened = scanning.screened_rows
         self._kept = Kept(self.folder / "scans.jsonl")
+        self._screenings = Kept(self.folder / "screenings.jsonl")
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
         self._asked = digest(asked)
         self._memory = Memory(int(config.remembered_bytes)) if config.max_seconds else None
@@ -161,10 +163,17 @@ class BridgePoints:
         oracle = ScanOracle(
             self.scanner, self.scanner.sample(self._screened), self.profile, self._choices, self.folder / "short"
         )
-        search = MaskSearch(oracle, space, _ASKED, lambda: None)
+        search, start = MaskSearch(oracle, space, _ASKED, lambda: None), time.monotonic()
         search.ask(search.single(*part) for part in search.sublayers())
         ask_runs(search, {}, ((first, first + length) for length in _SHORT for first in space.skippable))
+        if _SCREENED not in self._screenings:
+            self._screenings.add(_SCREENED, time.monotonic() - start)
         return search.foremost(most)
+
+    @property
+    def screening_seconds(self) -> float:
+        """What asking about short skips took when it was first done to its end; 0 before."""
+        return float(self._screenings[_SCREENED]) if _SCREENED in self._screenings else 0.0
 
     def log_fits(self) -> None:
         """Let MLflow see what was fitted and trained, and what it is worth."""

@@ -82,7 +82,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     with tqdm(total=len(prompts) * measuring.held_out_repeats, unit="prompt", desc="held-out", disable=None) as bar:
         found = contest(chosen, others, bench, prompts, measuring, config.seed, work.folder, bar.update)
-    spent, winner = _seconds([*points, *skips], found), found.finals.winner
+    spent, winner = _seconds([*points, *skips], work.screening_seconds, found), found.finals.winner
     evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest, "max_new_tokens": measuring.max_new_tokens}
     where, search = environment(target.device), {"seconds": sum(spent.values())}
     Export(Export.describe(target), winner.config, sampling, evidence, where, search).save(work.folder / "best.json")
@@ -132,12 +132,12 @@ def _recorded(point: Mapping[str, Any]) -> dict[str, Any]:
     return {**point, "config": named(SpeculativeConfig.from_dict(point["config"]))}
 
 
-def _seconds(points: Sequence[Mapping[str, Any]], found: Contest) -> dict[str, float]:
+def _seconds(points: Sequence[Mapping[str, Any]], screening: float, found: Contest) -> dict[str, float]:
     """What each kind of work took, by those that did it, today or before; a fit without what reading its texts took.
 
     Texts, continuations and the profile of costs, which the outputs folder has for all programs, are not in it.
     """
-    spent = dict.fromkeys(("reading", "fitting", "training", "scanning"), 0.0)
+    spent = dict.fromkeys(("reading", "fitting", "training", "scanning"), 0.0) | {"screening": screening}
     for point in points:
         if point["tokens"] is None:
             fit = point["fit"]
