@@ -153,7 +153,8 @@ class Learner(ABC):
         if not most:
             return float(by_steps)
         # What it began from took its share of the time, and none of the rise and fall of the learning rate.
-        return float(max(by_steps, (self.seconds - self._begun) / max(most - self._begun, _LEAST)))
+        spent = self.seconds + self.judging - self._begun
+        return float(max(by_steps, spent / max(most - self._begun, _LEAST)))
 
     def learn(self) -> float:
         """One step; returns its loss."""

@@ -55,7 +55,7 @@ _RECIPE = 9  # of what follows and of layerskip.training; a training goes on onl
 _MEASURED = 32  # texts that say how large hidden states are
 _SPARED = 32  # texts at most, one of twenty, that no weight is learnt from
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
-_BRIDGES = 600.0  # seconds that a mask's bridges are trained for, unless the configuration says
+_BRIDGES = 570.0  # seconds that a mask's bridges are trained for, unless told; ten minutes with the last step
 _LEARNING = (
     "steps",
     "max_seconds",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 
 from searches.application import InputError
 from searches.learner import Learner, TrainingFile, refuse_another
+from searches.tracking import Tracker
 
 
 class _Still(Learner):
@@ -50,3 +52,40 @@ def test_a_damaged_training_is_refused_in_one_line(content: bytes, tmp_path: Pat
     with pytest.raises(InputError, match=r"^head: .*training\.pt cannot be read"):
         _Still(config, torch.nn.Linear(1, 1), 1, file)
     assert file.path.read_bytes() == content
+
+
+class _Timed(Learner):
+    """On a clock of its own: beginning takes 5 seconds, a step 2, judging 3."""
+
+    clock = 0.0
+
+    def begin(self) -> None:
+        _Timed.clock += 5.0
+
+    def loss(self, places: list[int]) -> torch.Tensor:
+        _Timed.clock += 2.0
+        return torch.tensor(0.0)
+
+    def judge(self) -> list[float]:
+        _Timed.clock += 3.0
+        return [0.5]
+
+
+def test_the_time_of_a_training_is_that_of_judging_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last step and what is thought of it come on top; a further run adds nothing."""
+    _Timed.clock = 0.0
+    monkeypatch.setattr("searches.learner.now", lambda _: _Timed.clock)
+    monkeypatch.setattr("searches.learner.time", SimpleNamespace(monotonic=lambda: _Timed.clock))
+    fields = {"texts_per_step": 1, "learning_rate": 0.1, "seed": 0, "steps": 10**6, "max_seconds": 60, "save_seconds": 10}
+    tracker = Tracker(f"sqlite:///{tmp_path}/mlflow.db", tmp_path, "trainings")
+    tracker.open_study("timed", "who", {}, {}, role="training")
+    steps = []
+    with tracker.closing():
+        for _ in range(2):
+            module, file = torch.nn.Linear(1, 1), TrainingFile(tmp_path / "training.pt", "who", "asked")
+            learner = _Timed(OmegaConf.create(fields), module, 3, file)
+            learner.learn_all(tracker)
+            steps.append(learner.step)
+    assert 60 <= _Timed.clock < 60 + 2 + 3
+    assert learner.seconds + learner.judging <= _Timed.clock
+    assert steps[0] == steps[1] > 10
