@@ -206,7 +206,7 @@ def fitted(
     return fill
 
 
-@pytest.mark.parametrize(("number", "fields"), enumerate(CONFIGS), ids=[fields["kind"] for fields in CONFIGS])
+@pytest.mark.parametrize(("number", "fields"), list(enumerate(CONFIGS)), ids=[fields["kind"] for fields in CONFIGS])
 def test_every_drafter_says_what_transformers_says(
     smollm2: Target, reference: dict[str, list[int]], number: int, fields: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
