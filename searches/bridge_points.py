@@ -46,7 +46,6 @@ _LONG = 4  # drafted tokens with siblings
 _EDGE = 2  # first and last layers that short skips keep
 _SHORT = range(1, 5)  # layers of a run that may pay when it is left empty
 _ASKED = 400  # short skips at most
-_SCREENED = "short skips"
 
 
 class BridgePoints:
@@ -109,7 +108,7 @@ class BridgePoints:
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
-            "recipe": 7,
+            "recipe": 8,
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling, like),
             "calibration_bytes": config.calibration_bytes,
@@ -163,17 +162,23 @@ class BridgePoints:
         oracle = ScanOracle(
             self.scanner, self.scanner.sample(self._screened), self.profile, self._choices, self.folder / "short"
         )
-        search, start = MaskSearch(oracle, space, _ASKED, lambda: None), time.monotonic()
+        told = 0.0
+
+        def keep_seconds() -> None:
+            nonlocal told
+            if oracle.screening_seconds > told:
+                self._screenings.add(str(len(self._screenings)), oracle.screening_seconds - told)
+                told = oracle.screening_seconds
+
+        search = MaskSearch(oracle, space, _ASKED, keep_seconds)
         search.ask(search.single(*part) for part in search.sublayers())
         ask_runs(search, {}, ((first, first + length) for length in _SHORT for first in space.skippable))
-        if _SCREENED not in self._screenings:
-            self._screenings.add(_SCREENED, time.monotonic() - start)
         return search.foremost(most)
 
     @property
     def screening_seconds(self) -> float:
-        """What asking about short skips took when it was first done to its end; 0 before."""
-        return float(self._screenings[_SCREENED]) if _SCREENED in self._screenings else 0.0
+        """What asking about short skips took, by whichever runs did it."""
+        return float(sum(self._screenings[name] for name in self._screenings))
 
     def log_fits(self) -> None:
         """Let MLflow see what was fitted and trained, and what it is worth."""

@@ -67,6 +67,7 @@ class ScanOracle:
         self._similar = Kept(folder / "similar.jsonl")
         self._trained = Kept(folder / "trained.jsonl")
         self._scans: dict[SkipMask, Scan] = {}
+        self.screening_seconds = 0.0  # of this process, for masks' first tokens
 
     @property
     def scan_seconds(self) -> float | None:
@@ -97,8 +98,10 @@ class ScanOracle:
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """One pass over the screen's positions for each mask that was not asked about before."""
         for some in self._portions(self._new(masks, self._agreements)):
+            start = time.monotonic()
             for scan in self._screen.scan(some, depth=1, bridges=self._bridges(some), tokens=self._tokens):
                 self._agreements.add(scan.mask.format(), scan.agreement, self._lasting(scan.mask))
+            self.screening_seconds += time.monotonic() - start
         return [float(self._agreements[mask.format()]) for mask in masks]
 
     def predict(self, masks: Iterable[SkipMask]) -> list[Prediction]:

@@ -71,7 +71,7 @@ class SearchSpace:
         masks: further masks to try first, in text form.
         allow_lossy: whether rules of acceptance that change the output are searched, too, and may win.
         trees: whether the target can verify them; else what drafts nothing else is left out, and ``eagle`` drafts chains.
-        verify_cost: what verifying drafts costs, for cascades to decline what does not pay; empty where nobody measured it.
+        verify_cost: what verifying drafts costs, for cascades to verify as much as pays; empty where nobody measured it.
         shelf: where bridges and draft heads come from; without it there are none.
 
     Raises:
