@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import optuna
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip.files import digest, write_json
@@ -62,6 +62,7 @@ def compare(config: DictConfig) -> dict[str, Any]:
     speedups = course.speedups(claims, seeds, Kept(folder / "held-out.jsonl"))
     record = course.heading() | {
         "seconds": config.seconds,
+        "scan": OmegaConf.to_container(config.scan),
         "searches": [
             {
                 "strategy": name,
@@ -76,7 +77,7 @@ def compare(config: DictConfig) -> dict[str, Any]:
             for name, seed in runs
         ],
     }
-    record["verdict"] = verdict(record["searches"])
+    record["verdict"] = verdict(record["searches"], config.seconds)
     path = Path(config.record or Path(config.outputs) / "compare.json")
     write_json(path, record)
     draw(record, path.with_suffix(".png"))
@@ -104,7 +105,7 @@ def _thinned(claims: Sequence[Any], most: int) -> list[Any]:
     return [claims[place] for place in places]
 
 
-def verdict(searches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def verdict(searches: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:
     """For every other search: when ours, with the same seed, had reached its final held-out speedup, and in what share of
     its seconds, which are fewer than the budget where it ended by itself."""
     own = {search["seed"]: search["curve"] for search in searches if search["strategy"] == _OURS}
@@ -114,7 +115,7 @@ def verdict(searches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         final = search["curve"][-1]["held_out_speedup"]
         reached = [point["seconds"] for point in own[search["seed"]] if point["held_out_speedup"] >= final]
-        share = min(reached) / search["spent"] if reached else None
+        share = min(reached) / min(search["spent"], seconds) if reached else None  # what it took beyond is not its budget's
         found.append(
             {
                 "strategy": search["strategy"],

@@ -73,9 +73,10 @@ def test_the_verdict_is_when_ours_was_as_good() -> None:
         return {"strategy": name, "seed": 0, "spent": spent, "curve": curve}
 
     ours = search("ours", 100.0, (5, 0.9), (10, 1.1))
-    others = search("random", 100.0, (1, 1.0), (90, 1.05)), search("tpe", 100.0, (1, 1.2)), search("swift", 40.0, (1, 1.0))
-    found = {row["strategy"]: row["share_of_its_seconds"] for row in verdict([ours, *others])}
-    assert found == {"random": 0.1, "tpe": None, "swift": 0.25}  # who ends by itself has taken no more than that
+    others = search("random", 104.0, (1, 1.0), (90, 1.05)), search("tpe", 100.0, (1, 1.2)), search("swift", 40.0, (1, 1.0))
+    found = {row["strategy"]: row["share_of_its_seconds"] for row in verdict([ours, *others], 100.0)}
+    # Who ends by itself has taken no more than that, and whose last measurement took longer, no more than the budget.
+    assert found == {"random": 0.1, "tpe": None, "swift": 0.25}
 
 
 def test_the_table_compares_nothing_with_a_search_that_did_not_run() -> None:
@@ -84,7 +85,7 @@ def test_the_table_compares_nothing_with_a_search_that_did_not_run() -> None:
 
     point = {"seconds": 1.0, "held_out_speedup": 1.1}
     searches = [search("random", point), search("swift")]
-    record = {"searches": searches, "verdict": verdict(searches), "seconds": 9.0, "date": "today"}  # type: ignore[arg-type]
+    record = {"searches": searches, "verdict": verdict(searches, 9.0), "seconds": 9.0, "date": "today"}  # type: ignore[arg-type]
     text = table(record | {"environment": {"device_name": "x"}, "target": {"name": "t", "dtype": "d"}})
     assert "| random | 0 | 1 | 1.100 |  |" in text
     assert "| swift | 0 | 1 | nothing claimed |  |" in text
