@@ -96,9 +96,10 @@ CONFIGS: list[dict[str, Any]] = [
         "kind": "cascade",
         "members": [
             {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 4, "draft_length": 8},
-            {"kind": "token_recycling", "draft_length": 6, "tree_tokens": 8, "candidates": 4},
+            {"kind": "retrieval", "draft_length": 8, "tree_tokens": 16},
+            {"kind": "token_recycling", "draft_length": 6, "tree_tokens": 16, "candidates": 4, "least_probability": 0.02},
         ],
-        "verify_cost": [1.5, 1.6, 1.7],
+        "verify_cost": [1.1, 1.15, 1.2, 1.25],
     },
 ]
 if WHOLE:

@@ -87,7 +87,7 @@ class TestLookupThenTreesThatHaveToPay(TestLookupThenTrees):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.0, 1.05))
+        return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.25, 1.3))
 
     def test_some_drafts_are_taken_and_some_declined(self) -> None:
         target = target_of("llama")
@@ -97,6 +97,25 @@ class TestLookupThenTreesThatHaveToPay(TestLookupThenTrees):
         rounds = [r for prompt in PROMPTS for r in decode(target, cascade, prompt, GREEDY, LENGTH).stats.rounds]
         drafted = {context for member in members for context, branches in member.drafts if branches}
         assert 0 < sum(found.drafted > 0 for found in rounds) < len(drafted)
+
+
+class TestLookupRetrievalAndTreesThatHaveToPay(TestLookupThenTrees):
+    """Whoever finds drafts for nothing is asked, and all have their rounds."""
+
+    samplings = SAMPLINGS[1:2]
+
+    def drafter(self, target: Target) -> Drafter:
+        members = [_second("prompt_lookup", target), _second("retrieval", target), copy.deepcopy(experienced(target))]
+        return Cascade(members, (1.0, 1.05))
+
+    def test_more_than_one_drafts(self) -> None:
+        target = target_of("llama")
+        cascade = self.drafter(target)
+        assert isinstance(cascade, Cascade)
+        cascade.members = members = tuple(Recorder(member) for member in cascade.members)
+        for prompt in PROMPTS * 2:
+            decode(target, cascade, prompt, GREEDY, LENGTH)
+        assert sum(any(branches for _, branches in member.drafts) for member in members) == 3
 
 
 class TestLookupThenWindow(Choosing):
