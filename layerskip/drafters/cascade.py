@@ -61,7 +61,7 @@ class Cascade:
         self._size: int | None = None  # of this round's draft, where costs are known and nothing but the target runs
         self._tokens, self._steps = 1.0, 1.0  # of such rounds, lately: what they brought, and what they took
         self._expectation = Expectation(by_token=bool(verify_cost))
-        self._finders: set[int] = set()  # places of members that were seen to find drafts, who cost next to nothing to ask
+        self._finders: set[int] = set()  # places of members that were seen to cost next to nothing to ask
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Start every member."""
@@ -83,10 +83,11 @@ class Cascade:
             ran = ran or place not in self._free
             if not draft.tokens.shape[0]:
                 continue
-            if draft.found:
+            told = bool(self._costs and draft.found)
+            if draft.match or told:
                 self._finders.add(place)
                 self._expectation.watch(_like(place, draft), draft, len(context.tokens))
-            if self._costs and draft.found:
+            if told:
                 size, worth = self._paying(place, draft)
                 if worth > most:
                     self._drafted, found, most = place, draft.first(size), worth
