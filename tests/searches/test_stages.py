@@ -30,6 +30,7 @@ def test_killed_in_a_stage_nothing_finished_is_done_again(stage: str, tiny_folde
         "study.name=mortal",
         "measure.held_out_prompts=4",
         "measure.held_out_repeats=1",
+        "measure.drift=1000",  # what a busy machine slowed down is measured again, killed or not
     )
     overrides = quick(tiny_folder, tracked(tmp_path), *small, *more)
     died, before = _study(tmp_path / "first.log", stage, 1 if stage == "profile" else 3, *overrides)
