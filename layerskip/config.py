@@ -86,8 +86,8 @@ class SpeculativeConfig:
         verify_cost: for ``cascade``: what verifying 1, 2, ... drafted tokens takes, in steps of plain decoding, as
             :func:`~layerskip.verify_timing.time_verification` measures; beyond its end it is taken to go on straight, and
             trees are taken to cost what chains do. Of what was looked up or recycled as many tokens are then verified as
-            pay, and none where they do not promise a tenth more than plain decoding. Empty: it is not known, and nothing is
-            declined; nor is it under a rule of acceptance that changes the output.
+            pay for what they take, none where none do. Empty: it is not known, and nothing is declined; nor is it under a
+            rule of acceptance that changes the output.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.

@@ -188,8 +188,9 @@ class Learner(ABC):
                     self.save()
                     start = now(self.device)
                     rates = [] if tracker is None else self.judge()
-                    done, self.judging = self.progress >= 1.0, self.judging + now(self.device) - start
-                    if not done and self.progress >= 1.0:
+                    ended = self.progress >= 1.0
+                    self.judging += now(self.device) - start
+                    if not ended and self.progress >= 1.0:
                         self.save()  # judging took what time was left, and a further run has to know
                     found = {f"held_out_acceptance_at_{place + 1:02d}": rate for place, rate in enumerate(rates)}
                     if tracker is not None:

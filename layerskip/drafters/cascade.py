@@ -97,8 +97,8 @@ class Cascade:
                 taken = self._drafted is None or not waits
             else:
                 assert self._drafted is not None
-                own, others = (_like(place, draft), 0.0), (_like(self._drafted, found), _HOPE)
-                taken = self._expectation.expect(*own) > self._expectation.expect(*others)
+                expect = self._expectation.expect
+                taken = expect(_like(place, draft)) > expect(_like(self._drafted, found), _HOPE)
             if taken:
                 self._drafted, found = place, draft
         size = found.tokens.shape[0]
