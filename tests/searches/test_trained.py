@@ -45,8 +45,21 @@ def test_finalists_that_cannot_be_trained_are_measured_as_they_are(
     assert "stay as they were fitted: out of memory" in said
 
 
-def test_finalists_are_trained_once(tiny_target: Target, tmp_path: Path) -> None:
-    shelf = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
+@pytest.fixture
+def helpful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is trained is used: whether a training helps is for another test to ask."""
+    monkeypatch.setattr("layerskip.bridge_fit.Calibration.judge", lambda _, mask, bridges: float(bridges is not None))
+
+
+@pytest.fixture
+def in_steps(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds that no training needs, as all end after as many steps, however busy the machine."""
+    monkeypatch.setattr("searches.trained._STEPS", 60)
+    return 1000.0
+
+
+def test_finalists_are_trained_once(in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path) -> None:
+    shelf = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
     mask = next(m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if shelf.bridge(m, LINEAR))
     config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=shelf.bridge(mask, LINEAR))
     grown = TrainedBridges(shelf)
@@ -63,7 +76,12 @@ def test_finalists_are_trained_once(tiny_target: Target, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("harm", [False, True])
 def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
-    harm: bool, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    harm: bool,
+    in_steps: float,
+    tiny_target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """And is judged on texts that it did not learn from, by real drafts of one token behind each of their prefixes."""
     learnt: list[Passage] = []
@@ -79,7 +97,7 @@ def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
                 parameter.data.zero_()  # as good as empty skips, hence no better
 
     monkeypatch.setattr("searches.trained.BridgeLearner", Noting)
-    settings = BridgingSettings(300, 16, 8, 2**24, 0.5)
+    settings = BridgingSettings(300, 16, 8, 2**24, in_steps)
     shelf = Shelf(tiny_target, Sampling(), settings, tmp_path, 0)
     mask = next(m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if shelf.bridge(m, LINEAR))
     config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=shelf.bridge(mask, LINEAR))
@@ -108,7 +126,7 @@ def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
 
 
 def test_finalists_begin_as_their_nearest_neighbour(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str | None] = []
 
@@ -119,9 +137,7 @@ def test_finalists_begin_as_their_nearest_neighbour(
 
     monkeypatch.setattr("searches.trained.BridgeLearner", Noting)
     monkeypatch.setattr("layerskip.bridge_fit.Fit.helps", True)
-    # On a busy machine a fifth of a second of training may leave a draft no better than an empty skip.
-    monkeypatch.setattr("layerskip.bridge_fit.Calibration.judge", lambda _, mask, bridges: float(bridges is not None))
-    settings = BridgingSettings(200, 16, 8, 2**24, 0.2)
+    settings = BridgingSettings(200, 16, 8, 2**24, in_steps)
     shelf = Shelf(tiny_target, Sampling(), settings, tmp_path, 0)
     grown, masks = TrainedBridges(shelf), ["layers:0", "layers:0-2", "layers:0-1", "attention:1"]
     for mask in masks:
