@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from .config import ConfigError
 from .heads import load_head, save_head
 from .mask import Gap, MaskError, SkipMask
+from .packing import multiply, pack_matrices, packs
 from .rules import check_integer
 from .target import Target
 
@@ -116,15 +117,15 @@ class Bridge(nn.Module):
             return self.bias.to(hidden.dtype).expand_as(hidden)
         scaled = normalised(hidden).to(self.bias.dtype)
         if self.weight is not None:
-            found = linear(scaled, self.weight, self.bias)
+            found = multiply(scaled, self.weight, self.bias)
         else:
             assert self.down is not None
             assert self.up is not None
-            found = linear(linear(scaled, self.down), self.up, self.bias)
+            found = multiply(multiply(scaled, self.down), self.up, self.bias)
         if self.gate is not None:
             assert self.value is not None
             assert self.out is not None
-            found = found + linear(silu(linear(scaled, self.gate)) * linear(scaled, self.value), self.out)
+            found = found + multiply(silu(multiply(scaled, self.gate)) * multiply(scaled, self.value), self.out)
         return found.to(hidden.dtype)
 
     @torch.no_grad()
@@ -234,4 +235,7 @@ def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = Non
         bridges.load_state_dict(weights)
     except (TypeError, RuntimeError, MaskError) as error:
         raise ConfigError(f"bridge: {folder} is damaged: {' '.join(str(error).split())[:200]}") from error
-    return bridges.to(target.device, target.model.dtype).eval().requires_grad_(False)
+    bridges = bridges.to(target.device, target.model.dtype).eval().requires_grad_(False)
+    if packs(target.model):
+        pack_matrices(bridges)
+    return bridges

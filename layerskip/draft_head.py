@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from .config import ConfigError
 from .heads import load_head, save_head
 from .output_rows import OutputRows
+from .packing import packs
 from .target import Target
 
 _KIND = "draft_head"
@@ -37,9 +38,7 @@ class DraftHead:
         known = min(layer.out_features, vocabulary)
         if not tokens.numel() or int(tokens.max()) >= known:
             raise ConfigError("draft_head: has tokens that the model does not have, or none")
-        self._rows = OutputRows(layer.weight, layer.bias, tokens, known)
-        self._layer = nn.Linear(layer.in_features, tokens.numel(), layer.bias is not None, device="meta")
-        self._narrow()
+        self._rows = OutputRows(layer.weight, layer.bias, tokens, known, packs(model))
 
     @property
     def tokens(self) -> Tensor:
@@ -49,28 +48,37 @@ class DraftHead:
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """Those of the tokens that are drafted now: copies of the model's rows."""
-        return tuple(self._layer.parameters())
+        return (self._rows.weight,) if self._rows.bias is None else (self._rows.weight, self._rows.bias)
 
     def begin(self) -> None:
         """Forget the text before."""
         self._rows.begin()
-        self._narrow()
 
     def follow(self, text: Sequence[int]) -> Tensor:
         """Let the tokens of a text be drafted, too, which goes on where it stood at the last call; returns all that are."""
-        if self._rows.follow(text):
-            self._narrow()
+        self._rows.follow(text)
         return self.tokens
-
-    def _narrow(self) -> None:
-        self._layer.out_features = self._rows.tokens.numel()
-        self._layer.weight = nn.Parameter(self._rows.weight, requires_grad=False)
-        if self._rows.bias is not None:
-            self._layer.bias = nn.Parameter(self._rows.bias, requires_grad=False)
 
     def narrow(self, view: PreTrainedModel) -> None:
         """Let a view of the model, which is nobody else's, say these tokens' ``[n, v]`` logits alone."""
-        view.set_output_embeddings(self._layer)
+        view.set_output_embeddings(_Layer(self._rows))
+
+
+class _Layer(nn.Module):
+    """Rows as a model's output layer."""
+
+    def __init__(self, rows: OutputRows) -> None:
+        super().__init__()
+        self._rows = rows
+
+    @property
+    def weight(self) -> Tensor:
+        """``[n, H]``: some families look at it."""
+        return self._rows.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[..., H]`` to ``[..., n]``."""
+        return self._rows.multiply(hidden)
 
 
 def save_draft_tokens(folder: Path, tokens: Tensor, target: Target, training: Mapping[str, Any]) -> None:

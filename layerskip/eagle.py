@@ -24,6 +24,7 @@ from .anatomy import anatomy
 from .cache import KVCache
 from .config import ConfigError
 from .heads import load_head
+from .packing import packed_like
 from .published import is_published, read_published
 from .rules import check_integer, check_number, check_type
 from .target import Target
@@ -223,4 +224,4 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
     lost = [name for name in missing if name not in ("tokens", "body.embed_tokens.weight")]
     if lost or unknown:
         raise ConfigError(f"{damaged} {', '.join([*lost, *unknown][:3])}")
-    return head.to(target.device, target.model.dtype).eval()
+    return packed_like(target.model, head.to(target.device, target.model.dtype).eval())

@@ -10,20 +10,25 @@ from typing import Any
 
 import torch
 
+from .packing import packs
+from .target import Target
+
 _PACKAGES = ("torch", "transformers", "optuna", "mlflow", "hydra-core")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Plain values: ``device``, ``device_name``, ``threads``, ``platform``, ``versions`` and ``git_commit``."""
-    return machine(device) | {"platform": platform.platform(), "git_commit": _git_commit()}
+def environment(target: Target) -> dict[str, Any]:
+    """Plain values: those of :func:`machine`, ``platform`` and ``git_commit``."""
+    return machine(target) | {"platform": platform.platform(), "git_commit": _git_commit()}
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What a measured time holds for: ``device``, ``device_name``, ``threads`` and ``versions``."""
+def machine(target: Target) -> dict[str, Any]:
+    """What measured times hold for: ``device``, ``device_name``, ``threads``, ``packed_weights`` and ``versions``."""
+    device = target.device
     return {
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
+        "packed_weights": packs(target.model),
         "versions": {"python": platform.python_version()} | _versions(),
     }
 

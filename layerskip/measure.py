@@ -25,6 +25,7 @@ from .prompts import PromptError, PromptItem, PromptSet
 from .rules import EXACT, AcceptRule
 from .sampling import Sampling
 from .target import Target
+from .view import decoding_view
 
 WARMUP_TOKENS = 8
 
@@ -71,7 +72,9 @@ class Decoder:
 
     def held_bytes(self) -> int:
         """What the drafter's weights and caches take beside the target's own, as its last prompt has left them."""
-        return held_bytes(self.drafter.drafter, beside=(self.target.model, *self.drafter.given))
+        return held_bytes(
+            self.drafter.drafter, beside=(self.target.model, decoding_view(self.target.model), *self.drafter.given)
+        )
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .config import ConfigError
 from .heads import load_head
+from .packing import packed_like
 from .rules import check_integer
 from .target import Target
 
@@ -101,4 +102,4 @@ def load_medusa(folder: str | Path, target: Target) -> MedusaHeads:
         raise ConfigError(f"head: {folder} is damaged: {target.name} has no {min(unread)} that it could read")
     if found != set(weights):
         raise ConfigError(f"head: {folder} is damaged: {', '.join(sorted(found ^ set(weights))[:3])}")
-    return heads.to(target.device, target.model.dtype).eval()
+    return packed_like(target.model, heads.to(target.device, target.model.dtype).eval())

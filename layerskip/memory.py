@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import resource
 import sys
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from torch import Tensor
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class PeakMemory:
@@ -73,13 +75,23 @@ def _storages(thing: object) -> Iterator[tuple[int, int]]:
         if id(found) in seen or isinstance(found, (type, ModuleType)):
             continue
         seen[id(found)] = found  # alive, so that no other object takes its id
-        if isinstance(found, Tensor):
+        if isinstance(found, Tensor) and found.layout != torch.strided:  # such as what oneDNN laid out: it has no storage
+            yield id(found), found.nbytes
+        elif isinstance(found, Tensor):
             storage = found.untyped_storage()
             yield storage.data_ptr(), storage.nbytes()
         elif isinstance(found, FunctionType):
             waiting += [found.__closure__, found.__defaults__]
         else:
             waiting += filter(gc.is_tracked, gc.get_referents(found))
+
+
+def total_bytes() -> int:
+    """The memory that this process may use: the machine's, or what its control group is held to."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        found = min(found, int(_LIMIT.read_text()))
+    return found
 
 
 def release() -> None:

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
+from .packing import lay_out, multiply_by
 from .sampling import upload
 
 _ROOM = 256  # rows for tokens of a text, before all are copied again
@@ -27,6 +29,7 @@ class OutputRows:
         bias: ``[V]``, if it has one.
         tokens: ``[v]`` int64: the common ones.
         known: tokens from here on are never drafted.
+        packed: whether products by the common ones are taken from a layout of them.
 
     Attributes:
         tokens: ``[v + w]`` int64: the common ones, and behind them those of the text.
@@ -34,12 +37,14 @@ class OutputRows:
         bias: ``[v + w]``, if there is one.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, tokens: Tensor, known: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, tokens: Tensor, known: int, packed: bool = False) -> None:
         self._whole = [part.detach() for part in (weight, bias) if part is not None]
         self._common, self._known = tokens.to(weight.device), known
         self._numbers: list[int] = tokens.tolist()
         self._in_common = frozenset(self._numbers)
-        self._rows = [part[self._common] for part in self._whole]
+        with torch.inference_mode(False), torch.no_grad():
+            self._rows = [part[self._common] for part in self._whole]
+            self._layout = lay_out(self._rows[0]) if packed else None
         self.begin()
 
     def begin(self) -> None:
@@ -64,6 +69,18 @@ class OutputRows:
             self._own.update(new)
             self._append(new)
         return bool(new)
+
+    def multiply(self, hidden: Tensor) -> Tensor:
+        """``[..., H]`` to ``[..., v + w]``: their logits."""
+        if self._layout is None or hidden.dtype != self.weight.dtype or (torch.is_grad_enabled() and hidden.requires_grad):
+            return linear(hidden, self.weight, self.bias)
+        common = len(self._in_common)
+        first = None if self.bias is None else self.bias[:common]
+        found = multiply_by(self._layout, hidden, first)
+        if len(self._numbers) == common:
+            return found
+        own = linear(hidden, self.weight[common:], None if self.bias is None else self.bias[common:])
+        return torch.cat((found, own), -1)
 
     def token(self, place: int) -> int:
         """The token of a row."""

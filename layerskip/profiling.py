@@ -28,6 +28,7 @@ from .drafters.chain import draft_chain
 from .drafters.fan import Fan
 from .drafters.stopping import Stopper, confidence
 from .mask import SkipMask
+from .packing import pack_matrices, packs
 from .sampling import Sampling
 from .target import Target
 from .verify_timing import VerifyPass
@@ -227,8 +228,17 @@ def _parts(target: Target, bridged: bool) -> list[_Part]:
         kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]
         blocks = sum(not (a and m) for a, m in zip(mask.attention, mask.mlp, strict=True))
         aids = Aids.of(shape, 0 if head is None else target.vocabulary - head.tokens.numel())
-        bridges = None if shape is None else Bridges(shape).to(target.device, target.model.dtype).requires_grad_(False)
+        bridges = None if shape is None else _bridges(shape, target)
         beside = [float(aids.bridges), float(aids.numbers), -float(aids.left_out)]
         counts = [1.0, float(blocks), *beside, *(float(kept.count(kind)) for kind in kinds)]
         rows.append(_Part(mask, bridges, head, counts))
     return rows
+
+
+@torch.inference_mode(False)  # what is made in it is never laid out
+def _bridges(shape: BridgeShape, target: Target) -> Bridges:
+    """Bridges as those that decode."""
+    bridges = Bridges(shape).to(target.device, target.model.dtype).requires_grad_(False)
+    if packs(target.model):
+        pack_matrices(bridges)
+    return bridges

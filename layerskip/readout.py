@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
 
 from .output_rows import OutputRows
+from .packing import multiply, packs
 from .target import Target
 
 
@@ -26,13 +29,14 @@ class Readout:
     def __init__(self, target: Target, tokens: Tensor | None) -> None:
         layer = target.model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
-        weight, bias = layer.weight.detach(), None if bias is None else bias.detach()  # nobody trains the target
         config = target.model.config.get_text_config(decoder=True)
         self._scale = float(getattr(config, "logit_scale", None) or 1.0)
         self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
         self._cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-        self._whole = weight, bias
-        self._rows = None if tokens is None else OutputRows(weight, bias, tokens, target.vocabulary)
+        self._whole = layer.weight, bias
+        self._rows = None
+        if tokens is not None:
+            self._rows = OutputRows(layer.weight, bias, tokens, target.vocabulary, packs(target.model))
 
     @property
     def tokens(self) -> Tensor | None:
@@ -56,11 +60,16 @@ class Readout:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` to ``[..., v]`` logits."""
-        weight, bias = self._whole if self._rows is None else (self._rows.weight, self._rows.bias)
-        logits = nn.functional.linear(hidden, weight, bias)
+        logits = self._whole_logits(hidden) if self._rows is None else self._rows.multiply(hidden)
         if self._scale != 1.0:
             logits = logits * self._scale
         return self._cap * (logits / self._cap).tanh() if self._cap else logits
+
+    def _whole_logits(self, hidden: Tensor) -> Tensor:
+        weight, bias = self._whole
+        if torch.is_grad_enabled():  # nobody trains the target
+            return linear(hidden, weight.detach(), None if bias is None else bias.detach())
+        return multiply(hidden, weight, bias)
 
     def token(self, place: int) -> int:
         """The target's token at a place of the logits."""

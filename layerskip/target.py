@@ -22,6 +22,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from .packing import decide
 from .tokenizer import load_tokenizer
 from .wheels import WHEELS, WheelError, find_weights
 
@@ -49,13 +50,19 @@ class Target:
         tokenizer: None where only token ids are decoded.
         name: what it was loaded by.
         revision: the hub's, else None.
+        pack_weights: whether products on a CPU are by a second copy of the weights, which is laid out for them once, not
+            in every call; None: where that copy takes at most a quarter of memory, or as was said of the model before.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None = None
     name: str = "model"
     revision: str | None = None
+    pack_weights: bool | None = None
     _drafts: dict[str, Target] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        decide(self.model, self.pack_weights)
 
     @property
     def architecture(self) -> str:
@@ -175,7 +182,7 @@ class Target:
         """
         if name not in self._drafts:
             try:
-                draft = load_target(name, dtype=self.dtype, device=str(self.device))
+                draft = load_target(name, dtype=self.dtype, device=str(self.device), pack_weights=self.pack_weights)
             except TargetError as error:
                 reason = str(error).removeprefix("target: ").removeprefix("target.path: ")
                 raise TargetError(f"draft: {reason}") from error.__cause__
@@ -196,6 +203,7 @@ def load_target(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    pack_weights: bool | None = None,
 ) -> Target:
     """Load a model to decode with.
 
@@ -205,10 +213,13 @@ def load_target(
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto``: the fastest that the processor computes in.
         device: as torch names it, or ``auto``: CUDA where there is one, else the CPU.
         trust_remote_code: whether code from the model's repository may run.
+        pack_weights: as a :class:`Target` has it.
 
     Raises:
         TargetError: there is no such model, or it is not one that this program can read.
     """
+    if pack_weights is not None and not isinstance(pack_weights, bool):
+        raise TargetError(f"pack_weights: {pack_weights!r} is not true, false or null")
     place = _device(device)
     kind = _dtype(dtype, place)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -230,7 +241,7 @@ def load_target(
         source = name
         options["revision"] = revision
     tokenizer, model = _load(name, source, kind, options)
-    return Target(model.to(place).eval(), tokenizer, name, revision)  # type: ignore[arg-type]
+    return Target(model.to(place).eval(), tokenizer, name, revision, pack_weights)  # type: ignore[arg-type]
 
 
 def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, PreTrainedModel]:

@@ -21,6 +21,7 @@ from .anatomy import anatomy, replace_forward
 from .attention import use_grouped_attention
 from .bridge import Bridge, Bridges
 from .mask import MaskError, SkipMask
+from .packing import packed_like, packs, refresh
 
 T = TypeVar("T")
 
@@ -62,13 +63,16 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
     """The whole model, sharing every weight, with the attention that suits verification.
 
-    Made once per model, and again when the model's tensors are others, as after a move to another device.
+    Made once per model, and again when the model's tensors are others, as after a move to another device. Weights that were
+    changed since the last call are multiplied by as they are now.
     """
-    return _decoding_views.of(model)
+    view = _decoding_views.of(model)
+    refresh(view)
+    return view
 
 
 class OncePerModel(Generic[T]):
-    """Something made of a model, once, and again when the model's tensors are others.
+    """Something made of a model, once, and again when the model's tensors are others, or laid out otherwise.
 
     Args:
         make: makes it; what it makes must not hold the model itself.
@@ -80,18 +84,18 @@ class OncePerModel(Generic[T]):
 
     def of(self, model: PreTrainedModel) -> T:
         """What was made of this model."""
-        tensors = tuple(id(t) for t in (*model.parameters(), *model.buffers()))
-        if model not in self._made or self._made[model][0] != tensors:
-            self._made[model] = tensors, self._make(model)
+        made_of = packs(model), *(id(t) for t in (*model.parameters(), *model.buffers()))
+        if model not in self._made or self._made[model][0] != made_of:
+            self._made[model] = made_of, self._make(model)
         return self._made[model][1]
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A second tree of modules over the model's own tensors, with the attention that suits verification."""
+    """A second tree of modules over the model's own tensors, with attention and products that suit verification."""
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
     use_grouped_attention(twin)
-    return twin
+    return packed_like(model, twin)
 
 
 def _crossing(bridge: Bridge | None) -> Callable[[Tensor], Tensor]:

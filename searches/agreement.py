@@ -21,7 +21,7 @@ from .application import InputError
 
 SCHEMA = "layerskip.foretold/1"
 SAME = ("target", "prompts", "max_new_tokens")  # what runs must share to be taken together
-PLACE = ("device", "device_name", "threads")  # and of their environments
+PLACE = ("device", "device_name", "threads", "packed_weights")  # and of their environments
 SCANNED = 64  # masks whose scans are priced in real trials
 
 

@@ -20,6 +20,7 @@ from layerskip.costs import Aids, CostProfile
 from layerskip.draft_head import save_draft_tokens
 from layerskip.environment import environment
 from layerskip.files import digest
+from layerskip.packing import packs
 from layerskip.passages import Passage, continue_prompts
 from layerskip.replay import Branching, Counts
 from layerskip.scan import Scanner
@@ -109,6 +110,7 @@ class BridgePoints:
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
             "recipe": 8,
+            "packed_weights": packs(target.model),
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling, like),
             "calibration_bytes": config.calibration_bytes,
@@ -189,7 +191,7 @@ class BridgePoints:
                 empty, bridged = (self._kept[f"{mask} {which}"]["heads"][0]["rates"][0] for which in (EMPTY, kind))
                 fit = {"mask": mask, "kind": kind, "fit_seconds": self._kept[name]["fit"]["seconds"]}
                 fits.append(fit | {"agreement_empty": empty, "agreement_bridged": bridged})
-        described = environment(self.target.device)
+        described = environment(self.target)
         self._tracker.open_study(self.folder.name, self._asked, {"target": self.target.name}, described, role="bridges")
         with self._tracker.closing():
             self._tracker.log_fits(fits)
@@ -240,7 +242,7 @@ class BridgePoints:
         largest = max(self.heads.values(), key=len, default=None)
         identity = digest([self._asked, shape.to_dict()])
         folder = self._place(mask, TRAINED)
-        self._tracker.open_study(folder.name, identity, shape.to_dict(), environment(self.target.device), role="training")
+        self._tracker.open_study(folder.name, identity, shape.to_dict(), environment(self.target), role="training")
         with self._tracker.closing():
             learner = BridgeLearner(
                 self.config,

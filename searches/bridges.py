@@ -84,7 +84,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         found = contest(chosen, others, bench, prompts, measuring, config.seed, work.folder, bar.update)
     spent, winner = _seconds([*points, *skips], work.screening_seconds, found), found.finals.winner
     evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest, "max_new_tokens": measuring.max_new_tokens}
-    where, search = environment(target.device), {"seconds": sum(spent.values())}
+    where, search = environment(target), {"seconds": sum(spent.values())}
     Export(Export.describe(target), winner.config, sampling, evidence, where, search).save(work.folder / "best.json")
     record = heading("layerskip.bridges/1", target) | {
         "prompts": {"scanned": len(tune.take(measuring.prompts)), "held_out": len(prompts), "digest": held_out.digest},

@@ -123,7 +123,7 @@ def _real(config: DictConfig) -> tuple[Iterable[tuple[Bench, PromptSet]], Kept]:
         prompts.digest,
         bench.sampling.to_dict(),
         bench.max_new_tokens,
-        machine(bench.target.device),
+        machine(bench.target),
     ]
     asked += [OmegaConf.to_container(config.itself.config, resolve=True), *sources()]
     kept = Kept(Path(config.outputs) / f"itself-{digest(asked)[:12]}.jsonl")

@@ -7,7 +7,13 @@ import os
 from layerskip import Target, TargetError, load_target
 
 
-def load_local(path: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False) -> Target:
+def load_local(
+    path: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    pack_weights: bool | None = None,
+) -> Target:
     """A target from a folder or a ``.gguf`` file, never from the hub.
 
     Raises:
@@ -15,4 +21,4 @@ def load_local(path: str, dtype: str = "auto", device: str = "auto", trust_remot
     """
     if not os.path.isdir(path) and not os.path.isfile(path):
         raise TargetError(f"target.path: there is no folder or file {path}")
-    return load_target(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    return load_target(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, pack_weights=pack_weights)

@@ -101,7 +101,7 @@ class ModelCourse:
             "target": self._target.digest,
             "prompts": [self._prompts.digest, self._scanned.digest, self._held_out.digest],
             "parts": {part: OmegaConf.to_container(self._config[part], resolve=True) for part in parts},
-            "machine": machine(self._target.device),
+            "machine": machine(self._target),
         }
 
     def heading(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def exactness(config: DictConfig) -> dict[str, Any]:
     asked = [
         sources(),  # what another program compared says nothing of this one
         target.digest,
-        machine(target.device),
+        machine(target),
         prompts.digest,
         new,
         [(length, stop.to_dict()) for length, stop in pairs],

@@ -217,7 +217,7 @@ def cost_profile(
         "error": error,
         "parts": [field.name for field in dataclasses.fields(CostProfile)],  # earlier profiles knew other parts
         "sampling": sampling.to_dict(),
-        "machine": machine(target.device),
+        "machine": machine(target),
         "bridged": bridged,
         "branching": branching,
     }

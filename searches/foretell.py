@@ -68,7 +68,7 @@ def foretell(config: DictConfig) -> dict[str, Any]:
     if oracle is None:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
-    asked = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target.device)]
+    asked = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target)]
     asked.append("speedup over two readings, rounds, seconds")  # what is kept; earlier versions kept less
     measured = Kept(folder / f"measured-{digest(asked)[:12]}.jsonl")
     points = []

@@ -19,7 +19,7 @@ def heading(schema: str, target: Target) -> dict[str, Any]:
         "schema": schema,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "target": Export.describe(target),
-        "environment": environment(target.device),
+        "environment": environment(target),
     }
 
 

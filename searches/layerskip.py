@@ -76,7 +76,7 @@ def search(config: DictConfig) -> Finals:
         # A resumed sampler must not draw once more what it drew before.
         study.sampler = instantiate(config.sampler, seed=config.seed + len(study.trials))
         plan = dataclasses.replace(plan, space=as_before(plan.space, study))
-        described = environment(plan.target.device) | {"prompts_digest": plan.prompts.digest}
+        described = environment(plan.target) | {"prompts_digest": plan.prompts.digest}
         tracker.open_study(name, study_id(study), flat, described)
         tracker.log_text(_composed(config), "config.yaml")
         with tracker.closing():
@@ -215,7 +215,7 @@ def _publish(
     spent = report.search_seconds(study, finals)
     found = {"study": study.study_name, "trials": len(finished(study)), "seconds": spent, "mlflow_run_id": tracker.run_id}
     evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest, "max_new_tokens": plan.measuring.max_new_tokens}
-    where = environment(target.device)
+    where = environment(target)
     export = Export(Export.describe(target), winner.config, plan.sampling, evidence, where, search=found)
     export.save(folder / "best.json")
     stable = oracle.stability(2 * len(plan.space.skippable)) if oracle is not None else None

@@ -15,6 +15,7 @@ from layerskip.datastore import Datastore
 from layerskip.drafters.build import build_drafter
 from layerskip.files import digest
 from layerskip.memory import out_of_memory
+from layerskip.packing import packs
 from layerskip.tree import tree_model
 
 from .application import InputError
@@ -143,6 +144,9 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
         flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_BRIDGED))}
     if "mlp" not in config.space.bridges:  # nor does one without MLPs change as they join
         flat.pop("space.widths", None)
+    flat.pop("target.pack_weights", None)  # what came of it counts
+    if packs(target.model):
+        flat["target.packed_weights"] = True
     flat.pop("scan.text_bytes", None)  # what it leaves out, the scans' own folder tells
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
     return flat | {

@@ -91,7 +91,7 @@ def train(config: DictConfig) -> Path | None:
     folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
     refuse_another(folder, digest(learnt))
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
-    tracker.open_study(folder.name, digest(learnt), learnt, environment(target.device), role="training")
+    tracker.open_study(folder.name, digest(learnt), learnt, environment(target), role="training")
     with tracker.closing():
         with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
             continued = continue_prompts(

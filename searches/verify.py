@@ -103,7 +103,7 @@ def verify(config: DictConfig) -> None:
     rows: list[Row] = []
     asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed]
     asked.append(str(datetime.now(UTC).date()))  # what was measured before today says nothing of today
-    unfinished = Path(config.outputs) / f"verify-{digest([*asked, target.digest, machine(target.device)])[:12]}.jsonl"
+    unfinished = Path(config.outputs) / f"verify-{digest([*asked, target.digest, machine(target)])[:12]}.jsonl"
     kept = Kept(unfinished)
     if export.config.kind == "none":
         verdict = judge_plain(claim.speedup)
@@ -123,7 +123,7 @@ def verify(config: DictConfig) -> None:
     measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
     conditions = {
         "target": Export.describe(target),
-        "environment": environment(target.device),
+        "environment": environment(target),
         "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
         "max_new_tokens": max_new_tokens,
     }

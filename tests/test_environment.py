@@ -11,10 +11,11 @@ import optuna
 import torch
 import transformers
 
+from layerskip import Target
 from layerskip.environment import environment
 
 
-def test_versions_are_those_that_are_imported() -> None:
+def test_versions_are_those_that_are_imported(tiny_target: Target) -> None:
     modules = {
         "torch": torch,
         "transformers": transformers,
@@ -23,22 +24,22 @@ def test_versions_are_those_that_are_imported() -> None:
         "hydra-core": hydra,
     }
     expected = {name: module.__version__ for name, module in modules.items()}
-    found = environment(torch.device("cpu"))["versions"]
+    found = environment(tiny_target)["versions"]
     assert found == expected | {"python": platform.python_version()}
 
 
-def test_the_machine_is_described_in_plain_values() -> None:
-    found = json.loads(json.dumps(environment(torch.device("cpu")), allow_nan=False))
+def test_the_machine_is_described_in_plain_values(tiny_target: Target) -> None:
+    found = json.loads(json.dumps(environment(tiny_target), allow_nan=False))
     assert (found["device"], found["threads"]) == ("cpu", torch.get_num_threads())
     assert found["device_name"].strip()
     assert platform.system() in found["platform"]
     assert found["git_commit"] is None or len(found["git_commit"]) == 40
 
 
-def test_threads_are_those_in_use() -> None:
+def test_threads_are_those_in_use(tiny_target: Target) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(before + 1)
-        assert environment(torch.device("cpu"))["threads"] == before + 1
+        assert environment(tiny_target)["threads"] == before + 1
     finally:
         torch.set_num_threads(before)

@@ -20,6 +20,7 @@ from layerskip.decode import decode
 from layerskip.drafters import layer_skip
 from layerskip.drafters.fan import Fan
 from layerskip.drafters.layer_skip import LayerSkip
+from layerskip.output_rows import OutputRows
 from layerskip.profiling import profile_costs
 from layerskip.replay import Branching, count
 from layerskip.tree import TreeModel
@@ -73,17 +74,18 @@ def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[
             classes.add(type(module))
     for each in classes:
         clock.charge(each, "forward", lambda module, *_: getattr(module, "price", 0.0))
-    clock.charge(nn.Linear, "forward", _output_price)
+    clock.charge(nn.Linear, "forward", lambda layer, rows: _output_price(layer.out_features, rows))
+    clock.charge(OutputRows, "multiply", lambda cut, rows: _output_price(cut.tokens.numel(), rows))
     clock.charge(Bridge, "forward", lambda bridge, _: BRIDGE + NUMBER * bridge.shape.numbers / bridge.shape.spans)
     for module in (profiling, layer_skip):
         clock.charge(module, "draft_chain", lambda *_: ROUND)
     clock.charge(profiling, "confidence", lambda _: CONFIDENCE)
-    return Target(model)
+    return Target(model, pack_weights=False)  # whose layers would not be asked
 
 
-def _output_price(layer: nn.Linear, rows: Tensor) -> float:
-    wide = layer.out_features in (VOCABULARY, VOCABULARY // profiling._NARROW)
-    return PASS + TOKEN * layer.out_features + ROW * rows.shape[-2] if wide else 0.0
+def _output_price(width: int, rows: Tensor) -> float:
+    wide = width in (VOCABULARY, VOCABULARY // profiling._NARROW)
+    return PASS + TOKEN * width + ROW * rows.shape[-2] if wide else 0.0
 
 
 def _assert_alike(found: CostProfile, expected: CostProfile) -> None:

@@ -38,6 +38,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
         f"target.path={model}",
         "target.dtype=float32",
         "target.device=cpu",
+        "target.pack_weights=false",  # so that a draft model is what its folder has
         "measure.prompts=6",
         "measure.max_new_tokens=48",
         "draft_mask=layers:2-3",

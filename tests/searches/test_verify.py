@@ -273,7 +273,7 @@ def _measured(bench: _Bench, claim: Speedup | None) -> tuple[Verdict, list[Mappi
 
 
 def test_every_difference_is_named(tiny_target: Target) -> None:
-    here = environment(tiny_target.device)
+    here = environment(tiny_target)
     there = here | {"threads": 999, "versions": here["versions"] | {"torch": "1.0"}}
     conditions = {
         "target": Export.describe(tiny_target),
