@@ -6,13 +6,14 @@ from .config import AcceptRule, ConfigError, SpeculativeConfig, StopRule
 from .drafters.build import build_drafter
 from .export import Export, ExportError
 from .generation import Generation, generate
+from .loading import load_target
 from .mask import MaskError, SkipMask
 from .measure import measure
 from .measurement import Measurement
 from .prompts import PromptError, PromptSet
 from .sampling import Sampling, SamplingError
 from .stats import DecodeStats, Round
-from .target import Target, TargetError, load_target
+from .target import Target, TargetError
 
 __all__ = [
     "AcceptRule",

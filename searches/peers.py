@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 
 from layerskip import DecodeStats, Round, Target
 from layerskip.decode import Continuation
+from layerskip.loading import load_draft
 from layerskip.measure import Task
 from layerskip.memory import held_bytes
 
@@ -92,7 +93,7 @@ class Peer:
             with _pinned(self.target.model, self._pinned):
                 yield {"assistant_early_exit": self.exit_layer}
         else:
-            assistant = self.target.load_draft(self.draft, self.method == "assistant")
+            assistant = load_draft(self.target, self.draft, self.method == "assistant")
             tokenizers = {"tokenizer": self.target.tokenizer, "assistant_tokenizer": assistant.tokenizer}
             with _pinned(assistant.model, self._pinned):
                 yield {"assistant_model": assistant.model} | (tokenizers if self.method == "universal" else {})

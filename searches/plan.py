@@ -14,6 +14,7 @@ from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, Unsupporte
 from layerskip.datastore import Datastore
 from layerskip.drafters.build import build_drafter
 from layerskip.files import digest
+from layerskip.loading import load_draft
 from layerskip.memory import out_of_memory
 from layerskip.packing import packs
 from layerskip.tree import tree_model
@@ -131,7 +132,7 @@ def _check_bridged(space: SearchSpace, target: Target) -> None:
         if rank > target.hidden:
             raise InputError(f"space.ranks: {rank} is not within 0 (a full map) and {target.hidden}")
     others = space.cross_drafts if "cross_tokenizer" in space.arms else ()
-    for owner in (target, *(target.load_draft(name, same_tokenizer=False) for name in others)):
+    for owner in (target, *(load_draft(target, name, same_tokenizer=False) for name in others)):
         for size in filter(None, space.draft_heads):
             check_drafted("space.draft_heads", size, owner)
 
@@ -158,7 +159,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
         "space.datastores.digests": [Datastore.load(name, target).about["digest"] for name in config.space.datastores],
         "space.heads.digests": [_head_digest(name) for name in (*config.space.eagle_heads, *config.space.medusa_heads)],
         "space.drafts.digests": [
-            target.load_draft(name, kind == "draft_model").digest  # loaded by now
+            load_draft(target, name, kind == "draft_model").digest  # loaded by now
             for kind in ("draft_model", "cross_tokenizer")
             for name in (config.space[_LISTS[kind]] if kind in config.space.kinds else ())
         ],

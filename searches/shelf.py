@@ -22,6 +22,7 @@ from layerskip.bridge_fit import Calibration
 from layerskip.costs import Aids
 from layerskip.draft_head import save_draft_tokens
 from layerskip.files import digest
+from layerskip.loading import load_draft
 from layerskip.memory import out_of_memory, release
 from layerskip.own_texts import OwnText
 from layerskip.scan import Scanner
@@ -162,7 +163,7 @@ class Shelf:
 
     def head_of(self, draft: str, size: int) -> str:
         """As :meth:`head`, of a draft model's own tokens, which spell otherwise what the target says."""
-        model = self.target.load_draft(draft, same_tokenizer=False)
+        model = load_draft(self.target, draft, same_tokenizer=False)
         name = f"head-{size}-{model.digest[:12]}"
         return self._head(model, size, name, lambda few: respelled_tokens(model, self.target, self.texts, few))
 

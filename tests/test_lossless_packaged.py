@@ -27,6 +27,7 @@ from layerskip.drafters.build import build_drafter
 from layerskip.eagle import EagleHead, EagleShape
 from layerskip.feature_store import Thought, read_features
 from layerskip.heads import save_head
+from layerskip.loading import load_draft
 from layerskip.medusa import MedusaHeads, MedusaShape
 from layerskip.passages import Passage
 from layerskip.readout import choose_tokens
@@ -184,7 +185,7 @@ def fitted(
     folder = tmp_path_factory.mktemp("fitted")
     Datastore.build([tokens for _, tokens in texts], smollm2).save(folder / "answers")
     save_draft_tokens(folder / "commonest", commonest, smollm2, {})
-    save_draft_tokens(folder / "drafts_commonest", commonest, smollm2.load_draft(draft_folder), {})
+    save_draft_tokens(folder / "drafts_commonest", commonest, load_draft(smollm2, draft_folder), {})
     passages = [Passage(item.id, item.category, *text, NEW_TOKENS) for item, text in zip(some, texts, strict=True)]
     calibration = Calibration(smollm2, passages, 2**30)
 

@@ -17,6 +17,7 @@ from layerskip.bridge import Bridges, BridgeShape, save_bridges
 from layerskip.draft_head import DraftHead
 from layerskip.drafters.build import build_drafter
 from layerskip.environment import machine
+from layerskip.loading import load_draft
 from layerskip.measure import Decoder, Task
 from layerskip.memory import held_bytes, total_bytes
 from layerskip.output_rows import OutputRows
@@ -234,7 +235,7 @@ def test_a_processor_that_cannot_does_not(monkeypatch: pytest.MonkeyPatch, laid_
 
 def test_draft_models_are_loaded_as_their_target(tiny_folder: Path) -> None:
     target = load_target(str(tiny_folder), dtype="float32", device="cpu", pack_weights=False)
-    assert not packs(target.load_draft(str(tiny_folder)).model)
+    assert not packs(load_draft(target, str(tiny_folder)).model)
 
 
 @needs

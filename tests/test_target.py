@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from layerskip import Target, TargetError, generate, load_target
-from layerskip import target as target_module
+from layerskip import Target, TargetError, generate, load_target, loading
+from layerskip.loading import load_draft
 from tests.tiny import VOCABULARY, save_gguf, save_tiny, without_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
@@ -38,7 +38,7 @@ def test_weights_have_the_dtype_that_was_asked_for(tiny_folder: Path, dtype: str
 def test_auto_is_a_dtype_and_a_device_of_this_machine(tiny_folder: Path) -> None:
     target = load_target(str(tiny_folder))
     assert target.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert target.dtype in target_module.DTYPES
+    assert target.dtype in loading.DTYPES
     assert len(generate(target, "hello", max_new_tokens=4).tokens) == 4
 
 
@@ -139,9 +139,9 @@ def test_a_target_ends_where_any_of_its_end_tokens_comes(tiny_folder: Path, tmp_
 def test_a_draft_has_the_targets_dtype_and_is_loaded_once(tiny_folder: Path, tmp_path: Path) -> None:
     target = load_target(str(tiny_folder), dtype="bfloat16", device="cpu")
     folder = str(save_tiny(tmp_path / "draft", seed=1, num_hidden_layers=1))
-    draft = target.load_draft(folder)
+    draft = load_draft(target, folder)
     assert (draft.dtype, draft.layers) == ("bfloat16", 1)
-    assert target.load_draft(folder) is draft
+    assert load_draft(target, folder) is draft
 
 
 def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -152,11 +152,11 @@ def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path, tmp_path: 
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(TargetError, match=r"^draft: .*tokenizer"):
-        target.load_draft(str(folder))
+        load_draft(target, str(folder))
 
 
 def test_a_draft_that_is_not_there_is_refused_as_the_draft(tiny_target: Target) -> None:
     with pytest.raises(TargetError, match=r"^draft: there is no folder /no/such/draft$"):
-        tiny_target.load_draft("/no/such/draft")
+        load_draft(tiny_target, "/no/such/draft")
     with pytest.raises(TargetError, match=r"^draft: cannot load no-such-draft: "):
-        tiny_target.load_draft("no-such-draft")
+        load_draft(tiny_target, "no-such-draft")

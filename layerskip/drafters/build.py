@@ -10,6 +10,7 @@ from ..config import ConfigError, SpeculativeConfig
 from ..datastore import Datastore
 from ..draft_head import DraftHead, load_draft_tokens
 from ..eagle import load_eagle
+from ..loading import load_draft
 from ..mask import MaskError, SkipMask
 from ..medusa import load_medusa
 from ..readout import Readout
@@ -119,7 +120,7 @@ def _narrowed(view: PreTrainedModel, model: PreTrainedModel, config: Speculative
 
 
 def _draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: bool = True) -> Target:
-    draft = target.load_draft(config.draft, same_tokenizer)
+    draft = load_draft(target, config.draft, same_tokenizer)
     try:
         check_rewind(draft.model)
     except UnsupportedModel as error:

@@ -18,8 +18,9 @@ from layerskip.draft_head import DraftHead
 from layerskip.drafters.base import Drafter
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.draft_model import DraftModel
+from layerskip.loading import load_target
 from layerskip.sampling import Sampling
-from layerskip.target import Target, TargetError, load_target
+from layerskip.target import Target, TargetError
 from layerskip.view import twin
 from tests.drafters.bridges import most_tokens
 from tests.drafters.contract import (

@@ -15,6 +15,7 @@ from layerskip import Export, Sampling, SkipMask, SpeculativeConfig, Target, gen
 from layerskip.bridge import load_bridges
 from layerskip.costs import CostProfile
 from layerskip.draft_head import load_draft_tokens
+from layerskip.loading import load_draft
 from layerskip.passages import continue_prompts
 from layerskip.prompts import PromptSet
 from layerskip.scan import Scanner
@@ -159,7 +160,7 @@ def test_models_of_other_tokenizers_draft_from_what_they_would_say(
     assert {shelf.makeup(config).tokens for config in configs} == {0, 40}
     for config in configs:
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
-    model = tiny_target.load_draft(str(draft), same_tokenizer=False)
+    model = load_draft(tiny_target, str(draft), same_tokenizer=False)
     found = load_draft_tokens(shelf.head_of(str(draft), 40), model).tolist()
     assert model.tokenizer is not None
     said = "".join(tiny_target.decode(text.tokens[text.begin :]) for text in shelf.texts)
