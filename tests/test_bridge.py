@@ -17,12 +17,13 @@ from layerskip.bridge_fit import Calibration
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.draft_head import save_draft_tokens
 from layerskip.drafters.build import build_drafter
+from layerskip.loading import load_target
 from layerskip.mask import Gap, SkipMask
 from layerskip.passages import Passage
 from layerskip.regression import learn
 from layerskip.ridge import regress
 from layerskip.scan import Scanner
-from layerskip.target import Target, load_target
+from layerskip.target import Target
 from layerskip.view import skip_view
 from tests.drafters.bridges import bridge_folder, bridge_shape, calibration
 from tests.drafters.contract import GREEDY, target_of

@@ -14,9 +14,10 @@ from layerskip.decode import decode
 from layerskip.drafters.build import build_drafter
 from layerskip.eagle import KIND, EagleHead, EagleShape, load_eagle
 from layerskip.heads import save_head
+from layerskip.loading import load_target
 from layerskip.medusa import MedusaHeads, MedusaShape, load_medusa
 from layerskip.readout import Readout, choose_tokens
-from layerskip.target import Target, load_target
+from layerskip.target import Target
 from tests.drafters.contract import GREEDY, target_of
 from tests.families import build
 from tests.tiny import save_tiny

@@ -14,7 +14,8 @@ from torch import Tensor
 from layerskip.config import ConfigError
 from layerskip.eagle import KIND, EagleHead, EagleShape, load_eagle
 from layerskip.heads import save_head
-from layerskip.target import Target, load_target
+from layerskip.loading import load_target
+from layerskip.target import Target
 from tests.tiny import save_tiny
 
 

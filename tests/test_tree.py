@@ -15,8 +15,9 @@ from layerskip.cache import KVCache
 from layerskip.draft import Draft
 from layerskip.drafters.base import Context, Drafter, Said
 from layerskip.forward import forward
+from layerskip.loading import load_target
 from layerskip.sampling import Chooser
-from layerskip.target import Target, load_target
+from layerskip.target import Target
 from layerskip.tree import depths_and_ancestors, path_to, tree_model
 from layerskip.verify import Verdict, verify
 from tests.chi_square import assert_follows

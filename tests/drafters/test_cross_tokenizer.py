@@ -18,8 +18,9 @@ from layerskip.draft_head import DraftHead, save_draft_tokens
 from layerskip.drafters.base import Context, Drafter, Learner
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
+from layerskip.loading import load_target
 from layerskip.sampling import Chooser, Sampling
-from layerskip.target import Target, TargetError, load_target
+from layerskip.target import Target, TargetError
 from layerskip.translation import Translation, UnalignedTokenizers
 from layerskip.view import twin
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, target_of, toy_target
@@ -227,7 +228,7 @@ def test_tokenizers_that_share_nothing_are_refused(tmp_path: Path) -> None:
         Translation(_spelling("abc"), _spelling("xyz"))
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
     draft = load_target(str(save_tiny(tmp_path / "draft")), dtype="float32", device="cpu")
-    target._drafts["greek"] = Target(draft.model, _spelling("αβγδ"), "greek")
+    target.drafts["greek"] = Target(draft.model, _spelling("αβγδ"), "greek")
     with pytest.raises(ConfigError, match="^draft: greek cannot draft for .*share no token"):
         build_drafter(SpeculativeConfig("cross_tokenizer", draft="greek"), target)
 

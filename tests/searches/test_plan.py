@@ -67,9 +67,9 @@ def test_where_no_tree_can_be_verified_a_head_drafts_chains(family: str, tmp_pat
 def test_draft_models_are_opened_at_once_and_loaded_once(tiny_folder: Path, tmp_path: Path) -> None:
     same, other = save_tiny(tmp_path / "same", seed=1), save_tiny(tmp_path / "other", seed=2)
     planned = _plan(tiny_folder, f"space.drafts=[{same}]", f"space.cross_drafts=[{same},{other}]")
-    assert planned.target._drafts.keys() == {str(same), str(other)}
+    assert planned.target.drafts.keys() == {str(same), str(other)}
     unused = _plan(tiny_folder, f"space.drafts=[{same}]", "space.kinds=[none,prompt_lookup]")
-    assert not unused.target._drafts
+    assert not unused.target.drafts
 
 
 def test_a_draft_model_that_will_not_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
