@@ -10,6 +10,7 @@ another order. A second copy of the weights is what it takes.
 from __future__ import annotations
 
 import functools
+import math
 import platform
 import weakref
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ Tree = TypeVar("Tree", bound=nn.Module)
 
 _SHARE = 0.25  # of the machine's memory, that a model's layouts may take where nobody says
 _ROWS = 4  # of the block that layouts are chosen for; those of a thousand lose nothing by it
-_DTYPES = (torch.float32, torch.bfloat16)
+_LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values of a weight from where on this is faster
 _SAMPLED = 8  # values that a layout is told by
 
 
@@ -39,6 +40,7 @@ def packs(model: nn.Module) -> bool:
     """Whether products by this model's weights are taken from a second layout of them.
 
     Unless it was decided: where the processor does so, and layouts take at most a quarter of the memory that there is.
+    Small weights never are: calling the operator takes longer than their products.
     """
     if not any(_fits(weight) for weight in model.parameters()):
         return False
@@ -52,7 +54,7 @@ def packed_like(model: nn.Module, tree: Tree) -> Tree:
     """A tree of modules, whose linear layers multiply by laid out weights if that is done with the model's."""
     linears: list[Any] = [part for part in tree.modules() if type(part) is nn.Linear] if packs(model) else []
     for part in linears:
-        if "forward" not in part.__dict__:  # which is somebody's who does more than multiply
+        if _fits(part.weight) and "forward" not in part.__dict__:  # which is somebody's who does more than multiply
             part.__class__ = _PackedLinear
             part.layout = _layouts.setdefault(part.weight, _Layout())
     return tree
@@ -135,16 +137,17 @@ def _values(weight: Tensor) -> list[float]:
 
 
 def _fits(weight: Tensor) -> bool:
-    """Whether a weight is one to be laid out."""
+    """Whether a weight is one that gains by being laid out."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and not weight.is_inference()
-    return plain and weight.device.type == "cpu" and _multiplies(weight.dtype)
+    large = weight.numel() >= _LEAST.get(weight.dtype, math.inf)
+    return plain and large and weight.device.type == "cpu" and _multiplies(weight.dtype)
 
 
 @functools.cache
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether this processor, with this build of torch, multiplies by layouts, and rightly."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if dtype not in _DTYPES or platform.machine() != "x86_64" or not available:
+    if dtype not in _LEAST or platform.machine() != "x86_64" or not available:
         return False
     source = torch.Generator().manual_seed(0)
     weight, hidden = (torch.randn(size, 64, generator=source, device="cpu").to(dtype) for size in (96, 3))

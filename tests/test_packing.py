@@ -24,10 +24,16 @@ from layerskip.output_rows import OutputRows
 from layerskip.packing import multiply, pack_matrices, packed_like, packs
 from layerskip.profiling import profile_costs
 from layerskip.view import decoding_view, skip_view
-from tests.families import build
+from tests.families import SKIPPABLE, build
 
 needs = pytest.mark.skipif(not packing._multiplies(torch.float32), reason="this processor multiplies by no layouts")
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models here are tiny, and laid out all the same."""
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(DTYPES, 1))
 
 
 @pytest.fixture
@@ -223,6 +229,30 @@ def test_who_decides_whether_weights_are_laid_out(monkeypatch: pytest.MonkeyPatc
     drafted = generate(found, [1, 2, 3], SpeculativeConfig("layer_skip", 2, mask="layers:1"), max_new_tokens=8)
     assert drafted.tokens == plain.tokens
     assert laid_out
+
+
+@needs
+def test_small_weights_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch, laid_out: list[Tensor]) -> None:
+    monkeypatch.setattr(packing, "_LEAST", {torch.float32: 80 * 112})
+    small, large = _layer(torch.float32, width=79), _layer(torch.float32)
+    tree = packed_like(large, nn.ModuleList([small, large]))
+    with torch.no_grad():
+        tree[0](torch.randn(1, 79))
+        tree[1](torch.randn(1, 80))
+    assert [id(weight) for weight in laid_out] == [id(large.weight)]
+
+
+@pytest.mark.parametrize("family", SKIPPABLE)
+def test_every_family_decodes_by_layouts(family: str) -> None:
+    target = Target(build(family))
+    prompt = [3, 4, 5, 3, 4, 5, 3, 4]
+    plain, drafted = (
+        generate(target, prompt, config, max_new_tokens=12).tokens
+        for config in (SpeculativeConfig(), SpeculativeConfig("layer_skip", 2, mask="layers:1"))
+    )
+    ids = torch.tensor([prompt])
+    output = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert plain == drafted == output[0, len(prompt) :].tolist()
 
 
 def test_a_processor_that_cannot_does_not(monkeypatch: pytest.MonkeyPatch, laid_out: list[Tensor]) -> None:
