@@ -17,7 +17,8 @@ from .space import Range, SearchSpace
 def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
     """No drafting, one of each cheap drafter, what is proposed, else single skips, contiguous runs and sparse masks.
 
-    A cascade puts its lookup before recycled trees and before the mask foretold to be best, else before what is tried first.
+    A cascade puts its lookup before recycled trees, before the trees of each kind's first head and before the mask foretold
+    to be best, else before what is tried first.
     """
     arms = space.arms
     points = [SpeculativeConfig()]
@@ -35,13 +36,7 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
         length, window, kept = _clip((2, space.lookahead_length), (4, space.window), (4, space.candidates))
         points.append(SpeculativeConfig("lookahead", length, window=window, candidates=kept))
     for kind, heads in space.heads.items():
-        length, width, size = _clip((5, space.model_length), (4, space.candidates), (12, space.tree_tokens))
-        tree = SpeculativeConfig(kind, length, candidates=max(2, width), tree_tokens=size, head="one")
-        points += [replace(tree, head=head) for head in heads if kind in arms and space.trees]
-        if kind == "eagle" and kind in arms:
-            # What a head drafts behind a token that it was unsure of is seldom accepted.
-            stop = StopRule("threshold", 0.5) if "threshold" in space.stops else StopRule(space.stops[0])
-            points += [SpeculativeConfig(kind, length, candidates=1, head=head, stop=stop) for head in heads]
+        points += _headed(space, kind, heads) if kind in arms else []
     for kind, drafts in space.models.items():
         (length,) = _clip((4, space.model_length))
         points += [SpeculativeConfig(kind, length, draft=draft) for draft in drafts if kind in arms]
@@ -56,6 +51,20 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
     if not any(config.kind == "cascade" for config in points):
         points += _behind_lookup(space, [config for config in points if config.kind in space.seconds])
     return list(dict.fromkeys(points))
+
+
+def _headed(space: SearchSpace, kind: str, heads: Sequence[str]) -> list[SpeculativeConfig]:
+    """What trained heads draft by themselves, and the first of that behind a lookup."""
+    depth, most = (3, 8) if kind == "eagle" else (2, 6)
+    length, width, size = _clip((depth, space.model_length), (4, space.candidates), (most, space.tree_tokens))
+    tree = SpeculativeConfig(kind, length, candidates=max(2, width), tree_tokens=size, head="one")
+    alone = [replace(tree, head=head) for head in heads if space.trees]
+    if kind == "eagle":
+        # What a head drafts behind a token that it was unsure of is seldom accepted.
+        stop = StopRule("threshold", 0.5) if "threshold" in space.stops else StopRule(space.stops[0])
+        (length,) = _clip((5, space.model_length))
+        alone += [SpeculativeConfig(kind, length, candidates=1, head=head, stop=stop) for head in heads]
+    return [*alone, *_behind_lookup(space, alone)]
 
 
 def _lookup(space: SearchSpace, length: int, longest: int) -> SpeculativeConfig:

@@ -29,7 +29,6 @@ from .base import Context, Drafter, Follower, Learner, Reader, Said
 from .expectation import Expectation
 from .stopping import Stopped
 
-_LONG = 8  # tokens of a match, of which more say no more
 _HOPE = 8.0  # accepted tokens of a draft that was looked up, before any is known
 _KEPT = 0.99  # of what is known of the pace, from round to round
 _TRIAL = 1.0  # of what a member behind drafts, so that it is tried where what was looked up is worth less
@@ -175,4 +174,4 @@ class Cascade:
 
 def _like(place: int, draft: Draft) -> tuple[int, int] | int:
     """What a draft is like: another of the same member, behind as long a match if it was looked up."""
-    return (place, min(draft.match, _LONG)) if draft.match else place
+    return (place, draft.match) if draft.match else place

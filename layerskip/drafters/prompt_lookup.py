@@ -15,6 +15,8 @@ from ..sampling import Chooser, upload
 from ..verify import Verdict
 from .base import Context, Said
 
+_TOLD = 8  # tokens of a match that n-grams do not bound, of which longer ones say no more
+
 
 class PromptLookup:
     """Drafts from an index of the context's n-grams, kept up to date token by token.
@@ -43,12 +45,15 @@ class PromptLookup:
         self._indexed = 0
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Propose what followed the longest n-gram that the context ends with; nothing where none occurred before."""
+        """Propose what followed the longest n-gram that the context ends with; nothing where none occurred before.
+
+        The match it tells is as long as the texts are alike, which of a text that is being copied is longer than n-grams are.
+        """
         start, size = self._search(context.tokens)
         if not size:
             return Draft.empty(context.last.device)
-        found = self._copy(context.tokens, start, limit)
-        return Draft(upload(found, context.last.device), match=size, found=tuple(found))
+        found, match = self._copy(context.tokens, start, limit), _alike(context.tokens, start, size)
+        return Draft(upload(found, context.last.device), match=match, found=tuple(found))
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """The same on token ids; ``tokens`` goes on where it stood at the last call."""
@@ -83,3 +88,11 @@ class PromptLookup:
     def _copy(self, tokens: Sequence[int], start: int, limit: int) -> list[int]:
         period = len(tokens) - start
         return [tokens[start + i % period] for i in range(min(limit, self.draft_length))]
+
+
+def _alike(tokens: Sequence[int], start: int, size: int) -> int:
+    """How many tokens before ``start`` are those at the end, given that ``size`` are; counted up to a limit."""
+    end = len(tokens)
+    while size < min(_TOLD, start) and tokens[start - size - 1] == tokens[end - size - 1]:
+        size += 1
+    return size

@@ -98,3 +98,19 @@ def test_a_new_prompt_forgets_the_one_before() -> None:
     drafter = _started(PromptLookup(1, 2, "last", 3), [1, 2, 3, 1])
     assert _draft(drafter, [1, 2, 3, 1], 3) == [2, 3, 1]
     assert _draft(_started(drafter, [5, 1]), [5, 1], 3) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        ([1, 2, 7, 1, 2], 2),
+        ([9, 1, 2, 7, 8, 1, 2], 2),
+        ([9, 1, 2, 3, 7, 9, 1, 2, 3], 4),  # longer than the n-gram that found it
+        ([1, 2, 3, 7, 1, 2, 3], 3),  # up to where the text begins
+        ([6] * 30, 8),  # and no further than anybody asks
+        ([1, 2, 3], 0),
+    ],
+)
+def test_a_match_is_as_long_as_the_texts_are_alike(tokens: list[int], match: int) -> None:
+    drafter = _started(PromptLookup(1, 2, "last", 3), tokens)
+    assert drafter.draft(Context(tokens, torch.tensor(tokens[-1:])), 3).match == match

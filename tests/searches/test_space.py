@@ -210,6 +210,14 @@ def test_the_best_mask_foretold_is_tried_behind_a_lookup() -> None:
     assert not _cascades(replace(space, kinds=("none", "prompt_lookup", "layer_skip")), proposed)
 
 
+@pytest.mark.parametrize("trees", [True, False])
+def test_what_the_first_head_of_each_kind_drafts_is_tried_behind_a_lookup(trees: bool) -> None:
+    heads = {"eagle_heads": ("one", "other"), "medusa_heads": ("third",)}
+    seconds = _cascades(SearchSpace(layers=12, kinds=KINDS, trees=trees, **heads))
+    tried = [(second.kind, second.head, second.candidates > 1) for second in seconds if second.head]
+    assert tried == ([("eagle", "one", True), ("medusa", "third", True)] if trees else [("eagle", "one", False)])
+
+
 def test_cascades_know_what_verification_costs() -> None:
     space = replace(SPACE, verify_cost=(1.5, 1.6))
     (started,) = {config.verify_cost for config in starting_points(space) if config.kind == "cascade"}
