@@ -47,7 +47,7 @@ class PromptLookup:
     def draft(self, context: Context, limit: int) -> Draft:
         """Propose what followed the longest n-gram that the context ends with; nothing where none occurred before.
 
-        The match it tells is as long as the texts are alike, which of a text that is being copied is longer than n-grams are.
+        The match it tells is as long as the texts are alike, which is longer than n-grams are where a text is being copied.
         """
         start, size = self._search(context.tokens)
         if not size:
