@@ -42,11 +42,11 @@ def packs(model: nn.Module) -> bool:
     Unless it was decided: where the processor does so, and layouts take at most a quarter of the memory that there is.
     Small weights never are: calling the operator takes longer than their products.
     """
-    if not any(_fits(weight) for weight in model.parameters()):
+    takes = sum(part.weight.nbytes for part in model.modules() if type(part) is nn.Linear and _fits(part.weight))
+    if not takes:
         return False
     if model not in _decided:
-        takes = sum(part.weight.nbytes for part in model.modules() if type(part) is nn.Linear)
-        _decided[model] = 0 < takes <= _SHARE * total_bytes()
+        _decided[model] = takes <= _SHARE * total_bytes()
     return _decided[model]
 
 
@@ -63,7 +63,7 @@ def packed_like(model: nn.Module, tree: Tree) -> Tree:
 def pack_matrices(tree: nn.Module) -> None:
     """Have :func:`multiply` lay out the matrices of a tree of modules when it first meets them."""
     for weight in tree.parameters():
-        if weight.ndim == 2:
+        if weight.ndim == 2 and _fits(weight):
             _layouts.setdefault(weight, _Layout())
 
 

@@ -80,11 +80,11 @@ class OncePerModel(Generic[T]):
 
     def __init__(self, make: Callable[[PreTrainedModel], T]) -> None:
         self._make = make
-        self._made: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[int, ...], T]] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], T]] = weakref.WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel) -> T:
         """What was made of this model."""
-        made_of = packs(model), *(id(t) for t in (*model.parameters(), *model.buffers()))
+        made_of = packs(model), model.dtype, *(id(t) for t in (*model.parameters(), *model.buffers()))
         if model not in self._made or self._made[model][0] != made_of:
             self._made[model] = made_of, self._make(model)
         return self._made[model][1]

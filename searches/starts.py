@@ -17,8 +17,8 @@ from .space import Range, SearchSpace
 def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
     """No drafting, one of each cheap drafter, what is proposed, else single skips, contiguous runs and sparse masks.
 
-    A cascade puts its lookup before recycled trees, before the trees of each kind's first head and before the mask foretold
-    to be best, else before what is tried first.
+    A cascade puts its lookup before recycled trees, before what is tried first of each kind of heads and before the mask
+    foretold to be best, else before what is tried first.
     """
     arms = space.arms
     points = [SpeculativeConfig()]
@@ -48,7 +48,7 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
         # Where masks were foretold, those that merely have structure were asked about, too.
         masks = (*space.masks, *(() if foretold else _structured_masks(space)))
         points += [SpeculativeConfig("layer_skip", length, mask=mask, stop=stop) for mask in masks]
-    if not any(config.kind == "cascade" for config in points):
+    if not any(config.kind == "cascade" and not config.members[1].head for config in points):
         points += _behind_lookup(space, [config for config in points if config.kind in space.seconds])
     return list(dict.fromkeys(points))
 
@@ -64,7 +64,7 @@ def _headed(space: SearchSpace, kind: str, heads: Sequence[str]) -> list[Specula
         stop = StopRule("threshold", 0.5) if "threshold" in space.stops else StopRule(space.stops[0])
         (length,) = _clip((5, space.model_length))
         alone += [SpeculativeConfig(kind, length, candidates=1, head=head, stop=stop) for head in heads]
-    return [*alone, *_behind_lookup(space, alone)]
+    return [*alone[:1], *_behind_lookup(space, alone), *alone[1:]]
 
 
 def _lookup(space: SearchSpace, length: int, longest: int) -> SpeculativeConfig:

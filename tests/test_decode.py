@@ -34,8 +34,7 @@ KINDS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", 
 @pytest.fixture(scope="module")
 def target() -> Target:
     """It never ends by itself."""
-    # Packed weights are a CPU's alone, which reads some of their values and waits for nothing.
-    return Target(build("llama", 1, vocab_size=12, eos_token_id=None), pack_weights=False)
+    return Target(build("llama", 1, vocab_size=12, eos_token_id=None))
 
 
 def _drafter(kind: str, target: Target) -> Drafter:

@@ -240,10 +240,31 @@ def test_small_weights_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch, lai
         tree[0](torch.randn(1, 79))
         tree[1](torch.randn(1, 80))
     assert [id(weight) for weight in laid_out] == [id(large.weight)]
+    assert not packs(build("llama"))
 
 
+@needs
+def test_a_view_is_made_anew_where_other_weights_are_large_enough(
+    monkeypatch: pytest.MonkeyPatch, laid_out: list[Tensor]
+) -> None:
+    if not packing._multiplies(torch.bfloat16):
+        pytest.skip("this processor multiplies by no layouts in bfloat16")
+    model = build("llama")
+    largest = max(part.weight.numel() for part in model.modules() if type(part) is nn.Linear)
+    monkeypatch.setattr(packing, "_LEAST", {torch.float32: largest, torch.bfloat16: 1})
+    count = []
+    for dtype in DTYPES:
+        view = decoding_view(model.to(dtype))
+        with torch.inference_mode():
+            view(torch.tensor([[1, 2, 3]]))
+        count.append(len(laid_out))
+        laid_out.clear()
+    assert 0 < count[0] < count[1] == sum(type(part) is nn.Linear for part in model.modules())
+
+
+@needs
 @pytest.mark.parametrize("family", SKIPPABLE)
-def test_every_family_decodes_by_layouts(family: str) -> None:
+def test_every_family_decodes_by_layouts(family: str, laid_out: list[Tensor]) -> None:
     target = Target(build(family))
     prompt = [3, 4, 5, 3, 4, 5, 3, 4]
     plain, drafted = (
@@ -253,6 +274,7 @@ def test_every_family_decodes_by_layouts(family: str) -> None:
     ids = torch.tensor([prompt])
     output = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert plain == drafted == output[0, len(prompt) :].tolist()
+    assert laid_out
 
 
 def test_a_processor_that_cannot_does_not(monkeypatch: pytest.MonkeyPatch, laid_out: list[Tensor]) -> None:

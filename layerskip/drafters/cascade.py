@@ -26,7 +26,7 @@ from ..draft import Draft
 from ..sampling import Chooser
 from ..verify import Verdict
 from .base import Context, Drafter, Follower, Learner, Reader, Said
-from .expectation import Expectation
+from .expectation import LONG, Expectation
 from .stopping import Stopped
 
 _HOPE = 8.0  # accepted tokens of a draft that was looked up, before any is known
@@ -174,4 +174,4 @@ class Cascade:
 
 def _like(place: int, draft: Draft) -> tuple[int, int] | int:
     """What a draft is like: another of the same member, behind as long a match if it was looked up."""
-    return (place, draft.match) if draft.match else place
+    return (place, min(draft.match, LONG)) if draft.match else place

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from ..draft import Draft
 
+LONG = 8  # tokens of a match, of which more say no more
 _LATELY = 128  # drafts, or tokens of one kind; older ones fade
 _GOES_ON = 0.9  # the chance of a token where the one before it was accepted, before any is known
 _SLIGHT = 1e-6  # chance; less is as little

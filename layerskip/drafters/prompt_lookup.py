@@ -14,8 +14,7 @@ from ..draft import Draft
 from ..sampling import Chooser, upload
 from ..verify import Verdict
 from .base import Context, Said
-
-_TOLD = 8  # tokens of a match that n-grams do not bound, of which longer ones say no more
+from .expectation import LONG
 
 
 class PromptLookup:
@@ -91,8 +90,8 @@ class PromptLookup:
 
 
 def _alike(tokens: Sequence[int], start: int, size: int) -> int:
-    """How many tokens before ``start`` are those at the end, given that ``size`` are; counted up to a limit."""
+    """How many tokens before ``start`` are those at the end, given that ``size`` are; counted as far as more say more."""
     end = len(tokens)
-    while size < min(_TOLD, start) and tokens[start - size - 1] == tokens[end - size - 1]:
+    while size < min(LONG, start) and tokens[start - size - 1] == tokens[end - size - 1]:
         size += 1
     return size

@@ -131,6 +131,34 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
     assert cascade.draft(Context(text, torch.tensor(text[-1:])), 4) is first.last  # the order is trusted again
 
 
+class Mistaken(Member):
+    """Looks up what is never said."""
+
+    match = 9
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        return Draft(torch.tensor([9]), match=self.match, found=(9,))
+
+
+def test_what_long_matches_earn_is_known_of_longer_ones() -> None:
+    first, second, text = Mistaken(), Kept(Told([0] * 90)), [0] * 90
+    cascade = Cascade([first, second])
+    cascade.start(text[:4], None, None)  # type: ignore[arg-type]
+    known, waited = 4, 0
+    while waited < 5:
+        draft = cascade.draft(Context(text[:known], torch.tensor([0])), 2)
+        accepted = _run(_branches(draft), text[known:])
+        waited += draft is second.last and accepted > 0
+        cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, 0, torch.tensor([0])))
+        known += accepted + 1
+    first.match, taken = 40, 0
+    for end in range(known, known + 5):
+        draft = cascade.draft(Context(text[:end], torch.tensor([0])), 2)
+        taken += draft.match > 0
+        assert (draft.match > 0) == (not second.last.tokens.shape[0])
+    assert taken < 5
+
+
 class ToldForNothing(Told):
     """The same, and who passes it over has lost nothing."""
 
