@@ -13,6 +13,7 @@ import functools
 import math
 import platform
 import weakref
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -42,19 +43,18 @@ def packs(model: nn.Module) -> bool:
     Unless it was decided: where the processor does so, and layouts take at most a quarter of the memory that there is.
     Small weights never are: calling the operator takes longer than their products.
     """
-    takes = sum(part.weight.nbytes for part in model.modules() if type(part) is nn.Linear and _fits(part.weight))
-    if not takes:
-        return False
-    if model not in _decided:
+    if model in _decided:
+        return _decided[model] and any(_linears(model))
+    takes = sum(part.weight.nbytes for part in _linears(model))
+    if takes:  # where none fits now, some may on another device
         _decided[model] = takes <= _SHARE * total_bytes()
-    return _decided[model]
+    return _decided.get(model, False)
 
 
 def packed_like(model: nn.Module, tree: Tree) -> Tree:
     """A tree of modules, whose linear layers multiply by laid out weights if that is done with the model's."""
-    linears: list[Any] = [part for part in tree.modules() if type(part) is nn.Linear] if packs(model) else []
-    for part in linears:
-        if _fits(part.weight) and "forward" not in part.__dict__:  # which is somebody's who does more than multiply
+    for part in _linears(tree) if packs(model) else ():
+        if "forward" not in part.__dict__:  # which is somebody's who does more than multiply
             part.__class__ = _PackedLinear
             part.layout = _layouts.setdefault(part.weight, _Layout())
     return tree
@@ -134,6 +134,11 @@ class _PackedLinear(nn.Linear):
 def _values(weight: Tensor) -> list[float]:
     found: list[float] = weight.detach()[:: max(1, weight.shape[0] // _SAMPLED), 0].tolist()
     return found
+
+
+def _linears(tree: nn.Module) -> Iterator[Any]:
+    """The linear layers whose weights are to be laid out."""
+    return (part for part in tree.modules() if type(part) is nn.Linear and _fits(part.weight))
 
 
 def _fits(weight: Tensor) -> bool:

@@ -57,8 +57,8 @@ def _headed(space: SearchSpace, kind: str, heads: Sequence[str]) -> list[Specula
     """What trained heads draft by themselves, and the first of that behind a lookup."""
     depth, most = (3, 8) if kind == "eagle" else (2, 6)
     length, width, size = _clip((depth, space.model_length), (4, space.candidates), (most, space.tree_tokens))
-    tree = SpeculativeConfig(kind, length, candidates=max(2, width), tree_tokens=size, head="one")
-    alone = [replace(tree, head=head) for head in heads if space.trees]
+    width = max(2, width)
+    alone = [SpeculativeConfig(kind, length, head=head, candidates=width, tree_tokens=size) for head in heads if space.trees]
     if kind == "eagle":
         # What a head drafts behind a token that it was unsure of is seldom accepted.
         stop = StopRule("threshold", 0.5) if "threshold" in space.stops else StopRule(space.stops[0])

@@ -15,10 +15,6 @@ from layerskip.memory import PeakMemory, held_bytes
 MEBIBYTE = 2**20
 
 
-def _allocate(device: str, size: int) -> None:
-    torch.ones(size, dtype=torch.uint8, device=device)
-
-
 _GROWS = """
 import os
 
@@ -56,7 +52,7 @@ def test_on_cuda_device_memory_counts() -> None:
     kept = torch.ones(10 * MEBIBYTE, dtype=torch.uint8, device="cuda")
     memory = PeakMemory(torch.device("cuda"))
     before = torch.cuda.memory_allocated()
-    _allocate("cuda", 64 * MEBIBYTE)
+    torch.ones(64 * MEBIBYTE, dtype=torch.uint8, device="cuda")
     assert memory.read() == before + 64 * MEBIBYTE
     assert before >= kept.numel()
     assert memory.grown() == 64 * MEBIBYTE
