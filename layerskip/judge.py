@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .drafters.fan import runners_up
-from .drafters.stopping import confidence
+from .drafters.stopping import confidence, portions
 from .texts import Start, Texts
 
 
@@ -49,26 +50,41 @@ class Judge:
             chain: ``[n, place + 1]`` int64: the token at the start, and what was drafted since.
             place: of the token, from 0.
         """
-        # Of what is not a number no draft is unsure: decoding would not stop either.
-        sure = confidence(logits).nan_to_num(nan=1.0).tolist()
         seen = None
         if self.sampling.needs_seen:
             prefixes = [self.texts.texts[p].tokens[: self.texts.begin((p, s))] for p, s in starts]
             seen = torch.cat([self.texts.seen(torch.cat(parts)) for parts in zip(prefixes, chain, strict=True)])
-        drafted = self.sampling.distribution(logits, seen)
         ahead = [(p, s + place + 1) for p, s in starts]
-        if self.sampling.greedy:
-            kept = [float(self.texts.agrees(*pair)) for pair in zip(ahead, drafted.tolist(), strict=True)]
-            if not self.runners:
-                return drafted, [Drafted(*parts) for parts in zip(sure, kept, strict=True)]
-            chances, others = runners_up(self.sampling.penalise(logits, seen), drafted, self.runners)
-            ranks = [
-                next((rank for rank, token in enumerate(some) if self.texts.agrees(start, token)), self.runners)
-                for start, some in zip(ahead, others.tolist(), strict=True)
-            ]
-            return drafted, [Drafted(*parts) for parts in zip(sure, kept, chances.tolist(), ranks, strict=True)]
         own = self.texts.tokens(ahead)
-        q = drafted.gather(1, own[:, None])[:, 0].tolist()
-        p_own = [self.texts.chance(start) for start in ahead]
-        kept = [min(1.0, found / chance) if chance > 0 else 1.0 for found, chance in zip(q, p_own, strict=True)]
-        return own, [Drafted(*parts) for parts in zip(sure, kept, strict=True)]
+        # A few rows at a time: on a CPU, converting all logits at once takes as long as all that is asked of them.
+        before = itertools.repeat(None) if seen is None else portions(seen)
+        rows = zip(portions(logits), portions(own), before, strict=False)
+        looks = [self._look(some.float(), said, near) for some, said, near in rows]
+        sure, drafted, *beside = (torch.cat(parts) for parts in zip(*looks, strict=True))
+        # Of what is not a number no draft is unsure: decoding would not stop either.
+        sure = sure.nan_to_num(nan=1.0)
+        if not self.sampling.greedy:
+            p_own = [self.texts.chance(start) for start in ahead]
+            kept = [min(1.0, q / chance) if chance > 0 else 1.0 for q, chance in zip(drafted.tolist(), p_own, strict=True)]
+            return own, [Drafted(*parts) for parts in zip(sure.tolist(), kept, strict=True)]
+        kept = [float(self.texts.agrees(*pair)) for pair in zip(ahead, drafted.tolist(), strict=True)]
+        if not beside:
+            return drafted, [Drafted(*parts) for parts in zip(sure.tolist(), kept, strict=True)]
+        chances, others = beside
+        ranks = [
+            next((rank for rank, token in enumerate(some) if self.texts.agrees(start, token)), self.runners)
+            for start, some in zip(ahead, others.tolist(), strict=True)
+        ]
+        return drafted, [Drafted(*parts) for parts in zip(sure.tolist(), kept, chances.tolist(), ranks, strict=True)]
+
+    def _look(self, logits: Tensor, own: Tensor, seen: Tensor | None) -> tuple[Tensor, ...]:
+        """Of a few rows ``[n, V]``: how sure a draft is, its tokens, and the probabilities of runners-up and these, if any.
+
+        Where tokens are sampled: how sure it is, and its probability of the text's own tokens.
+        """
+        sure, found = confidence(logits), self.sampling.distribution(logits, seen)
+        if not self.sampling.greedy:
+            return sure, found.gather(1, own[:, None])[:, 0]
+        if not self.runners:
+            return sure, found
+        return sure, found, *runners_up(self.sampling.penalise(logits, seen), found, self.runners)

@@ -159,18 +159,19 @@ def replay(
         branching: siblings beside the drafted tokens.
     """
     rounds = []
-    widths = trace.widths(branching)
-    start = 0
-    while start < passage.starts:
+    widths = trace.widths(branching) if branching.siblings else None
+    start, starts = 0, passage.starts
+    while start < starts:
         length = min(draft_length, passage.limit(start))
-        drafted = _stop(trace, start, length, passage.starts - start, stopper, open_starts)
-        beside = int(widths[start, :drafted].sum())
-        accepted = min(int(trace.agreed[start]), drafted)
-        if accepted < drafted and trace.rank[start, accepted] < widths[start, accepted]:
-            accepted += 1
-        rounds.append(_round(drafted, accepted, passage.starts - start, beside))
+        drafted = _stop(trace, start, length, starts - start, stopper, open_starts)
+        accepted, beside = min(int(trace.agreed[start]), drafted), 0
+        if widths is not None:
+            beside = int(widths[start, :drafted].sum())
+            if accepted < drafted and trace.rank[start, accepted] < widths[start, accepted]:
+                accepted += 1
+        rounds.append(_round(drafted, accepted, starts - start, beside))
         start += rounds[-1].committed
-        if start < passage.starts:
+        if start < starts:
             stopper.observe(drafted, accepted)
     return rounds
 

@@ -32,7 +32,7 @@ from .stats import Round
 from .target import Target
 from .texts import Pack, Start, Texts
 
-_MARGIN = 0.1
+MARGIN = 0.1
 """An adaptive threshold moves: its drafts are followed somewhat further than where it stands."""
 
 _CHECKED = 8
@@ -246,7 +246,7 @@ class Scanner:
                 floor = min([floor, *open_starts.values()])
             if not missing:
                 return found[-len(self.passages) :]
-            floor -= _MARGIN * (stop.kind == "adaptive")
+            floor -= MARGIN * (stop.kind == "adaptive")
             asked = {(*start, floor) for start in missing}
             if asked <= followed:
                 raise RuntimeError(f"scan: drafts from {sorted(missing)} cannot be followed")
