@@ -10,7 +10,8 @@ from .ridge import solving_bytes
 from .rows import RowModel
 from .sampling import Sampling
 from .target import Target
-from .texts import Memory, Texts
+from .text import Memory
+from .texts import Texts
 
 _USED = 0.9  # of the budget; the rest is for what allocators round up
 _BESIDE, _REGRESSED = 3, 12  # numbers of the target's dtype, and bytes, that a fit takes for each number of a hidden state

@@ -24,7 +24,8 @@ from .ridge import regress
 from .rows import RowModel
 from .sampling import Sampling
 from .target import Target
-from .texts import Memory, Pack, Start, Texts
+from .text import Memory
+from .texts import Pack, Start, Texts
 
 _JUDGED, _MOST_JUDGED = 0.2, 2000  # of the rows; the last ones, hence of other passages than the rest
 _FAR = 8.0  # times the median norm: targets beyond it are left out

@@ -23,7 +23,8 @@ from .passages import Passage
 from .rows import RowModel
 from .sampling import Sampling, most_likely
 from .target import Target
-from .texts import Memory, Texts, runs_of
+from .text import Memory
+from .texts import Texts, runs_of
 
 _FADING = 0.8  # weight of each further token of a draft
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .cache import KVCache
@@ -23,6 +21,7 @@ from .passages import Passage
 from .reading import read
 from .rows import RowModel
 from .sampling import Sampling, upload
+from .text import Likely, Memory, Text
 
 Start = tuple[int, int]
 """A passage's number, and the position in its continuation whose token is the last committed one."""
@@ -51,73 +50,6 @@ class Pack:
     def offsets(self) -> dict[int, int]:
         """Where each passage begins."""
         return dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), initial=0), strict=False))
-
-
-class Likely(NamedTuple):
-    """What a target would say, most likely first.
-
-    Args:
-        chances: ``[N, k]`` float32.
-        tokens: ``[N, k]`` int32.
-    """
-
-    chances: Tensor
-    tokens: Tensor
-
-
-@dataclass(frozen=True)
-class Text:
-    """A passage as the target read it.
-
-    Args:
-        tokens: ``[n]`` int64: prompt, continuation, and padding up to the longest continuation.
-        cache: the target's keys and values of them.
-        visible: per layer ``[n, n]`` bool or None, as :func:`~layerskip.reading.read` gives it.
-        confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
-        chances: ``[N]``: its probability of the token itself; empty for greedy decoding.
-        likely: its likeliest tokens behind every token of the continuation, if they were asked for.
-        entering: per layer the hidden states ``[1, N, H]`` that it was handed at every token of the continuation; empty
-            where nobody asked for them.
-    """
-
-    tokens: Tensor
-    cache: KVCache
-    visible: list[Tensor | None]
-    confidence: NDArray[np.float64]
-    chances: NDArray[np.float64]
-    likely: Likely | None = None
-    entering: tuple[Tensor, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """What its tensors take."""
-        shared = {id(mask): mask for mask in self.visible if mask is not None}
-        own = (self.tokens, *shared.values(), *(self.likely or ()), *self.entering)
-        beside: int = sum(tensor.numel() * tensor.element_size() for tensor in own)
-        return self.cache.nbytes + beside
-
-
-class Memory:
-    """Texts as the target read them, as many as a budget holds: reading one again takes longer than drafting along it.
-
-    Args:
-        most_bytes: of their tensors.
-        likely: how many of the target's likeliest tokens are kept at every position; beyond so many lies next to nothing.
-    """
-
-    def __init__(self, most_bytes: int, likely: int = 256) -> None:
-        self.most_bytes, self.likely, self.nbytes = most_bytes, likely, 0
-        self._texts: dict[Passage, Text] = {}
-
-    def recall(self, passage: Passage, read: Callable[[Passage], Text]) -> Text:
-        """A passage's text; one that is not there is read, and kept where there is room."""
-        text = self._texts.get(passage)
-        if text is None:
-            text = read(passage)
-            if self.nbytes + text.nbytes <= self.most_bytes:
-                self._texts[passage] = text
-                self.nbytes += text.nbytes
-        return text
 
 
 class Texts:

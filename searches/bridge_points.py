@@ -24,7 +24,7 @@ from layerskip.packing import packs
 from layerskip.passages import Passage, continue_prompts
 from layerskip.replay import Branching, Counts
 from layerskip.scan import Scanner
-from layerskip.texts import Memory
+from layerskip.text import Memory
 from layerskip.tree import tree_model
 
 from .application import InputError

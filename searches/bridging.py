@@ -23,7 +23,7 @@ from layerskip.files import digest
 from layerskip.own_texts import OwnText
 from layerskip.passages import Passage, digest_of
 from layerskip.scan import Scan, Scanner
-from layerskip.texts import Memory
+from layerskip.text import Memory
 
 from .application import InputError
 from .learner import Learner, TrainingFile

@@ -26,7 +26,7 @@ from layerskip.loading import load_draft
 from layerskip.memory import out_of_memory, release
 from layerskip.own_texts import OwnText
 from layerskip.scan import Scanner
-from layerskip.texts import Memory
+from layerskip.text import Memory
 
 from .application import InputError, check_number, check_whole
 from .bridging import calibrate

@@ -13,7 +13,7 @@ from layerskip.passages import Passage
 from layerskip.reading import Reading
 from layerskip.rows import RowModel
 from layerskip.target import Target
-from layerskip.texts import Memory
+from layerskip.text import Memory
 from layerskip.view import skip_view
 from tests.drafters.bridges import bridge_shape, calibration, drawn_passages
 from tests.families import build
