@@ -45,10 +45,21 @@ def attend_in_parts(mask: Tensor, parts: Sequence[tuple[int, int]]) -> None:
         parts: first row, and the row behind the last, of each run; together all R.
     """
     _parts[mask] = [
-        (first, last, seen, mask[:, :, first:last, seen])
+        (first, last, _runs(seen), mask[:, :, first:last, seen])
         for first, last in parts
         for seen in [mask[0, 0, first:last].any(0).nonzero()[:, 0]]
     ]
+
+
+def _runs(places: Tensor) -> list[slice]:
+    """Rising places as runs, of which they are few: copying those takes half as long as picking place by place."""
+    breaks = (places.diff() != 1).nonzero()[:, 0] + 1
+    return [slice(int(run[0]), int(run[-1]) + 1) for run in places.tensor_split(breaks) if len(run)]
+
+
+def _pick(states: Tensor, runs: Sequence[slice]) -> Tensor:
+    """``[B, heads, m, d]`` at some runs of the m."""
+    return torch.cat([states[:, :, run] for run in runs], 2) if runs else states[:, :, :0]
 
 
 def _attend(
@@ -58,7 +69,7 @@ def _attend(
     parts = _parts.get(attention_mask) if attention_mask is not None else None
     if parts is not None:
         found = [
-            _attend(module, query[:, :, first:last], key[:, :, seen], value[:, :, seen], mask, **kwargs)[0]
+            _attend(module, query[:, :, first:last], _pick(key, seen), _pick(value, seen), mask, **kwargs)[0]
             for first, last, seen, mask in parts
         ]
         return torch.cat(found, 1), None

@@ -17,6 +17,7 @@ too, since, given the passage, a token drafted for certain is accepted exactly i
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,17 +160,25 @@ def replay(
         branching: siblings beside the drafted tokens.
     """
     rounds = []
-    widths = trace.widths(branching) if branching.siblings else None
+    # Lists, as single values of arrays take several times as long to look at, and a scan is replayed hundreds of times.
+    agreed, sure, beside, rank = trace.agreed.tolist(), trace.confidence.tolist(), None, None
+    if branching.siblings:
+        beside = np.pad(trace.widths(branching).cumsum(1), ((0, 0), (1, 0))).tolist()
+        rank = trace.rank.tolist()
     start, starts = 0, passage.starts
     while start < starts:
-        length = min(draft_length, passage.limit(start))
-        drafted = _stop(trace, start, length, starts - start, stopper, open_starts)
-        accepted, beside = min(int(trace.agreed[start]), drafted), 0
-        if widths is not None:
-            beside = int(widths[start, :drafted].sum())
-            if accepted < drafted and trace.rank[start, accepted] < widths[start, accepted]:
+        length, left = min(draft_length, passage.limit(start)), starts - start
+        drafted = _stop(sure[start], length, left == agreed[start], left, stopper)
+        if drafted is None:
+            open_starts[start], drafted = stopper.threshold, length
+        accepted = min(agreed[start], drafted)
+        if beside is None or rank is None:
+            rounds.append(_round(drafted, accepted, left))
+        else:
+            widths = beside[start]
+            if accepted < drafted and rank[start][accepted] < widths[accepted + 1] - widths[accepted]:
                 accepted += 1
-        rounds.append(_round(drafted, accepted, starts - start, beside))
+            rounds.append(_round(drafted, accepted, left, widths[drafted]))
         start += rounds[-1].committed
         if start < starts:
             stopper.observe(drafted, accepted)
@@ -184,21 +193,29 @@ def _round(drafted: int, accepted: int, left: int, beside: int = 0) -> Round:
     return Round(drafted + beside, committed, committed, committed) if beside else Round(committed, committed, committed)
 
 
-def _stop(trace: Trace, start: int, length: int, left: int, stopper: Stopper, open_starts: dict[int, float]) -> int:
+def _stop(sure: Sequence[float], length: int, ends: bool, left: int, stopper: Stopper) -> int | None:
     """How many tokens are drafted: up to the first that the draft is not sure enough of, or ``length``.
 
     What is drafted behind the end of the passage, if it is drafted rightly up to there, counts nowhere.
+
+    Args:
+        sure: the draft's confidence in each token; NaN where nobody looked.
+        length: the most tokens.
+        ends: whether the draft is right up to the end of the passage.
+        left: tokens of the passage from here.
+        stopper: of the stop rule.
+
+    Returns:
+        None where that is not known.
     """
     if stopper.rule.kind == "length" or length < 1:
         return max(length, 0)
     for place in range(length - 1):  # behind the last one there is nothing to stop
-        if place == left == trace.agreed[start]:
+        if ends and place == left:
             break
-        sure = trace.confidence[start, place]
-        if np.isnan(sure):
-            open_starts[start] = stopper.threshold
-            break
-        if stopper.stops_at(float(sure)):
+        if math.isnan(sure[place]):
+            return None
+        if stopper.stops_at(sure[place]):
             return place + 1
     return length
 
