@@ -66,9 +66,9 @@ class BridgingSettings:
     calibration_bytes: int = 1_500_000_000
     train_seconds: float = 0.0
     train_width: int = 512
-    learning_rate: float = 0.001
-    unroll: int = 3
-    texts_per_step: int = 6
+    learning_rate: float = 0.002
+    unroll: int = 1
+    texts_per_step: int = 3
     training_bytes: int = 2_000_000_000
     remembered_bytes: int = 1_000_000_000
     begin_like: str | None = None
