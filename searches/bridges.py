@@ -51,6 +51,8 @@ _NUMBERS = (
     "remembered_bytes",
 )
 
+_LEARNING = ("tokens", "texts_per_step", "learning_rate", "unroll", "calibration_bytes", "training_bytes", "remembered_bytes")
+
 _SHORT = 2  # short empty skips that are scanned for each contender
 
 
@@ -91,6 +93,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         "max_new_tokens": measuring.max_new_tokens,
         "texts": len(work.passages),
         "trained": {**config.trained, "seconds": config.max_seconds},
+        "learning": {name: config[name] for name in _LEARNING},
         "profile": work.profile.to_dict(),
         "points": [_recorded(point) for point in points],
         "short_skips": [_recorded(point) for point in skips],

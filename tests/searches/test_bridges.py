@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from layerskip import Export, load_target
+from layerskip import Export, SpeculativeConfig, generate, load_target
+from layerskip.measurement import Sample
 from layerskip.scan import Scanner
 from searches.application import run
+from searches.bench import ModelBench
 from searches.bridges import bridges
 from tests.searches.conftest import Launch
 from tests.searches.programs import runs, sqlite, tracked
@@ -51,6 +56,7 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch:
     assert {point["bridge"] for point in points} == {"empty", *fitted, "trained"}
     assert all(0 <= point["agreement"] <= 1 and point["predicted"] > 0 for point in points)
     assert str(tmp_path) not in json.dumps(record["points"])
+    assert {name: record["learning"][name] for name in ("tokens", "texts_per_step")} == {"tokens": 1000, "texts_per_step": 4}
     empty = {point["mask"]: point["agreement"] for point in points if (point["bridge"], point["tokens"]) == ("empty", None)}
     whole = [point for point in points if point["tokens"] is None and point["bridge"] != "empty"]
     assert all(point["fit"]["helps"] == (point["agreement"] > empty[point["mask"]]) for point in whole)
@@ -90,6 +96,41 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch:
     assert told["points"] == points
     assert told["seconds"]["screening"] == record["seconds"]["screening"] > 0
     assert len(MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, "agreement_bridged")) == len(history)
+
+
+class _Quick(ModelBench):
+    """Decodes really, and says of bridged drafts that they took a third of their time."""
+
+    def compare(self, configs: Mapping[str, SpeculativeConfig], *args: Any, **kwargs: Any) -> Iterator[dict[str, Sample]]:
+        for row in super().compare(configs, *args, **kwargs):
+            yield {
+                who: replace(sample, decode_seconds=sample.decode_seconds / 3) if who.startswith("bridged") else sample
+                for who, sample in row.items()
+            }
+
+
+def test_bridges_that_win_are_exported_whole(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(24))
+    (tmp_path / "some.jsonl").write_text(some, encoding="utf-8")
+    prompts = ("prompts=jsonl", f"prompts.path={tmp_path}/some.jsonl", "measure.held_out_prompts=10", "kinds=[linear]")
+    outputs = tracked(tmp_path)
+    monkeypatch.setattr("searches.bridges.ModelBench", _Quick)
+    monkeypatch.setattr(sys, "argv", ["bridges", *SMALL, *prompts, f"outputs={outputs}", f"target.path={tiny_folder}"])
+    with pytest.raises(SystemExit) as end:
+        run("bridges", bridges)
+    assert not end.value.code
+    assert " wins: " in capsys.readouterr().out
+    record = json.loads((outputs / "bridges.json").read_text())
+    assert record["winner"]["bridge"] in {point["config"].get("bridge") for point in record["points"]}
+    (folder,) = outputs.glob("bridges-*")
+    folder.rename(tmp_path / "elsewhere")
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    config = Export.load(tmp_path / "elsewhere" / "best.json", target).config
+    assert config.bridge and Path(config.bridge).is_relative_to(tmp_path / "elsewhere")
+    said = [generate(target, "Say 99.", config=one, max_new_tokens=24).tokens for one in (config, SpeculativeConfig())]
+    assert said[0] == said[1]
 
 
 def test_a_budget_that_holds_no_text_is_one_line(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
