@@ -40,18 +40,17 @@ from .objective import MeasureSettings, check_seed
 from .report import verdict
 from .written import begun_like, check_drafted
 
+_BUDGETS = ("calibration_bytes", "training_bytes", "remembered_bytes")
 _NUMBERS = (
     "depth",
     "contenders",
     "tokens",
     "max_new_tokens",
     "batch",
-    "calibration_bytes",
-    "training_bytes",
-    "remembered_bytes",
+    *_BUDGETS,
 )
 
-_LEARNING = ("tokens", "texts_per_step", "learning_rate", "unroll", "calibration_bytes", "training_bytes", "remembered_bytes")
+_LEARNING = ("tokens", "texts_per_step", "learning_rate", "unroll", *_BUDGETS)
 
 _SHORT = 2  # short empty skips that are scanned for each contender
 
