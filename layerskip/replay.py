@@ -161,10 +161,8 @@ def replay(
     """
     rounds = []
     # Lists, as single values of arrays take several times as long to look at, and a scan is replayed hundreds of times.
-    agreed, sure, beside, rank = trace.agreed.tolist(), trace.confidence.tolist(), None, None
-    if branching.siblings:
-        beside = np.pad(trace.widths(branching).cumsum(1), ((0, 0), (1, 0))).tolist()
-        rank = trace.rank.tolist()
+    agreed, sure, rank = trace.agreed.tolist(), trace.confidence.tolist(), trace.rank.tolist()
+    beside = np.pad(trace.widths(branching).cumsum(1), ((0, 0), (1, 0))).tolist() if branching.siblings else None
     start, starts = 0, passage.starts
     while start < starts:
         length, left = min(draft_length, passage.limit(start)), starts - start
@@ -172,7 +170,7 @@ def replay(
         if drafted is None:
             open_starts[start], drafted = stopper.threshold, length
         accepted = min(agreed[start], drafted)
-        if beside is None or rank is None:
+        if beside is None:
             rounds.append(_round(drafted, accepted, left))
         else:
             widths = beside[start]

@@ -11,7 +11,7 @@ only confidence can end, is followed further when a replay asks for it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,11 +32,20 @@ from .stats import Round
 from .target import Target
 from .texts import Pack, Start, Texts
 
-MARGIN = 0.1
+_MARGIN = 0.1
 """An adaptive threshold moves: its drafts are followed somewhat further than where it stands."""
 
 _CHECKED = 8
 """Starts that the self-check looks at."""
+
+
+def floor_of(stops: Iterable[StopRule]) -> float | None:
+    """The lowest confidence that rules ask for, one that adapts below where it begins; None where none asks.
+
+    What :meth:`Scanner.scan` was not told to follow is followed in passes of its own, over few rows each.
+    """
+    asked = (stop.threshold - _MARGIN * (stop.kind == "adaptive") for stop in stops if stop.kind != "length")
+    return min(asked, default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +255,7 @@ class Scanner:
                 floor = min([floor, *open_starts.values()])
             if not missing:
                 return found[-len(self.passages) :]
-            floor -= MARGIN * (stop.kind == "adaptive")
+            floor -= _MARGIN * (stop.kind == "adaptive")
             asked = {(*start, floor) for start in missing}
             if asked <= followed:
                 raise RuntimeError(f"scan: drafts from {sorted(missing)} cannot be followed")

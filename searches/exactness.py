@@ -29,7 +29,7 @@ from layerskip.files import digest, write_json
 from layerskip.passages import continue_prompts
 from layerskip.prefill import Prefill
 from layerskip.rules import StopRule
-from layerskip.scan import Scanner
+from layerskip.scan import Scanner, floor_of
 from layerskip.stats import Round
 
 from .application import NOT_SHOWN, InputError, check_list, check_number, check_whole, run
@@ -110,7 +110,7 @@ def _compare(scanner: Scanner, mask: SkipMask, pairs: Sequence[Pair], kept: Kept
     missing = [index for index in every if str(index) not in kept]
     bar.update(len(every) - len(missing))
     if missing:
-        (scan,) = scanner.scan([mask], floor=min(stop.threshold for _, stop in pairs))
+        (scan,) = scanner.scan([mask], floor=floor_of(stop for _, stop in pairs))
         foretold = {pair: scanner.rounds(scan, *pair) for pair in pairs}
         configs = {pair: SpeculativeConfig("layer_skip", pair[0], mask=mask.format(), stop=pair[1]) for pair in pairs}
         drafters = {pair: build_drafter(drafting, scanner.target) for pair, drafting in configs.items()}

@@ -9,7 +9,7 @@ from typing import Protocol
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs import Aids, CostProfile
 from layerskip.replay import Branching
-from layerskip.scan import MARGIN
+from layerskip.scan import floor_of
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,8 @@ class Choices:
 
     @property
     def floor(self) -> float | None:
-        """The lowest confidence that rules ask for, one that adapts below where it begins; None where none asks.
-
-        What a scan was not told to follow is followed in passes of its own, over few rows each.
-        """
-        asked = (stop.threshold - MARGIN * (stop.kind == "adaptive") for stop in self.stops if stop.kind != "length")
-        return min(asked, default=None)
+        """How far scans follow drafts for these rules; None where none asks."""
+        return floor_of(self.stops)
 
     def every(self, depth: int, verified: int) -> Iterator[tuple[int, Choice]]:
         """Each of them, behind the number of its stop rule.
