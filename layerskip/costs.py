@@ -15,7 +15,8 @@ from typing import Any
 from .bridge import BridgeShape
 from .config import StopRule
 from .mask import SkipMask
-from .replay import CHAIN, Branching, Counts
+from .replay import Counts
+from .trace import CHAIN, Branching
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,20 @@ class Aids:
         bridges: how many stand in for skipped ones.
         numbers: that a pass reads for all of them together.
         left_out: tokens that are never drafted.
+        maps: how many of the bridges look at what they are given, which means do not.
     """
 
     bridges: int = 0
     numbers: int = 0
     left_out: int = 0
+    maps: int = 0
 
     @classmethod
     def of(cls, shape: BridgeShape | None, left_out: int = 0) -> Aids:
         """Those of a mask's bridges, and of a draft head."""
-        return cls(left_out=left_out) if shape is None else cls(shape.spans, shape.numbers, left_out)
+        if shape is None:
+            return cls(left_out=left_out)
+        return cls(shape.spans, shape.numbers, left_out, shape.spans if shape.kind != "mean" else 0)
 
 
 NO_AIDS = Aids()
@@ -60,6 +65,7 @@ class CostProfile:
         token_seconds: what the output layer takes for each token of the vocabulary.
         siblings_seconds: what a drafted token takes for having its siblings looked for, and put beside it if there are any.
         tree_seconds: what verifying a tree takes beside what as many tokens of a chain would.
+        map_seconds: what a bridge that looks at what it is given takes beside ``bridge_seconds``.
     """
 
     context: int
@@ -75,6 +81,7 @@ class CostProfile:
     token_seconds: float = 0.0
     siblings_seconds: float = 0.0
     tree_seconds: float = 0.0
+    map_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -92,6 +99,7 @@ class CostProfile:
         return (
             max(0.0, self.head_seconds - self.token_seconds * aids.left_out)
             + self.bridge_seconds * aids.bridges
+            + self.map_seconds * aids.maps
             + self.number_seconds * aids.numbers
             + self.block_seconds * sum(not (attention and mlp) for attention, mlp in pairs)
             + sum(cost for cost, (skipped, _) in zip(self.attention_seconds, pairs, strict=True) if not skipped)

@@ -2,7 +2,7 @@
 
 As long as a draft is right, its layers up to the first one that it skips in part would compute what the target computed when
 it read the text. So a pass begins behind them, with the target's own hidden states, keys and values; only what stands behind
-a wrong token is computed from the first layer on.
+a wrong token is computed from the first layer on, in a pass of its own up to there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ Row = tuple[int, int, int]
 _CHECKED = 8
 """Starts that the self-check looks at."""
 
-_SECOND_PASS = 32
-"""A pass of its own for drafts that are wrong is worth it where the others save as much as so many rows take."""
+_FEW = 32
+"""A pass over fewer rows takes as long as over so many, about: that of reading the weights."""
+
+_WORTH = 16
+"""Where drafts that are wrong are among them, beginning late must save as much as so many rows take."""
 
 _HOPELESS = 1e-4
 """Sampling: below this chance of being reached, deeper passes leave a start out."""
@@ -55,7 +58,7 @@ class _Passes:
         self.cache = self.texts.lay(self.pack)
         self._branches: list[tuple[Tensor, int]] = []  # every pass's rows' numbers, and how far behind the start they stand
 
-    def run(self, live: Sequence[Row], number: Tensor, tokens: Tensor, place: int, first: int = 0) -> Tensor:
+    def run(self, live: Sequence[Row], number: Tensor, tokens: Tensor, place: int, first: int = 0, whole: int = 0) -> Tensor:
         """``[R, V]`` logits behind the next tokens of some rows.
 
         Args:
@@ -64,19 +67,29 @@ class _Passes:
             tokens: ``[R]`` int64.
             place: how far behind their starts these stand.
             first: the layer to begin at; if it is not 0, the text must have had these tokens there.
+            whole: so many rows, which come first, begin at layer 0 all the same: theirs are not the text's tokens.
         """
-        model, starts = self.texts.model, [(p, s) for _, p, s in live]
+        model, starts, cache = self.texts.model, [(p, s) for _, p, s in live], self.cache
         visible, positions = self.texts.visible(self.pack, starts, number, self._branches, place)
-        late = None
-        if first:
-            reached = [(p, s + place) for p, s in starts]
-            late = first, self.texts.entering(first, reached)
-            self.cache.repeat(first, self.texts.places(self.pack, reached))  # drafts that go wrong later see them
         of = torch.tensor([m for m, _, _ in live], device=model.device)
-        parts = runs_of([p for p, _ in starts])
-        logits = model.run(tokens, positions, self.cache, visible, self.masks, of, parts, self.bridges, late)
+        parts = runs_of([p for p, _ in starts[:whole]])
+        late, base = None, cache.length
+        if first:
+            reached = [(p, s + place) for p, s in starts[whole:]]
+            entering = self.texts.entering(first, reached)
+            if whole:
+                narrowed = {id(mask): mask[:whole, : base + whole] for mask in visible}
+                seen, theirs = [narrowed[id(mask)] for mask in visible], (tokens[:whole], positions[:whole])
+                states = model.states(first, *theirs, cache, seen, self.masks, of[:whole], parts, self.bridges)
+                entering = torch.cat((states, entering), 1)
+            late = first, entering
+            cache.length = base + whole
+            cache.repeat(first, self.texts.places(self.pack, reached))  # drafts that go wrong later see them
+            cache.length = base
+        parts += [(whole + begin, whole + end) for begin, end in runs_of([p for p, _ in starts[whole:]])]
+        logits = model.run(tokens, positions, cache, visible, self.masks, of, parts, self.bridges, late)
         self._branches.append((number, place))
-        self.cache.length += len(live)
+        cache.length += len(live)
         return logits
 
 
@@ -149,20 +162,15 @@ class ManyDrafts:
                 here = number.tolist()
                 if not here:
                     break
-                late = int(right[here].sum())
-                if late < len(here) and late * first < _SECOND_PASS * self.texts.model.layers:
-                    late = 0
-                elif late < len(here):  # those that are right come first
-                    order = np.argsort(~right[here], kind="stable").tolist()
+                wrong_ones = int((~right[here]).sum())
+                begin = first if max(len(here), _FEW) - max(wrong_ones, _FEW) >= _WORTH or not wrong_ones else 0
+                whole = wrong_ones if begin else 0
+                if whole:  # they come first
+                    order = np.argsort(right[here], kind="stable").tolist()
                     number, chain = number[order], chain[order]
                     here = number.tolist()
                 live = [rows[i] for i in here]
-                logits = [
-                    passes.run(live[part], number[part], chain[part, -1], place, begin)
-                    for part, begin in ((slice(late), first), (slice(late, None), 0))
-                    if live[part]
-                ]
-                said = torch.cat(logits)
+                said = passes.run(live, number, chain[:, -1], place, begin, whole)
                 if hidden is not None:
                     said = said.masked_fill(hidden[number], -float("inf"))
                 drafted, found = self._judge(said, [(p, s) for _, p, s in live], chain, place)

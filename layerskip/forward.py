@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+_OFFSET = 2  # rows that some families, OPT's for one, have before that of their first position
+
 
 def forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:
     """The logits behind the last tokens of a block that stands at position ``cache.length``.
@@ -22,7 +24,7 @@ def forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions
         model: a Hugging Face causal language model, or a view of one.
         tokens: ``[n]`` int64.
         cache: read up to ``length``, written behind it.
-        last: how many of the n positions to return, 1 to n.
+        last: how many of the n positions to return, 0 to n.
         positions: ``[n]`` int64: where the tokens stand, if not one behind the other from ``cache.length`` on.
 
     Returns:
@@ -37,12 +39,21 @@ def forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions
         limit["position_ids"] = positions[None]
     output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **limit)
     logits: Tensor = output.logits
-    return logits[0, -last:]
+    return logits[0, logits.shape[1] - last :]
 
 
 def readable(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Tokens ``[n]`` as a draft model can read them: a tokenizer may know more than a model has embeddings for."""
     return tokens.clamp_max(model.get_input_embeddings().weight.size(0) - 1)  # type: ignore[operator]
+
+
+def most_positions(model: PreTrainedModel) -> int | None:
+    """How many positions a model has learnt embeddings for; None where it computes them, however many there are."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    words = model.get_input_embeddings()
+    rows = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding) and part is not words]
+    learnt = limit is not None and any(limit <= count <= limit + _OFFSET for count in rows)
+    return limit if learnt else None
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,8 @@ _TIMED_NUMBERS = 2**25  # of timed bridges, so that those of a wide model take n
 _SIBLINGS = 1  # of a timed tree
 _TURNS = 2  # of a chain and a tree, in every repeat, there and back
 _NARROW = 4  # a timed draft head has this share of the vocabulary
+_SAID = 16  # tokens of a text that join them
+_WIDE = 2  # times the hidden width: a timed MLP
 _PATIENCE = 4  # times as many repeats as asked for, where the machine is noisy
 
 
@@ -105,6 +107,7 @@ def profile_costs(
         view = skip_view(target.model, part.mask, part.bridges)
         if part.head is not None:
             part.head.narrow(view)
+            part.head.follow(_said(part.head))
         jobs |= {("round", number, count): partial(decode_round, part, view, count) for count in lengths}
     jobs |= {("verify", 0, count): partial(passes.chain, count) for count in range(longest + 1)}
     jobs["confidence", 0, 0] = lambda: float(confidence(passes.logits))
@@ -140,14 +143,11 @@ def profile_costs(
     near = 1 / np.array([median[name] for name in rounds])  # a per cent of a short round is worth one of a long round
     solved = np.linalg.lstsq(rows * near[:, None], drafting * near, rcond=None)[0]
     kinds = _kinds(target)
-    costs = dict(zip(kinds, np.maximum(solved[6:], 0.0), strict=True))
+    costs = dict(zip(kinds, np.maximum(solved[7:], 0.0), strict=True))
     by_layer = {name: tuple(float(costs[kind]) for kind in _of_layers(target, name)) for name in ("attention", "mlp")}
     head = max(0.0, float(solved[1]))
-    beside = [max(0.0, float(cost)) for cost in solved[3:6]]
-    beside[2] = min(beside[2], head / target.vocabulary)  # few tokens take at least their share of the head
-    if branching:
-        fanned, tree = np.maximum(np.median(steps, axis=0), 0.0)
-        beside += [float(fanned) / lengths[-1], float(tree)]
+    bridge, a_map, value, token = (max(0.0, float(cost)) for cost in solved[3:7])
+    fanned, tree = np.maximum(np.median(steps, axis=0), 0.0) if branching else (0.0, 0.0)
     return CostProfile(
         context,
         head,
@@ -157,7 +157,12 @@ def profile_costs(
         median["confidence", 0, 0],
         float(solved[0]),  # below 0 where drafting warms up what verification needs
         tuple(verifying),
-        *beside,
+        bridge,
+        value,
+        min(token, head / target.vocabulary),  # few tokens take at least their share of the head
+        float(fanned) / lengths[-1],
+        float(tree),
+        a_map,
     )
 
 
@@ -193,7 +198,7 @@ def _kinds(target: Target) -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A draft to time, with how often a pass of it runs head, blocks, bridges, their numbers, tokens left out, and kinds."""
+    """A draft to time, with how often a pass runs head, blocks, bridges, maps, their numbers, tokens left out, and kinds."""
 
     mask: SkipMask
     bridges: Bridges | None
@@ -220,19 +225,27 @@ def _parts(target: Target, bridged: bool) -> list[_Part]:
         attentions = SkipMask.of(target.layers, set(range(many)), set())
         drafts += [(attentions, None, None)] * (many < target.layers)
         drafts += [(attentions, BridgeShape.of(target, attentions, kind), None) for kind in ("mean", "linear")]
+        wide = BridgeShape.of(target, SkipMask.of(target.layers, {0}, set()), "mlp", width=_WIDE * target.hidden)
+        some = SkipMask.of(target.layers, set(range(max(1, min(target.layers, _TIMED_NUMBERS // wide.numbers)))), set())
+        drafts.append((some, replace(wide, mask=some.format()), None))
         with contextlib.suppress(ConfigError):  # an output layer that cannot be cut costs what it does
-            some = torch.arange(max(1, target.vocabulary // _NARROW))
-            drafts.append((SkipMask(everything, everything), None, DraftHead(target.model, some, target.vocabulary)))
+            common = torch.arange(max(1, target.vocabulary // _NARROW))
+            drafts.append((SkipMask(everything, everything), None, DraftHead(target.model, common, target.vocabulary)))
     rows = []
     for mask, shape, head in drafts:
         kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]
         blocks = sum(not (a and m) for a, m in zip(mask.attention, mask.mlp, strict=True))
         aids = Aids.of(shape, 0 if head is None else target.vocabulary - head.tokens.numel())
         bridges = None if shape is None else _bridges(shape, target)
-        beside = [float(aids.bridges), float(aids.numbers), -float(aids.left_out)]
+        beside = [float(aids.bridges), float(aids.maps), float(aids.numbers), -float(aids.left_out)]
         counts = [1.0, float(blocks), *beside, *(float(kept.count(kind)) for kind in kinds)]
         rows.append(_Part(mask, bridges, head, counts))
     return rows
+
+
+def _said(head: DraftHead) -> range:
+    """Tokens of a text that are not common, as most texts have some: they are multiplied by apart from the common ones."""
+    return range(head.tokens.numel(), head.tokens.numel() + _SAID)
 
 
 @torch.inference_mode(False)  # what is made in it is never laid out

@@ -16,6 +16,7 @@ too, since, given the passage, a token drafted for certain is accepted exactly i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -23,75 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .config import StopRule
 from .drafters.prompt_lookup import PromptLookup
 from .drafters.stopping import Stopper
 from .passages import Passage
 from .stats import Round
-
-
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """What the draft of one mask does from every position of a passage.
-
-    Args:
-        agreed: ``[S]`` int64: how many drafted tokens in a row are the passage's; counted up to the scan's depth.
-        confidence: ``[S, depth]`` float64: the draft's probability of its most likely token; NaN where nobody looked.
-        kept: ``[S, depth]`` float64: the chance that a drafted token is accepted, given that those before it were and that
-            the passage comes out; 1 or 0 for greedy decoding.
-        likely: ``[S, depth, K]`` float64: the probabilities of the draft's K runners-up, falling; NaN where nobody looked.
-        rank: ``[S, depth]`` int64: which of them the passage's token is; K where it is none, or nobody looked.
-    """
-
-    agreed: NDArray[np.int64]
-    confidence: NDArray[np.float64]
-    kept: NDArray[np.float64]
-    likely: NDArray[np.float64]
-    rank: NDArray[np.int64]
-
-    @classmethod
-    def empty(cls, starts: int, depth: int, runners: int = 0) -> Trace:
-        """One that nobody looked at."""
-        unknown = np.full((starts, depth), np.nan)
-        likely, rank = np.full((starts, depth, runners), np.nan), np.full((starts, depth), runners)
-        return cls(np.zeros(starts, dtype=np.int64), unknown, unknown.copy(), likely, rank)
-
-    @property
-    def depth(self) -> int:
-        """The longest draft that was looked at."""
-        return int(self.confidence.shape[1])
-
-    def widths(self, branching: Branching) -> NDArray[np.int64]:
-        """``[S, depth]``: siblings of every drafted token.
-
-        Raises:
-            ValueError: more of them than runners-up were looked at.
-        """
-        if branching.siblings > self.likely.shape[2]:
-            raise ValueError(f"siblings: {branching.siblings} beside a token; {self.likely.shape[2]} were looked at")
-        some = self.likely[:, :, : branching.siblings]
-        found: NDArray[np.int64] = (some >= branching.least_probability).sum(-1)
-        unknown = np.isnan(some).any(-1)
-        found[unknown] = round(float(found[~unknown].mean())) if not unknown.all() else 0
-        return found
-
-
-@dataclass(frozen=True)
-class Branching:
-    """Siblings beside the tokens of a chain, as :class:`~layerskip.config.SpeculativeConfig` has them.
-
-    Args:
-        siblings: the most of them beside a token; 0 for chains.
-        least_probability: that the draft must give to each.
-    """
-
-    siblings: int = 0
-    least_probability: float = 0.05
-
-
-CHAIN = Branching()
+from .trace import CHAIN, Branching, Trace
 
 
 @dataclass(frozen=True)
@@ -160,9 +99,8 @@ def replay(
         branching: siblings beside the drafted tokens.
     """
     rounds = []
-    # Lists, as single values of arrays take several times as long to look at, and a scan is replayed hundreds of times.
-    agreed, sure, rank = trace.agreed.tolist(), trace.confidence.tolist(), trace.rank.tolist()
-    beside = np.pad(trace.widths(branching).cumsum(1), ((0, 0), (1, 0))).tolist() if branching.siblings else None
+    agreed, sure, rank = trace.lists()
+    beside = trace.beside(branching) if branching.siblings else None
     start, starts = 0, passage.starts
     while start < starts:
         length, left = min(draft_length, passage.limit(start)), starts - start
@@ -171,21 +109,21 @@ def replay(
             open_starts[start], drafted = stopper.threshold, length
         accepted = min(agreed[start], drafted)
         if beside is None:
-            rounds.append(_round(drafted, accepted, left))
+            rounds.append(_round(drafted, accepted, min(accepted + 1, left)))
         else:
             widths = beside[start]
             if accepted < drafted and rank[start][accepted] < widths[accepted + 1] - widths[accepted]:
                 accepted += 1
-            rounds.append(_round(drafted, accepted, left, widths[drafted]))
+            rounds.append(_round(drafted, accepted, min(accepted + 1, left), widths[drafted]))
         start += rounds[-1].committed
         if start < starts:
             stopper.observe(drafted, accepted)
     return rounds
 
 
-def _round(drafted: int, accepted: int, left: int, beside: int = 0) -> Round:
-    """A round, as the decoder counts it where so many tokens are left."""
-    committed = min(accepted + 1, left)
+@functools.cache  # of which there are few, and a scan is replayed hundreds of times
+def _round(drafted: int, accepted: int, committed: int, beside: int = 0) -> Round:
+    """A round, as the decoder counts it."""
     if committed > accepted:
         return Round(drafted + beside, accepted, committed, drafted if beside else None)
     return Round(drafted + beside, committed, committed, committed) if beside else Round(committed, committed, committed)
@@ -230,7 +168,7 @@ def replay_lookup(passage: Passage, drafter: PromptLookup) -> list[Round]:
         found = drafter.propose(text[:here], limit) if limit > 0 else []
         pairs = zip(found, text[here:], strict=False)
         accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        rounds.append(_round(len(found), accepted, left))
+        rounds.append(_round(len(found), accepted, min(accepted + 1, left)))
         start += rounds[-1].committed
     return rounds
 
@@ -238,11 +176,15 @@ def replay_lookup(passage: Passage, drafter: PromptLookup) -> list[Round]:
 def count(rounds: Sequence[Round]) -> Counts:
     """The counts of rounds."""
     verified = [0.0] * (1 + max((r.drafted for r in rounds), default=0))
+    accepted = tokens = longest = trees = 0
     for found in rounds:
         verified[found.drafted] += 1
-    drafted, accepted, tokens = (sum(getattr(r, name) for r in rounds) for name in ("drafted", "accepted", "committed"))
-    beside = sum(r.drafted - r.longest for r in rounds)
-    return Counts(len(rounds), drafted, accepted, tokens, tuple(verified), beside, sum(r.depth is not None for r in rounds))
+        accepted += found.accepted
+        tokens += found.committed
+        longest += found.longest
+        trees += found.depth is not None
+    drafted = sum(r.drafted for r in rounds)
+    return Counts(len(rounds), drafted, accepted, tokens, tuple(verified), drafted - longest, trees)
 
 
 def expect(passage: Passage, trace: Trace, draft_length: int, stop: StopRule) -> Counts:

@@ -50,6 +50,8 @@ class RowModel:
         self._seen: tuple[Tensor, Tensor] | None = None
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]] | None = None
         self._late: tuple[int, Tensor] | None = None
+        self._until: int | None = None
+        self._reached: Tensor | None = None
         self._gate(found)
 
     @property
@@ -69,6 +71,10 @@ class RowModel:
 
     def _layer(self, original: Callable[..., Any], index: int, form: Form) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._until is not None and index >= self._until:
+                if index == self._until:
+                    self._reached = hidden_states(args, kwargs)
+                return returned(hidden_states(args, kwargs), form)
             if self._late is not None and index < self._late[0]:
                 return returned(hidden_states(args, kwargs), form)
             if self._late is not None and index == self._late[0]:
@@ -190,6 +196,32 @@ class RowModel:
             return forward(self._twin, tokens, cache, last=tokens.shape[0], positions=positions)
         finally:
             self._late = None
+
+    def states(
+        self,
+        layer: int,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        visible: Sequence[Tensor],
+        masks: Sequence[SkipMask],
+        of: Tensor,
+        parts: Sequence[tuple[int, int]] = (),
+        bridges: Sequence[Bridges | None] = (),
+    ) -> Tensor:
+        """The hidden states ``[1, R, H]`` that a layer is handed; it and those behind it compute and write nothing.
+
+        Other arguments are those of :meth:`run`.
+        """
+        self.prepare(visible, masks, of, parts, bridges)
+        self._until = layer
+        try:
+            forward(self._twin, tokens, cache, last=0, positions=positions)
+        finally:
+            self._until = None
+        found, self._reached = self._reached, None
+        assert found is not None
+        return found
 
     def narrow(self, head: DraftHead) -> None:
         """Give the logits ``[R, v]`` of a draft head's tokens alone, from now on."""

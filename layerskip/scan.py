@@ -25,12 +25,13 @@ from .drafters.stopping import Stopper
 from .drafting import ManyDrafts
 from .mask import SkipMask
 from .passages import Passage
-from .replay import CHAIN, Branching, Counts, Trace, count, expect, replay
+from .replay import Counts, count, expect, replay
 from .rows import RowModel
 from .sampling import Sampling
 from .stats import Round
 from .target import Target
 from .texts import Pack, Start, Texts
+from .trace import CHAIN, Branching, Trace
 
 _MARGIN = 0.1
 """An adaptive threshold moves: its drafts are followed somewhat further than where it stands."""
@@ -201,11 +202,9 @@ class Scanner:
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
                 for (m, p, s), place, drafted in self._drafts.of(pack, *_makes(some), rows, depth, floor):
                     trace = some[m].traces[p]
-                    trace.confidence[s, place], trace.likely[s, place] = drafted.confidence, drafted.likely
-                    right = trace.agreed[s] == place
-                    if right or not self.sampling.greedy:
-                        trace.kept[s, place], trace.rank[s, place] = drafted.kept, drafted.rank
-                    trace.agreed[s] += right and drafted.kept == 1.0
+                    trace.saw(s, place, drafted.confidence, drafted.likely)
+                    if trace.agreed[s] == place or not self.sampling.greedy:
+                        trace.judged(s, place, drafted.kept, drafted.rank)
         return scans
 
     def counts(
@@ -270,8 +269,7 @@ class Scanner:
             if rows:
                 drafts = self._drafts.of(pack, *_makes([scan]), rows, scan.traces[0].depth, floor, wrong=True)
                 for (_, p, s), place, drafted in drafts:
-                    trace = scan.traces[p]
-                    trace.confidence[s, place], trace.likely[s, place] = drafted.confidence, drafted.likely
+                    scan.traces[p].saw(s, place, drafted.confidence, drafted.likely)
 
 
 def _makes(scans: Sequence[Scan]) -> tuple[list[SkipMask], list[Bridges | None], Tensor | None]:

@@ -231,4 +231,4 @@ class Texts:
 def runs_of(passages: Sequence[int]) -> list[tuple[int, int]]:
     """Where runs of rows of the same passage begin and end."""
     ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(passages)))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    return list(zip([0, *ends], ends, strict=False))

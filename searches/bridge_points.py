@@ -22,9 +22,10 @@ from layerskip.environment import environment
 from layerskip.files import digest
 from layerskip.packing import packs
 from layerskip.passages import Passage, continue_prompts
-from layerskip.replay import Branching, Counts
+from layerskip.replay import Counts
 from layerskip.scan import Scanner
 from layerskip.text import Memory
+from layerskip.trace import Branching
 from layerskip.tree import tree_model
 
 from .application import InputError

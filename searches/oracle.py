@@ -8,8 +8,8 @@ from typing import Protocol
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs import Aids, CostProfile
-from layerskip.replay import Branching
 from layerskip.scan import floor_of
+from layerskip.trace import Branching
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from layerskip.bridge import Bridges, load_bridges
 from layerskip.costs import NO_AIDS, Aids, CostProfile
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
-from layerskip.replay import Branching, Counts, count, replay_lookup
+from layerskip.replay import Counts, count, replay_lookup
 from layerskip.scan import Scan, Scanner
+from layerskip.trace import Branching
 
 from .kept import Kept
 from .makeup import Makeup

@@ -10,7 +10,8 @@ from layerskip import SkipMask, StopRule, Target
 from layerskip.bridge import BridgeShape
 from layerskip.costs import Aids, CostProfile
 from layerskip.profiling import profile_costs
-from layerskip.replay import Branching, Counts
+from layerskip.replay import Counts
+from layerskip.trace import Branching
 from tests.families import build
 
 PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, 0.5, (20.0, 21.0, 24.0))
@@ -25,13 +26,17 @@ def test_a_draft_pass_costs_what_it_keeps(mask: str, seconds: float) -> None:
 
 
 def test_bridges_and_a_narrow_head_have_their_price() -> None:
-    profile = replace(PROFILE, bridge_seconds=0.5, number_seconds=0.01, token_seconds=0.002)
+    profile = replace(PROFILE, bridge_seconds=0.5, map_seconds=0.25, number_seconds=0.01, token_seconds=0.002)
     mask = SkipMask.parse("layers:0", 2)
     aids = Aids.of(BridgeShape("layers:0", 2, 4, "linear"), left_out=100)
-    assert aids == Aids(1, 20, 100)
-    assert profile.draft_seconds(mask, aids) == pytest.approx(9.5 + 0.5 + 0.2 - 0.2)
+    assert aids == Aids(1, 20, 100, 1)
+    assert profile.draft_seconds(mask, aids) == pytest.approx(9.5 + 0.5 + 0.25 + 0.2 - 0.2)
+    mean = Aids.of(BridgeShape("layers:0", 2, 4, "mean"))
+    assert profile.draft_seconds(mask, mean) == pytest.approx(9.5 + 0.5 + 0.04)
     counts = Counts(rounds=4, drafted=5, accepted=3, tokens=7, verified=(1, 1, 2))
-    assert profile.seconds(counts, mask, StopRule(), aids) - profile.seconds(counts, mask, StopRule()) == pytest.approx(2.5)
+    assert profile.seconds(counts, mask, StopRule(), aids) - profile.seconds(counts, mask, StopRule()) == pytest.approx(
+        5 * 0.75
+    )
 
 
 def test_counts_become_seconds() -> None:

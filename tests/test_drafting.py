@@ -17,7 +17,8 @@ from tests.test_scan import FAMILIES, GREEDY, passage_of
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_before_the_first_skip_are_run_for_wrong_drafts_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows a wrong token is computed from the first layer on, and says what it said when everything was."""
-    monkeypatch.setattr("layerskip.drafting._SECOND_PASS", 0)
+    monkeypatch.setattr("layerskip.drafting._FEW", 0)
+    monkeypatch.setattr("layerskip.drafting._WORTH", 1)
     target = Target(build(family))
     passages = [passage_of(target, i, prompt, GREEDY, 12) for i, prompt in enumerate(PROMPTS)]
     scanner, whole = (Scanner(target, passages, GREEDY, depth=3) for _ in range(2))

@@ -22,7 +22,8 @@ from layerskip.drafters.fan import Fan
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.output_rows import OutputRows
 from layerskip.profiling import profile_costs
-from layerskip.replay import Branching, count
+from layerskip.replay import count
+from layerskip.trace import Branching
 from layerskip.tree import TreeModel
 from layerskip.tree_timing import time_tree
 from layerskip.verify_timing import time_verification
@@ -34,7 +35,7 @@ WINDOWS = ("sliding_attention", "sliding_attention", "full_attention")
 VOCABULARY = 100  # no layer but the output layer is as wide, nor as a quarter of it
 PASS, TOKEN, ROW = 7.0, 0.02, 0.5  # the output layer's, for each token of the vocabulary, for each row
 BLOCK, ROUND, CONFIDENCE = 1.0, 4.0, 0.25
-BRIDGE, NUMBER = 2.0, 1e-3
+BRIDGE, MAP, NUMBER = 2.0, 0.75, 1e-3
 LOOK, TREE = 0.75, 1.5
 
 
@@ -75,12 +76,17 @@ def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[
     for each in classes:
         clock.charge(each, "forward", lambda module, *_: getattr(module, "price", 0.0))
     clock.charge(nn.Linear, "forward", lambda layer, rows: _output_price(layer.out_features, rows))
-    clock.charge(OutputRows, "multiply", lambda cut, rows: _output_price(cut.tokens.numel(), rows))
-    clock.charge(Bridge, "forward", lambda bridge, _: BRIDGE + NUMBER * bridge.shape.numbers / bridge.shape.spans)
+    clock.charge(OutputRows, "multiply", lambda cut, rows: _output_price(len(cut._in_common), rows))
+    clock.charge(Bridge, "forward", _bridge_price)
     for module in (profiling, layer_skip):
         clock.charge(module, "draft_chain", lambda *_: ROUND)
     clock.charge(profiling, "confidence", lambda _: CONFIDENCE)
     return Target(model, pack_weights=False)  # whose layers would not be asked
+
+
+def _bridge_price(bridge: Bridge, _: Tensor) -> float:
+    looks = bridge.shape.kind != "mean"
+    return BRIDGE + MAP * looks + NUMBER * bridge.shape.numbers / bridge.shape.spans
 
 
 def _output_price(width: int, rows: Tensor) -> float:
@@ -122,7 +128,7 @@ def test_every_part_takes_what_the_clock_says(
         verify_seconds=tuple(plain + ROW * (1 + drafted) for drafted in range(LONGEST + 1)),
     )
     _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
-    aided = replace(expected, bridge_seconds=BRIDGE, number_seconds=NUMBER, token_seconds=TOKEN)
+    aided = replace(expected, bridge_seconds=BRIDGE, map_seconds=MAP, number_seconds=NUMBER, token_seconds=TOKEN)
     _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), aided)
     # As many bridges as are timed of a wide model.
     monkeypatch.setattr(profiling, "_TIMED_NUMBERS", 2 * target.hidden**2)

@@ -24,11 +24,12 @@ from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.mask import SkipMask
 from layerskip.passages import Passage, continue_prompts
 from layerskip.prompts import PromptSet
-from layerskip.replay import Branching, count, replay_lookup
+from layerskip.replay import count, replay_lookup
 from layerskip.sampling import Sampling
 from layerskip.scan import Scanner
 from layerskip.stats import Round
 from layerskip.target import Target
+from layerskip.trace import Branching
 from tests.drafters.bridges import bridge_folder, head_folder
 from tests.drafters.contract import PROMPTS, target_of
 from tests.families import build
