@@ -9,7 +9,6 @@ fitted, trained and scanned is kept, and the same command goes on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,14 @@ from tqdm import tqdm
 
 from layerskip import Export, MaskError, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
 from layerskip.drafters.build import build_drafter
-from layerskip.eagle import load_eagle, read_modules
 from layerskip.environment import environment
-from layerskip.feature_store import think
 from layerskip.files import write_json
-from layerskip.passages import Passage
-from layerskip.readout import Readout
-from layerskip.training import acceptance, stored_modules
 
 from .application import InputError, check_list, check_number, check_whole, run
-from .bench import BASELINE, ModelBench, Row
+from .bench import ModelBench
 from .bridge_finals import Contest, choose, contest, named
 from .bridge_points import EMPTY, FITTED, MLP, TRAINED, BridgePoints
+from .eagle_beside import eagle_beside, eagle_configs
 from .foresight import ScanSettings
 from .heading import heading
 from .learner import check_learning
@@ -68,17 +63,16 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     for size in config.vocabularies:
         check_drafted("vocabularies", size, target)
     masks = [_mask(text, target) for text in config.masks or _runs(target.layers)]
-    if config.eagle_head is not None:
-        build_drafter(SpeculativeConfig("eagle", head=str(config.eagle_head)), target)  # refuses now what cannot draft
+    head = None if config.eagle_head is None else str(config.eagle_head)
+    others = eagle_configs(head) if head else {}
+    for other in others.values():
+        build_drafter(other, target)  # refuses now what cannot draft
     work = BridgePoints(config, target, sampling, scanning, tune.take(measuring.prompts), measuring.max_new_tokens, like)
     points = [point for mask in masks for point in work.points(mask)]
     work.log_fits()
     short = [mask for mask in work.short_skips(_SHORT * int(config.contenders)) if mask not in masks]
     skips = [point for mask in short for point in work.points(mask, bridged=False)]
     chosen = choose([*points, *skips], int(config.contenders))
-    others = {}
-    if config.eagle_head is not None:
-        others["eagle"] = SpeculativeConfig("eagle", 3, head=str(config.eagle_head), candidates=1)
     prompts = held_out.take(measuring.held_out_prompts)
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     with tqdm(total=len(prompts) * measuring.held_out_repeats, unit="prompt", desc="held-out", disable=None) as bar:
@@ -96,7 +90,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         "profile": work.profile.to_dict(),
         "points": [_recorded(point) for point in points],
         "short_skips": [_recorded(point) for point in skips],
-        "eagle": _eagle(config.eagle_head, target, work.scanned, found.rows),
+        "eagle": eagle_beside(head, target, work.scanned, found.rows) if head else None,
         "measured": found.measured(),
         "over_empty": found.over_empty(),
         "winner": named(winner.config),
@@ -165,28 +159,6 @@ def _mask(text: str, target: Target) -> SkipMask:
     if not mask.gaps:
         raise InputError("masks: one of them skips nothing")
     return mask
-
-
-def _eagle(folder: str | None, target: Target, scanned: Sequence[Passage], rows: Sequence[Row]) -> dict[str, Any] | None:
-    """A head beside them: how often its first token is right where masks are scanned, and what a drafted one costs."""
-    if folder is None:
-        return None
-    about = Path(folder) / "head.json"  # one in its authors' layout has none
-    training = json.loads(about.read_text(encoding="utf-8"))["training"] if about.is_file() else {}
-    head = load_eagle(folder, target).float()
-    modules = stored_modules(head.shape.modules, *read_modules(target))
-    texts = (think(target, (*p.prompt, *p.tokens), len(p.prompt), modules) for p in scanned)
-    (agreement,) = acceptance(head, target.model.get_input_embeddings(), Readout(target, head.tokens), texts, 1)
-    samples, plain = [row["eagle"] for row in rows], [row[BASELINE] for row in rows]
-    each = sum(s.decode_seconds for s in plain) / max(1, sum(s.decoded_tokens for s in plain))
-    drafted = sum(r.drafted for sample in samples for r in sample.stats.rounds)
-    drafting = sum(s.draft_seconds for s in samples) / max(1, drafted)
-    return {
-        "draft_cost": drafting / each,
-        "agreement": agreement,
-        "training_seconds": training.get("seconds"),
-        "positions": training.get("positions"),
-    }
 
 
 def table(record: Mapping[str, Any]) -> str:

@@ -89,7 +89,8 @@ def judge_of(config: DictConfig, target: Target, continued: Sequence[Passage]) -
     """
     if not any(passage.starts > 0 and passage.limit(0) > 0 for passage in continued):
         raise InputError(f"held_out_tokens: {config.held_out_tokens} leave nothing to draft")
-    scanner = Scanner(target, [p for p in continued if p.starts > 0], Sampling(), int(config.unroll))
+    read = [passage for passage in continued if passage.starts > 0]
+    scanner = Scanner(target, read, Sampling(), int(config.unroll), most_bytes=int(config.calibration_bytes))
     scanner.check()  # bridges learn in such rows, too
     return scanner
 

@@ -31,6 +31,7 @@ from layerskip.text import Memory
 from .application import InputError, check_number, check_whole
 from .bridging import calibrate
 from .makeup import Makeup
+from .turns import turn
 from .written import asked_texts, drafted_tokens, passages_of, respelled_tokens, write_texts
 
 _RECIPE = 6  # of fitting, training and draft heads; what was made otherwise is made anew
@@ -140,8 +141,11 @@ class Shelf:
         if self._out_of_reach(folder):
             return ""
         there = (folder / "head.json").exists()
-        if not there and not self._fit(mask, makeup, folder):
-            return ""
+        if not there:
+            with turn(folder):  # a study of another name shares the shelf
+                there = (folder / "head.json").exists()
+                if not there and not self._fit(mask, makeup, folder):
+                    return ""
         found = about(folder)
         self.on_use(folder.name, found["seconds"], 0.0 if there else found["seconds"])
         return str(folder) if found["helps"] else ""

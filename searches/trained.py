@@ -29,6 +29,7 @@ from .scan_oracle import ScanOracle
 from .shelf import Shelf, about
 from .standings import Standing
 from .tracking import Tracker
+from .turns import turn
 from .written import passages_of
 
 _RECIPE = 2  # of training and judging; what was trained otherwise is trained anew
@@ -65,10 +66,10 @@ class TrainedBridges:
         """
         found: dict[SpeculativeConfig, Standing] = {}
         for standing in standings:
-            if standing.config.bridge:
+            if any(part.bridge for part in (standing.config, *standing.config.members)):
                 config, reason = None, ""
                 try:
-                    config = self.of(standing.config)
+                    config = self._whole(standing.config)
                 except InputError as error:  # what was searched for so long shall be measured all the same
                     reason = str(error)
                 except (MemoryError, RuntimeError) as error:
@@ -79,9 +80,16 @@ class TrainedBridges:
                     release()
                     print(f"bridging: bridges of {standing.config.label()} stay as they were fitted: {reason}")
                 if config is not None:
-                    config = _suited(config, oracles)
+                    config = _suited(config, oracles) if config.bridge else config
                     found.setdefault(config, replace(standing, config=config))
         return list(found.values())
+
+    def _whole(self, config: SpeculativeConfig) -> SpeculativeConfig | None:
+        """As :meth:`of`, and the same of a cascade's members; None where no bridges changed."""
+        if config.bridge:
+            return self.of(config)
+        members = tuple((self.of(member) if member.bridge else None) or member for member in config.members)
+        return replace(config, members=members) if members != config.members else None
 
     def of(self, config: SpeculativeConfig) -> SpeculativeConfig | None:
         """A bridged configuration with its bridges trained, from their closed form on, or from what was trained before of
@@ -102,7 +110,9 @@ class TrainedBridges:
             if not passages:
                 print("bridge: too few texts to train on some and judge by others; closed forms stay as they are")
                 return None
-            here = self._train(folder, identity, shape, makeup, passages)
+            with turn(folder):
+                if not (folder / "head.json").exists():
+                    here = self._train(folder, identity, shape, makeup, passages)
         found = about(folder)
         shelf.on_use(folder.name, found["seconds"], here)
         if not found["helps"]:

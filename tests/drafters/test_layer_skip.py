@@ -21,6 +21,7 @@ from tests.drafters.contract import (
     SAMPLINGS,
     DrafterContract,
     Recorder,
+    deep_toy,
     generated,
     target_of,
     toy_target,
@@ -66,7 +67,7 @@ class TestSiblings(DrafterContract):
 
 def _bridged(target: Target, mask: str, kind: str, rank: int = 0, width: int = 0, **fields: Any) -> Drafter:
     family = family_of(target)
-    mask = "attention:0" if family == "toy" else mask
+    mask = {"toy": "attention:0", "deep": "layers:1;mlp:2"}.get(family, mask)
     fields["bridge"] = bridge_folder(family, mask, kind, rank, width)
     return _drafter(target, mask, mask, **fields)
 
@@ -85,7 +86,10 @@ class TestBridgedByMaps(DrafterContract):
 
 
 class TestBridgedByMLPs(DrafterContract):
+    """Where tokens are drawn, in place of a run of layers and of a single MLP."""
+
     trees = True
+    toy = staticmethod(deep_toy)
 
     def drafter(self, target: Target) -> Drafter:
         return _bridged(target, "layers:1-2", "mlp", 4, 8, draft_length=3, siblings=2, least_probability=0.05)

@@ -217,6 +217,18 @@ def test_finalists_draft_as_before_where_nobody_can_tell(
     assert ("drafts as far as before its training: out of memory" in capsys.readouterr().out) != memory
 
 
+def test_bridges_of_a_cascades_members_are_trained_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lookup = SpeculativeConfig("prompt_lookup", 3)
+    fitted = SpeculativeConfig("layer_skip", 2, mask="layers:1", bridge="fitted")
+    hopeless = replace(fitted, mask="layers:2", bridge="hopeless")
+    grown = object.__new__(TrainedBridges)
+    monkeypatch.setattr(grown, "of", lambda c: replace(c, bridge="trained") if c.bridge == "fitted" else None)
+    cascades = [SpeculativeConfig("cascade", members=(lookup, member)) for member in (fitted, hopeless)]
+    expected = replace(cascades[0], members=(lookup, replace(fitted, bridge="trained")))
+    found = grown.finalists([Standing(config) for config in (*cascades, lookup)], [])
+    assert [standing.config for standing in found] == [expected]
+
+
 def _bridged(shelf: Shelf, text: str) -> SpeculativeConfig:
     mask = SkipMask.parse(text, shelf.target.layers)
     return SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=shelf.bridge(mask, LINEAR))
