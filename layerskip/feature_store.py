@@ -58,7 +58,10 @@ class FeatureStore:
         for line in self._index.read_bytes().splitlines(keepends=True) if self._index.exists() else ():
             if not line.endswith(b"\n"):
                 break
-            tokens, begin, start, width = json.loads(line)
+            try:
+                tokens, begin, start, width = json.loads(line)
+            except (ValueError, TypeError):
+                raise ConfigError(f"features: {self._index} is damaged; delete {folder}") from None
             if _BYTES * (start + len(tokens) * width) > size:
                 break
             self._rows.append((tokens, begin, start, width))

@@ -215,6 +215,9 @@ class Measurement:
             "tokens_per_round_by_category": {category: part.stats.tokens_per_round for category, part in kinds.items()},
             "draft_share": self.draft_share,
             "prompts": len({s.prompt_id for s in self.candidate}),
+            "prompts_by_category": {
+                category: len({s.prompt_id for s in part.candidate}) for category, part in kinds.items()
+            },
             "tokens": sum(s.tokens for s in self.candidate),
             "prefill_seconds": sum(s.prefill_seconds for s in self.candidate),
             "decode_seconds": sum(s.decode_seconds for s in self.candidate),

@@ -41,7 +41,7 @@ from layerskip.verify_timing import time_verification
 
 from .application import InputError, check_flag, check_whole, run
 from .benchmark_table import table
-from .datastore import refuse_answers
+from .datastore import refuse_answers_of
 from .heading import heading
 from .interrupt import is_interrupt
 from .objective import MeasureSettings, check_seed
@@ -160,10 +160,10 @@ def _contenders(
         configs[name] = SpeculativeConfig.from_dict(values if said is None else values | {"verify_cost": said})
         if configs[name].kind == "cascade" and said is None:
             configs[name] = replace(configs[name], verify_cost=costs())
-        _check_datastores(f"contenders.{name}", configs[name], target, prompts)
+        refuse_answers_of(f"contenders.{name}", configs[name], target, prompts)
     if export is not None:
         configs["export"] = export
-        _check_datastores("config", export, target, prompts)
+        refuse_answers_of("config", export, target, prompts)
     for name, found in list(configs.items()):
         try:
             contenders[name] = Decoder.of(target, found)
@@ -187,14 +187,6 @@ def _contenders(
 def _verify_cost(config: DictConfig, target: Target, sampling: Sampling) -> tuple[float, ...]:
     """What verifying drafts costs here, in steps of plain decoding."""
     return in_steps(time_verification(target, config.tree.context, sampling=sampling, seed=config.seed))
-
-
-def _check_datastores(owner: str, config: SpeculativeConfig, target: Target, prompts: PromptSet) -> None:
-    """No drafter shall find the answers that it is measured on."""
-    named = {owner: config} | {f"{owner}.members.{place}": member for place, member in enumerate(config.members)}
-    for field, found in named.items():
-        if found.datastore:
-            refuse_answers(f"{field}.datastore", found.datastore, target, prompts)
 
 
 def _present(group: DictConfig) -> dict[str, Any]:

@@ -82,6 +82,8 @@ class Claim:
         lossy: whether its rule of acceptance may change the output.
         kept: whether its evidence says that the output was kept all the same.
         elsewhere: whether its evidence is of other held-out prompts than those that are measured now.
+        repeatable: whether greedy decoding of the very prompts of its evidence must come to as many tokens per round, but
+            for near-ties, and for what learns from prompts in another order.
         implied: speedups that follow from other figures of its evidence, by what they follow from; none where tokens are
             sampled, as the two sides' outputs differ in length.
     """
@@ -91,6 +93,7 @@ class Claim:
     lossy: bool = False
     kept: bool = False
     elsewhere: bool = False
+    repeatable: bool = False
     implied: tuple[tuple[str, float], ...] = ()
 
     @classmethod
@@ -112,6 +115,7 @@ class Claim:
             lossy=not export.config.lossless,
             kept=isinstance(output, Mapping) and output.get("verdict") in ("exact", "near_tie"),
             elsewhere=named is not None and named not in [part.digest for part in same],
+            repeatable=export.sampling.greedy and named == prompts.digest,
             implied=_implied(said) if export.sampling.greedy else (),
         )
 
@@ -146,7 +150,9 @@ class Verdict:
     clear: bool = True
 
 
-def judge(claim: Claim, found: Speedup, losslessness: str, tolerance: float) -> Verdict:
+def judge(
+    claim: Claim, found: Speedup, losslessness: str, tolerance: float, tokens_per_round: float | None = None
+) -> Verdict:
     """Compare a claim with a new measurement.
 
     Args:
@@ -154,6 +160,7 @@ def judge(claim: Claim, found: Speedup, losslessness: str, tolerance: float) -> 
         found: what was measured now.
         losslessness: its verdict, as in :class:`layerskip.lossless.Losslessness`.
         tolerance: the share of a claim that machines may differ by from day to day, in [0, 1).
+        tokens_per_round: measured now, if they were.
     """
     said = claim.speedup
     if losslessness == "different" and (not claim.lossy or (claim.kept and not claim.elsewhere)):
@@ -162,6 +169,10 @@ def judge(claim: Claim, found: Speedup, losslessness: str, tolerance: float) -> 
         return Verdict("weaker", "no output was compared with that of plain decoding.", clear=False)
     if claim.contradiction is not None:
         return Verdict("refuted", f"the evidence contradicts itself: {claim.contradiction}.")
+    said_rounds = claim.tokens_per_round if claim.repeatable else None
+    if said_rounds is not None and tokens_per_round is not None and tokens_per_round < said_rounds * (1 - tolerance):
+        rounds = f"{said_rounds:.2f} tokens per round claimed, {tokens_per_round:.2f} on the same prompts now"
+        return Verdict("refuted", f"{rounds}, which no machine changes.")
     measured = f"measured {found}"
     if claim.elsewhere:
         measured += " on other prompts than the evidence's (prompts= chooses them)"

@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from layerskip import PromptSet, Target
+from layerskip import PromptSet, SpeculativeConfig, Target
 from layerskip.datastore import Datastore
 from layerskip.files import digest
 from layerskip.passages import continue_prompts
@@ -84,6 +84,8 @@ def corpus_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
+    if not path.exists():
+        raise InputError(f"corpus: there is no {path}")
     files = sorted(file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file())
     if not files:
         raise InputError(f"corpus: {path} has no {', '.join(_TEXTS)} files")
@@ -132,6 +134,19 @@ def refuse_answers(field: str, folder: str, target: Target, prompts: PromptSet) 
     known = asked.intersection(Datastore.load(folder, target).about["prompts"])
     if known:
         raise InputError(f"{field}: {folder} holds the target's own answers to {len(known)} of the measured prompts")
+
+
+def refuse_answers_of(owner: str, config: SpeculativeConfig, target: Target, prompts: PromptSet) -> None:
+    """The same for all datastores that a configuration and its members draft from.
+
+    Args:
+        owner: the field of the configuration, empty for its own fields.
+        config, target, prompts: as :func:`refuse_answers` takes them.
+    """
+    named = {owner: config} | {f"{owner}.members.{place}": member for place, member in enumerate(config.members)}
+    for field, found in named.items():
+        if found.datastore:
+            refuse_answers(f"{field}.datastore", found.datastore, target, prompts)
 
 
 def describe(found: Datastore) -> str:

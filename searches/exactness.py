@@ -100,6 +100,7 @@ def _check(config: DictConfig) -> None:
         for value in config[name]:
             if name == "lengths":
                 check_whole(name, value)
+                check_whole("max_new_tokens", config.max_new_tokens, value + 2)  # else no draft is as long
             else:
                 check_number(name, value, most=1.0)
 

@@ -180,7 +180,7 @@ def compete(
                 looked = len(rows)
                 gone |= {name for name in left if _is_behind(rows, left, name)}
                 left = {name: config for name, config in left.items() if name not in gone}
-        if leaving and (len(left) <= 1 or all(_is_slower(rows, BASELINE, name) for name in left)):
+        if leaving and _is_settled(rows, left):
             break
     again = measure_again(bench, left, rows, prompts, settings, seed, kept)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
@@ -253,6 +253,12 @@ def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], na
     changed = {other: measured[other].lossless.verdict == "different" and configs[other].lossless for other in configs}
     leader = max(configs, key=lambda other: (not changed[other], measured[other].speedup))
     return name != leader and _is_slower(rows, leader, name)
+
+
+def _is_settled(rows: Sequence[Row], left: Collection[str]) -> bool:
+    """Whether more repeats would tell nothing new: nobody can win any more, or one alone, who is surely ahead or behind."""
+    slower = all(_is_slower(rows, BASELINE, name) for name in left)
+    return slower or (len(left) == 1 and all(_is_slower(rows, name, BASELINE) for name in left))
 
 
 def _is_slower(rows: Sequence[Row], other: str, name: str) -> bool:

@@ -111,6 +111,7 @@ def foresee(
         "sampling": sampling.to_dict(),
         "choices": [list(space.skip_length), [stop.to_dict() for stop in stops], scanner.runners],
         "screened_rows": settings.screened_rows,
+        "machine": machine(target),  # another one may round near-ties otherwise, and takes other times
         "recipe": _RECIPE,
     }
     kept = folder / f"scans-{digest(asked)[:16]}"

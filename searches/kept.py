@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from layerskip import ConfigError
+
 
 class Kept:
     """Values by name, in a file of JSON lines.
@@ -20,7 +22,7 @@ class Kept:
         self._values: dict[str, Any] = {}
         if path is not None and path.exists():
             drop_partial_line(path)
-            self._values = dict(json.loads(line) for line in path.read_bytes().splitlines())
+            self._values = dict(_pair(path, *line) for line in enumerate(path.read_bytes().splitlines(), 1))
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -41,6 +43,14 @@ class Kept:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([name, value]) + "\n")
         self._values[name] = value
+
+
+def _pair(path: Path, number: int, line: bytes) -> tuple[str, Any]:
+    try:
+        name, value = json.loads(line)
+        return str(name), value
+    except (ValueError, TypeError):
+        raise ConfigError(f"outputs: {path} is damaged in line {number}; without the file, its work is done anew") from None
 
 
 def drop_partial_line(path: Path) -> None:

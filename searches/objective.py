@@ -27,6 +27,7 @@ from .space import SearchSpace
 from .standings import FINISHED, Standing, ranking, standings
 
 DRIFTED = "drifted"
+OUT_OF_MEMORY = "out of memory"
 """How many prompts of a trial were measured again because the machine's pace had moved."""
 
 _CANDIDATE = "candidate"
@@ -140,8 +141,8 @@ class Objective:
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            reason = "out of memory"
-        if reason == "out of memory":
+            reason = OUT_OF_MEMORY
+        if reason == OUT_OF_MEMORY:
             release()  # not before here: the handled error would still hold what it failed on
         measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
         self._record(trial, config, measurement, reason, time.monotonic() - start)
@@ -282,7 +283,7 @@ class Objective:
             if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
         # Last, because a constraint is first-write-wins.
-        trial.set_constraint("out_of_memory", float(reason == "out of memory"))
+        trial.set_constraint("out_of_memory", float(reason == OUT_OF_MEMORY))
         trial.set_constraint("output_changed", float(changed))
 
 

@@ -20,6 +20,7 @@ from .oracle import Oracle
 from .standings import configuration, incumbent, standings
 
 PREDICTED = "predicted_speedup"
+HOPELESS = "cannot reach the best"
 _FIRST_ERROR = 0.15
 """Log error assumed until enough configurations tell."""
 _SIBLINGS = 0.15
@@ -50,7 +51,7 @@ class Judgement:
 
     def reason(self) -> str:
         """Why it is not run, in words."""
-        return f"cannot reach the best: at most {self.bound:.3f} x, the best has {self.to_beat:.3f} x"
+        return f"{HOPELESS}: at most {self.bound:.3f} x, the best has {self.to_beat:.3f} x"
 
 
 class Prior:
@@ -78,7 +79,8 @@ class Prior:
         if oracle is None or not (foretold or config.kind == "layer_skip"):
             return None
         to_beat = incumbent(study, oracle.prompts)
-        error = calibrated_error(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)), oracle.prompts)
+        finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        error = calibrated_error(finished, oracle.prompts, config.kind)
         if config.kind != "layer_skip":
             predicted = oracle.speedup(config)
             return Judgement(predicted, predicted * math.exp(error), to_beat)
@@ -95,12 +97,15 @@ class Prior:
         return Judgement(None, min(most, best.speedup) * math.exp(allowed), to_beat)
 
 
-def calibrated_error(trials: Iterable[FrozenTrial], prompts: Collection[str]) -> float:
-    """How far, in log speedup, a measured configuration may lie above what was foretold of it, on the same prompts."""
+def calibrated_error(trials: Iterable[FrozenTrial], prompts: Collection[str], kind: str) -> float:
+    """How far, in log speedup, a measured configuration may lie above what was foretold of it, on the same prompts.
+
+    What is known of other kinds does not count: a prompt lookup's rounds are known without a scan, and it runs no model.
+    """
     trials = list(trials)
     foretold = {configuration(trial): trial.user_attrs[PREDICTED] for trial in trials if trial.user_attrs.get(PREDICTED)}
-    measured = standings(trials)
-    errors = [math.log(measured[config].speedup_on(prompts) / foretold[config]) for config in foretold]
+    measured, alike = standings(trials), [config for config in foretold if config.kind == kind]
+    errors = [math.log(measured[config].speedup_on(prompts) / foretold[config]) for config in alike]
     if len(errors) < _LEAST_CONFIGURATIONS:
         return _FIRST_ERROR
     return max(_LEAST_ERROR, float(np.mean(errors) + _DEVIATIONS * np.std(errors, ddof=1)))

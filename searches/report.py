@@ -20,9 +20,10 @@ from layerskip import SkipMask, SpeculativeConfig
 from layerskip.mask import count
 
 from .agreement import SCANNED
-from .finals import Finalist, Finals
+from .finals import LEAST_PROMPTS, Finalist, Finals
 from .ledger import FIT_SECONDS, fits_of
-from .objective import DRIFTED
+from .objective import DRIFTED, OUT_OF_MEMORY
+from .prior import HOPELESS
 from .stability import SeedStability, Stability
 from .standings import configuration, is_lossless
 from .study import FORESIGHT_SECONDS, finished
@@ -53,12 +54,12 @@ def summary(
 ) -> str:
     """The report as Markdown: the verdict, the finalists on held-out prompts, and the best trials."""
     trials = finished(study)
-    idle = sum("measurement" not in trial.user_attrs for trial in trials)
-    stopped = len(trials) - idle - len(_measured(trials))
+    idle = [trial for trial in trials if "measurement" not in trial.user_attrs]
+    stopped = len(trials) - len(idle) - len(_measured(trials))
     lines = [
         f"# Study {study.study_name}",
         "",
-        f"{len(trials)} trials: {stopped} stopped early, {idle} not run (hopeless, known already, or out of memory).",
+        f"{len(trials)} trials: {stopped} stopped early, {len(idle)} not run{_reasons(idle)}.",
         "",
     ]
     if stable is not None:
@@ -123,6 +124,14 @@ def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
     return max(0.0, statistics.median(gaps)) if gaps else 0.0
 
 
+def _reasons(idle: Sequence[FrozenTrial]) -> str:
+    """Why trials were not run, with how many each."""
+    said = [str(trial.user_attrs.get("reason", "")) for trial in idle]
+    hopeless, beyond = sum(reason.startswith(HOPELESS) for reason in said), said.count(OUT_OF_MEMORY)
+    found = {"hopeless": hopeless, "out of memory": beyond, "known already": len(said) - hopeless - beyond}
+    return f" ({', '.join(f'{count} {name}' for name, count in found.items() if count)})" if idle else ""
+
+
 def _winner(finals: Finals, seconds: float) -> list[str]:
     """What the winner is worth by kind of work, against what the search thought of it and what the search cost; where plain
     decoding wins, what the fastest of the others is worth."""
@@ -140,14 +149,17 @@ def _winner(finals: Finals, seconds: float) -> list[str]:
 def _worth(finalist: Finalist) -> str:
     """A finalist by kind of work, and against what the search thought of it."""
     found = finalist.held_out
-    kinds = ", ".join(
-        f"{name} {value:.2f} ({low:.2f} to {high:.2f})"
-        for (name, value), (low, high) in zip(
-            found["speedup_by_category"].items(), found["interval_by_category"].values(), strict=True
-        )
-    )
+    kinds = ", ".join(f"{name} {value:.2f}{_range(found, name)}" for name, value in found["speedup_by_category"].items())
     before, now = finalist.search_speedup, found["speedup"]
     return f"By kind of work: {kinds}.\nFrom the search to held-out prompts its speedup went from {before:.2f} to {now:.2f}."
+
+
+def _range(found: Mapping[str, Any], kind: str) -> str:
+    """A kind's interval, where it has prompts enough to know one."""
+    if found["prompts_by_category"][kind] < LEAST_PROMPTS:
+        return ""
+    low, high = found["interval_by_category"][kind]
+    return f" ({low:.2f} to {high:.2f})"
 
 
 def verdict(finals: Finals) -> str:

@@ -28,6 +28,7 @@ from layerskip.files import digest, write_json
 from .application import NOT_SHOWN, InputError, check_flag, check_whole, run
 from .bench import BASELINE, Bench, ModelBench, Row, go_on
 from .claim import Claim, Speedup, Verdict, judge, judge_plain
+from .datastore import refuse_answers_of
 from .finals import LEAST_PROMPTS
 from .interrupt import INTERRUPTED
 from .kept import Kept
@@ -98,6 +99,7 @@ def verify(config: DictConfig) -> None:
         raise InputError(f"prompts: {len(prompts)} held-out prompts say next to nothing; {LEAST_PROMPTS} are the least")
     target = _load(config.target, export)
     export.check(target)
+    refuse_answers_of("config", export.config, target, prompts)
     for item in prompts:
         target.encode(item.messages())  # a chat template that refuses one shall do so now
     rows: list[Row] = []
@@ -202,7 +204,8 @@ def measure_claim(
             on_prompt()
         measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
         found = Speedup.measured(measurement, settings.most_repeats)
-        verdict = judge(claim, found, measurement.lossless.verdict, settings.tolerance)
+        per_round = measurement.stats.tokens_per_round
+        verdict = judge(claim, found, measurement.lossless.verdict, settings.tolerance, per_round)
         if verdict.clear:
             break
     return verdict

@@ -54,6 +54,23 @@ def test_a_claim_is_judged(claim: Speedup | None, found: Speedup, losslessness: 
     assert (verdict.name, verdict.clear) == (name, clear), verdict.reason
 
 
+@pytest.mark.parametrize(
+    ("repeatable", "now", "name"),
+    [
+        (True, 3.9, "confirmed"),
+        (True, 3.3, "confirmed"),
+        (True, 3.1, "refuted"),
+        (True, 1.8, "refuted"),
+        (False, 1.8, "confirmed"),
+    ],
+)
+def test_tokens_per_round_that_do_not_come_again_refute(repeatable: bool, now: float, name: str) -> None:
+    """On the same prompts no machine changes them, so a speedup within reach may still be of other rounds."""
+    claim = Claim(CLAIM, tokens_per_round=4.0, repeatable=repeatable)
+    verdict = judge(claim, Speedup(1.5, 1.4, 1.6), "exact", TOLERANCE, now)
+    assert (verdict.name, verdict.clear) == (name, True), verdict.reason
+
+
 def test_the_tolerance_divides_weaker_from_refuted() -> None:
     found = Speedup(1.3, 1.2, 1.35)
     assert judge(Claim(CLAIM), found, "exact", 0.0).name == "refuted"

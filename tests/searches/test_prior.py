@@ -98,11 +98,15 @@ def test_a_stop_rule_that_was_not_scanned_is_bounded_by_the_best_that_was() -> N
 
 def test_the_bound_widens_with_how_far_foretelling_was_off() -> None:
     config = SpeculativeConfig("layer_skip", 2)
-    assert calibrated_error([], "x") == pytest.approx(0.15)
+    assert calibrated_error([], "x", "layer_skip") == pytest.approx(0.15)
     same = [_trial(config, 1.0 + 0.001 * i, 1.0) for i in range(8)]
-    assert calibrated_error(same, "x") == pytest.approx(0.15)  # replicates of one configuration tell of that one
+    # Replicates of one configuration tell of that one.
+    assert calibrated_error(same, "x", "layer_skip") == pytest.approx(0.15)
     configs = [SpeculativeConfig("layer_skip", 1 + i) for i in range(8)]
     good = [_trial(config, 1.0 + 0.001 * i, 1.0) for i, config in enumerate(configs)]
-    assert calibrated_error(good, "x") == pytest.approx(0.03)
+    assert calibrated_error(good, "x", "layer_skip") == pytest.approx(0.03)
     bad = [_trial(config, 1.3 if i % 2 else 0.8, 1.0) for i, config in enumerate(configs)]
-    assert calibrated_error(bad, "x") > 0.4
+    assert calibrated_error(bad, "x", "layer_skip") > 0.4
+    lookups = [_trial(SpeculativeConfig("prompt_lookup", 1 + i), 1.0, 1.0) for i in range(8)]
+    assert calibrated_error(lookups, "x", "prompt_lookup") == pytest.approx(0.03)
+    assert calibrated_error(lookups, "x", "layer_skip") == pytest.approx(0.15)  # lookups tell nothing of masks
