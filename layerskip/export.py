@@ -135,6 +135,8 @@ class Export:
         for config in (self.config, *self.config.members):
             # Tokens of another tokenizer are a draft model's own, which is loaded and asked when decoding begins.
             named = ("bridge", "head", *(("draft_head",) if config.kind != "cross_tokenizer" else ()))
+            if config.datastore and not Path(config.datastore).is_dir():
+                raise ExportError(f"config.datastore: there is no {config.datastore}, and exports take none along")
             for name, folder in ((name, getattr(config, name)) for name in named):
                 if folder and is_head(Path(folder)):
                     try:

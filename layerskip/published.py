@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
             "head_dim": int(config.get("head_dim") or hidden // max(1, heads)),
             "bias": "fc.bias" in weights,
             "attention_bias": _BIAS in weights,
-            "rope_theta": float(config.get("rope_theta") or 10_000.0),
+            "rope_theta": _rope_theta(config),
             "rms_norm_eps": float(config.get("rms_norm_eps") or 1e-5),
         }
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -69,6 +70,15 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
     if embeddings is not None and hidden == target.hidden:
         _check_embeddings(embeddings, target, f"head: {folder} was made for another target: its")
     return fields, {name if name.startswith("fc.") else f"body.{name}": tensor for name, tensor in weights.items()}
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """The base of its positions; other ways to stretch them are refused, as the head would draft badly without a word."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"head: its positions are scaled by {kind!r}, which is not read")
+    return float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
 
 
 def _check_embeddings(embeddings: Tensor, target: Target, other: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from layerskip.scan import Scanner
 from layerskip.translation import Translation
 
 NEW_TOKENS = 24
-PROMPTS = PromptSet.packaged().take(3)
+PROMPTS = PromptSet.packaged().take(None if os.environ.get("LAYERSKIP_ALL_PROMPTS") else 3)
 
 
 @pytest.fixture(scope="module")

@@ -102,6 +102,14 @@ CONFIGS: list[dict[str, Any]] = [
         ],
         "verify_cost": [1.1, 1.15, 1.2, 1.25],
     },
+    {
+        "kind": "cascade",
+        "members": [
+            {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 4, "draft_length": 8},
+            {"kind": "eagle", "draft_length": 3, "candidates": 4, "tree_tokens": 8, "least_probability": 0.05},
+        ],
+        "verify_cost": [1.05, 1.1, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35],
+    },
 ]
 if WHOLE:
     CONFIGS += [

@@ -19,7 +19,7 @@ from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
 from ..draft_head import DraftHead
-from ..forward import forward, readable
+from ..forward import forward, most_positions, readable
 from ..sampling import Chooser, upload, widen
 from ..translation import Translation, common_prefix
 from ..verify import Verdict
@@ -72,8 +72,9 @@ class CrossTokenizer(Stopped):
 
     def _prefill(self, new_tokens: int, static_shapes: bool, device: torch.device) -> None:
         room = len(self._known) + _SPELLED_LONGER * (new_tokens + self.draft_length)
+        room = min(room, most_positions(self.model) or room)  # behind it nothing is drafted
         self._cache = KVCache(self.layers, room, static_shapes, device)
-        self._fed = self._known[:-1]
+        self._fed = self._known[:-1] if len(self._known) <= room else []
         if self._fed:
             forward(self.model, readable(self.model, upload(self._fed, device)), self._cache, last=1)
         self._cache.length = len(self._fed)

@@ -14,7 +14,7 @@ from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
 from ..draft_head import DraftHead
-from ..forward import forward, readable
+from ..forward import forward, most_positions, readable
 from ..sampling import Chooser, upload
 from ..verify import Verdict
 from .base import Context, Said
@@ -42,7 +42,7 @@ class DraftModel(Stopped):
         self.layers = layers
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
-        self._head = head
+        self._head, self._most = head, most_positions(model)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt."""
@@ -51,18 +51,26 @@ class DraftModel(Stopped):
             self._head.begin()
         self._device = next(self.model.parameters()).device
         self._cache = KVCache(self.layers, cache.max_length, cache.static_shapes, self._device)
-        forward(self.model, readable(self.model, upload(prompt, self._device)), self._cache, last=1)
+        if self._reach(len(prompt)) > 0:
+            forward(self.model, readable(self.model, upload(prompt, self._device)), self._cache, last=1)
         self._cache.length = self._verified = len(prompt)
         self.stopper.start()
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Catch up with what was committed, then draft."""
+        """Catch up with what was committed, then draft; nothing behind the model's last position."""
+        limit = min(limit, self.draft_length, self._reach(len(context.tokens)))
+        if limit < 1:
+            return Draft.empty(context.last.device)
         self._verified = len(context.tokens)
         missing = len(context.tokens) - self._cache.length
         pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
-        pending, limit = readable(self.model, pending), min(limit, self.draft_length)
+        pending = readable(self.model, pending)
         drafted = None if self._head is None else self._head.follow(context.tokens)
         return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, drafted=drafted)
+
+    def _reach(self, length: int) -> int:
+        """How many tokens the model can draft behind a text; it need not read the last of them."""
+        return self.draft_length if self._most is None else self._most - length + 1
 
     def observe(self, verdict: Verdict) -> None:
         """Forget the keys and values of rejected tokens."""

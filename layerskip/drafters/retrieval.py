@@ -115,10 +115,10 @@ class Retrieval:
         kept: list[list[int]] = []
         left = self.memory // 2
         for text in reversed(self._texts):
+            kept.insert(0, text[-left:])  # of one that is longer than what is left, its end
             left -= len(text)
-            if left < 0:
+            if left <= 0:
                 break
-            kept.insert(0, text)
         self.forget()
         for text in kept:
             self._texts.append(text)

@@ -168,6 +168,17 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
             assert len(result.stats.rounds) == 6
 
 
+def test_learnt_positions_end_drafting_and_not_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("llama")
+    spelling = _spelling(LETTERS[: target.vocabulary])
+    monkeypatch.setattr("layerskip.drafters.cross_tokenizer.most_positions", lambda _: 20)
+    drafter = CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(spelling, spelling), 3, StopRule())
+    for prompt in ([1, 2, 3], [1, 2, 3] * 9):
+        result = decode(target, drafter, prompt, GREEDY, LENGTH)
+        assert sum(found.accepted for found in result.stats.rounds) > 0 or len(prompt) > 20
+        assert len(prompt) < 20 or result.stats.drafted == 0
+
+
 def test_a_configuration_names_the_draft(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device="cpu")
     draft = save_tiny(tmp_path / "draft", seed=2)

@@ -15,7 +15,7 @@ from layerskip.anatomy import UnsupportedModel
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decode import decode
 from layerskip.draft_head import DraftHead
-from layerskip.drafters.base import Drafter
+from layerskip.drafters.base import Drafter, NoDraft
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.loading import load_target
@@ -119,6 +119,28 @@ def test_the_target_as_its_own_draft_model_is_always_accepted(family: str, sampl
         result = decode(target, drafter, prompt, sampling, LENGTH, seed=0)
         assert [round.accepted for round in result.stats.rounds] == [3, 3, 3, 3, 3, 2]
         assert result.stats.acceptance_rate == 1.0
+
+
+def test_learnt_positions_end_drafting_and_not_decoding() -> None:
+    """The table of positions ends inside one prompt's output, and before another prompt does."""
+    target = Target(build("gpt2", vocab_size=12))
+    fields = target.model.config.to_diff_dict() | {"n_positions": 20}
+    short = type(target.model)(type(target.model.config)(**fields)).eval()
+    weights = target.model.state_dict()
+    with torch.no_grad():
+        for name, ours in short.state_dict().items():
+            ours.copy_(weights[name][: len(ours)])
+    drafter = DraftModel(short, target.layers, 3, StopRule())
+    for prompt in (PROMPTS[0][:5], [*PROMPTS[0][:5]] * 5):
+        expected = decode(target, NoDraft(), prompt, GREEDY, LENGTH)
+        result = decode(target, drafter, prompt, GREEDY, LENGTH)
+        assert result.tokens == expected.tokens
+        reached, drafted = len(prompt) + 1, []
+        for found in result.stats.rounds:
+            drafted.append((reached, found.drafted))
+            reached += found.committed
+        assert all(count == 0 for length, count in drafted if length > 20)
+        assert any(count > 0 for length, count in drafted) == (len(prompt) < 20)
 
 
 def _saved(folder: Path, family: str, words: int, **changes: int) -> str:

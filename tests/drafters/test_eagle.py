@@ -68,6 +68,19 @@ class TestBehindLookup(DrafterContract):
         return Cascade([PromptLookup(2, 3, "last", 3), _eagle(target, eagle_head(family_of(target)), stop=stop)])
 
 
+class TestTreesBehindLookup(DrafterContract):
+    """What searches find: trees behind lookups, each of whose tokens has to pay for its verification."""
+
+    trees = True
+    learns = True
+    remembers = True
+    samplings = SAMPLINGS[:1]
+
+    def drafter(self, target: Target) -> Drafter:
+        trees = _eagle(target, eagle_head(family_of(target)), candidates=3, tree_tokens=6)
+        return Cascade([PromptLookup(1, 3, "last", 3), trees], (1.25, 1.3))
+
+
 def test_drafts_are_what_training_foretold() -> None:
     """One pass over a whole text, unrolled, against drafting it token by token on a cache that is rewound."""
     target, head = target_of("llama"), eagle_head("llama")

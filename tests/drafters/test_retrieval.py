@@ -207,6 +207,16 @@ def test_the_oldest_texts_are_dropped_where_memory_ends() -> None:
     assert len(drafter._places) <= 2 * (20 + 4)
 
 
+def test_of_a_text_longer_than_the_memory_its_end_is_kept() -> None:
+    drafter = Retrieval(None, 1, 2, 2, 4, 0.0, memory=20)
+    drafter.start((), None, None)  # type: ignore[arg-type]
+    drafter.propose([*range(30)], 2)
+    drafter.start((), None, None)  # type: ignore[arg-type]
+    assert drafter.propose([27], 2) == ([28, 29], [-1, 0], [1.0, 1.0], 1)
+    drafter.start((), None, None)  # type: ignore[arg-type]
+    assert drafter.propose([3], 2) == ([], [], [], 0)
+
+
 def test_a_datastore_serves_a_target_whose_tokenizer_nobody_gave(tiny_target: Target, tmp_path: Path) -> None:
     """As in transformers' generate, which has the model alone."""
     Datastore.build([[3, 4, 5]], tiny_target).save(tmp_path / "store")
