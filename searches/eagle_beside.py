@@ -58,7 +58,7 @@ def eagle_beside(folder: str, target: Target, scanned: Sequence[Passage], rows: 
 
 @torch.no_grad()
 def first_agreement(head: EagleHead, target: Target, passages: Sequence[Passage]) -> float:
-    """How often a head's first token is the target's own, at all positions of passages."""
+    """How often a head's first token is the target's own, at all positions of passages where a draft may begin."""
     modules = stored_modules(head.shape.modules, *read_modules(target))
     embeddings, readout = target.model.get_input_embeddings(), Readout(target, None)
     hidden = torch.zeros(target.vocabulary, dtype=torch.bool, device=target.device)
@@ -70,9 +70,11 @@ def first_agreement(head: EagleHead, target: Target, passages: Sequence[Passage]
         text = think(target, (*passage.prompt, *passage.tokens), len(passage.prompt), modules)
         for found in foretell(head, embeddings, Batch.of([text], head), 1):
             logits = readout(found.made.to(target.model.dtype))
-            for place, row, own in zip(
-                (found.alive[0].nonzero()[:, 0] + 2).tolist(), logits, found.own.tolist(), strict=True
-            ):
+            places = (found.alive[0].nonzero()[:, 0] + 2).tolist()  # row i says token i + 2
+            for place, row, own in zip(places, logits, found.own.tolist(), strict=True):
+                start = place - text.begin - 1
+                if not 0 <= start < passage.starts or passage.limit(start) < 1:
+                    continue
                 unsaid = hidden.clone()
                 unsaid[text.tokens[:place].to(target.device)] = False
                 right += int(row[: target.vocabulary].masked_fill(unsaid, -float("inf")).argmax()) == own
