@@ -24,7 +24,7 @@ from layerskip.costs import in_steps
 from layerskip.environment import environment
 from layerskip.verify_timing import time_verification
 
-from . import report
+from . import report, report_picture
 from .application import InputError, run
 from .bench import ModelBench
 from .finals import Finals, measure_finals
@@ -223,7 +223,7 @@ def _publish(
     text = report.summary(study, finals, stable, _compare_seeds(study, plan, folder, oracle), scan_seconds)
     (folder / "report.md").write_text(text, encoding="utf-8")
     singles = oracle.single_agreements() if oracle is not None else None
-    report.draw(study, finals, target.layers, folder / "report.png", singles)
+    report_picture.draw(study, finals, target.layers, folder / "report.png", singles)
     for name in ("report.md", "report.png", "best.json"):
         tracker.log_file(folder / name)
     for place in attached(folder / "best.json"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +33,7 @@ from .finals import LEAST_PROMPTS
 from .interrupt import INTERRUPTED
 from .kept import Kept
 from .objective import check_seed
+from .verify_report import differences, report, table
 
 EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_SHOWN}
 _CANDIDATE = "export"
@@ -209,84 +210,6 @@ def measure_claim(
         if verdict.clear:
             break
     return verdict
-
-
-def differences(export: Export, conditions: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What is not as it was when the export was made: ``field``, ``exported`` and ``now`` of each."""
-    now = {
-        "target": conditions["target"],
-        "environment": conditions["environment"],
-        "evidence": {"prompts_digest": conditions["prompts"]["digest"], "max_new_tokens": conditions["max_new_tokens"]},
-    }
-    evidence = {name: export.evidence[name] for name in now["evidence"] if name in export.evidence}
-    before = {"target": export.target, "environment": export.environment, "evidence": evidence}
-    return [{"field": name, "exported": str(old), "now": str(new)} for name, old, new in _differing(before, now)]
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for name, old in before.items():
-        new = now.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differing(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield prefix + name, old, new
-
-
-def report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:
-    """A record as Markdown: the verdict, what was claimed beside what was measured, and what else has changed."""
-    lines = [f"{record['verdict']}: {record['reason']}", ""]
-    if measurement is not None:
-        lines += [*table(export, measurement, record["looks"]), ""]
-        where, prompts, versions = record["environment"], record["prompts"], record["environment"]["versions"]
-        lines += [
-            f"{export.config.label()} on {record['target']['name']} in {record['target']['dtype']} on {where['device']} "
-            f"({where['device_name']}, {where['threads']} threads), {prompts['count']} prompts ({prompts['name']}) "
-            f"x {record['repeats']}, {record['max_new_tokens']} new tokens, torch {versions['torch']}, "
-            f"transformers {versions['transformers']}, {record['date']}.",
-            "",
-        ]
-    changed = [f"- {found['field']}: {found['exported']}, now {found['now']}" for found in record["differences"]]
-    if changed:
-        lines += ["Not as it was for the export:", "", *changed]
-    elif export.environment:
-        lines.append("Same model, machine, versions and prompts as the export's.")
-    if not export.environment:
-        lines.append("The export does not say where it was measured.")
-    return "\n".join(lines) + "\n"
-
-
-def table(export: Export, measurement: Measurement, looks: int) -> list[str]:
-    """What was claimed beside what was measured, as the lines of a Markdown table."""
-    found, said = measurement.to_dict(), export.evidence
-    rows: list[tuple[str, Any, Any]] = [
-        ("x plain", Speedup.claimed(said), Speedup.measured(measurement, looks)),
-        *((name.replace("_", " "), said.get(key), found[key]) for name, key in _FIGURES.items()),
-        ("output", _table(said, "losslessness").get("verdict"), found["losslessness"]["verdict"]),
-    ]
-    for category, value in found["speedup_by_category"].items():
-        rows.append((f"x plain, {category}", _table(said, "speedup_by_category").get(category), value))
-    lines = ["| | claimed | measured |", "|---|---|---|"]
-    return lines + [f"| {name} | {_shown(claimed)} | {_shown(measured)} |" for name, claimed, measured in rows]
-
-
-_FIGURES = {
-    "tokens/s": "tokens_per_second",
-    "plain tokens/s": "baseline_tokens_per_second",
-    "acceptance": "acceptance_rate",
-    "tokens/round": "tokens_per_round",
-}
-
-
-def _table(evidence: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A part of the evidence, which anybody may have written."""
-    part = evidence.get(name)
-    return part if isinstance(part, Mapping) else {}
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2f}" if isinstance(value, float) else str(value).replace("_", "-")
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:

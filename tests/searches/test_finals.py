@@ -78,6 +78,27 @@ def test_measuring_ends_once_one_is_left() -> None:
     assert finals.winner.config == fast
 
 
+@pytest.mark.parametrize(("speedups", "turns"), [((0.7, 1.5), 3), ((1.2, 2.0), 1), ((0.5, 0.8), 1)])
+def test_one_that_is_left_is_measured_until_it_is_told_from_plain_decoding(
+    speedups: tuple[float, float], turns: int
+) -> None:
+    only = _lookup(4)
+
+    class Mixed(Known):
+        def compare(
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, *rest: Any
+        ) -> Iterator[dict[str, Sample]]:
+            for number, item in enumerate(prompts):
+                self.speedups = {only: speedups[number % 2]}
+                yield from super().compare(configs, PromptSet((item,)), *rest)
+
+    bench = Mixed({only: 1.5})
+    study = run_known(bench, only)
+    bench.asked.clear()
+    measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1, held_out_repeats=3), 0)
+    assert len(bench.asked) == turns * 24
+
+
 def test_who_was_trained_since_takes_part_as_well() -> None:
     closed, trained = _lookup(4), _lookup(6)  # any two, of which no trial was about the second
     bench = Known({closed: 1.3, trained: 1.6})
@@ -187,7 +208,7 @@ def test_the_report_leaves_out_trials_that_had_nothing_left_to_measure() -> None
     assert ["measurement" in trial.user_attrs for trial in study.trials] == [True, True, True, False]
     shown = [line.split("|")[1].strip() for line in report.summary(study, None).splitlines() if line.startswith("| ")]
     assert shown == ["trial", "0", "1", "2"]
-    assert "4 trials: 0 stopped early, 1 not run" in report.summary(study, None)
+    assert "4 trials: 0 stopped early, 1 not run (1 known already)." in report.summary(study, None)
 
 
 def test_nobody_wins_who_is_not_faster() -> None:

@@ -25,7 +25,8 @@ from searches.application import run
 from searches.bench import BASELINE, ModelBench
 from searches.claim import Claim, Speedup, Verdict
 from searches.kept import Kept
-from searches.verify import VerifySettings, command_line, differences, measure_claim, verify
+from searches.verify import VerifySettings, command_line, measure_claim, verify
+from searches.verify_report import differences
 from tests.searches.programs import execute
 from tests.tiny import save_tiny
 
