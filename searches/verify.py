@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,6 +39,7 @@ from .verify_report import differences, report, table
 EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_SHOWN}
 _CANDIDATE = "export"
 _MAX_NEW_TOKENS = 48
+_STALE = 6 * 3600  # seconds since the last prompt of a run that was interrupted
 _REPEATED = 1000  # so far apart are the seeds of two repeats, each of which counts them up prompt by prompt
 
 
@@ -105,8 +107,9 @@ def verify(config: DictConfig) -> None:
         target.encode(item.messages())  # a chat template that refuses one shall do so now
     rows: list[Row] = []
     asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed]
-    asked.append(str(datetime.now(UTC).date()))  # what was measured before today says nothing of today
     unfinished = Path(config.outputs) / f"verify-{digest([*asked, target.digest, machine(target)])[:12]}.jsonl"
+    if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
+        unfinished.unlink()  # what was measured the day before says nothing of today
     kept = Kept(unfinished)
     if export.config.kind == "none":
         verdict = judge_plain(claim.speedup)

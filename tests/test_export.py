@@ -235,3 +235,13 @@ def test_an_export_for_another_model_is_refused_by_field(
 def test_another_name_dtype_or_revision_is_no_mismatch(export: Export) -> None:
     """A configuration found in one place or dtype means the same in another."""
     export.check(Target(build("llama", num_hidden_layers=3).bfloat16(), name="elsewhere", revision="main"))
+
+
+def test_an_export_whose_datastore_is_not_here_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    """It may be large, and is no part of the export."""
+    retrieval = SpeculativeConfig("retrieval", datastore=str(tmp_path / "store"))
+    cascade = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), retrieval))
+    for config in (retrieval, cascade):
+        Export(Export.describe(tiny_target), config).save(tmp_path / "best.json")
+        with pytest.raises(ExportError, match=r"^config.datastore: there is no .*store"):
+            Export.load(tmp_path / "best.json", tiny_target)

@@ -7,7 +7,9 @@ than its draft length allows or drafts for nothing, and what is tied decodes not
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +215,9 @@ def test_an_interrupt_prints_what_is_known_and_the_same_command_goes_on(
     assert "| x plain | 1.50 (1.40 to 1.60) |" in said
     assert errors == "interrupted after 2 prompts: no verdict; the same command goes on\n"
     assert not (tmp_path / "verify.json").exists()
+    (begun,) = tmp_path.glob("**/verify-*.jsonl")
+    now = time.time()
+    os.utime(begun, (now, now - 3600))  # an hour ago, if on the day before
     monkeypatch.setattr(ModelBench, "compare", counted)
     code, said, _ = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
     assert (code, _record(tmp_path)["measured"]["prompts"]) == (0, 6)
@@ -222,6 +227,14 @@ def test_an_interrupt_prints_what_is_known_and_the_same_command_goes_on(
     assert code == 0
     assert "interruption" not in said
     assert len(decoded) == 12  # what is asked again is measured again
+    monkeypatch.setattr(ModelBench, "compare", interrupted)
+    assert _run([str(file), FEW], tmp_path, monkeypatch, capsys)[0] == 130
+    (begun,) = tmp_path.glob("**/verify-*.jsonl")
+    os.utime(begun, (now, now - 86400))
+    monkeypatch.setattr(ModelBench, "compare", counted)
+    code, said, _ = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
+    assert (code, len(decoded)) == (0, 12 + 2 + 6)  # a day ago the machine was another
+    assert "interruption" not in said
 
 
 class _Bench:

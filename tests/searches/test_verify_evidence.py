@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from layerskip import Export, PromptSet, SpeculativeConfig
+from layerskip import Export, PromptSet, SpeculativeConfig, Target
+from layerskip.datastore import Datastore
+from layerskip.files import digest
 from layerskip.lossless import Divergence, Losslessness
 from layerskip.measurement import Sample
 from layerskip.stats import DecodeStats
@@ -108,3 +110,19 @@ def test_what_these_prompts_refute_they_refute_of_no_others(count: str, verified
     assert (code, "out of reach" in said) == (4, True), said
     code, said, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": "0" * 64, "prompts": 24}, few)
     assert (code, "prompts=" in said) == (3, True), said
+
+
+def test_a_datastore_with_answers_to_these_prompts_is_refused(verified: Verify, tiny_target: Target, tmp_path: Path) -> None:
+    """Alone and in a cascade; one of other texts is measured."""
+    answered = [digest(item.content()) for item in PromptSet.packaged().split()[1]]
+    for name, prompts in (("own", answered), ("other", [])):
+        Datastore.build([[3, 4, 5, 6]], tiny_target, "texts", prompts).save(tmp_path / name)
+    own, other = (SpeculativeConfig("retrieval", datastore=str(tmp_path / name)) for name in ("own", "other"))
+    assert verified(other, HONEST)[0] == 0
+    for config, field in (
+        (own, "config.datastore"),
+        (SpeculativeConfig("cascade", members=(LOOKUP, own)), "config.members.1"),
+    ):
+        code, _, errors = verified(config, HONEST)
+        assert code == 2
+        assert errors.startswith(f"error: {field}") and errors.count("\n") == 1
