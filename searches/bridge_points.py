@@ -20,6 +20,7 @@ from layerskip.costs import Aids, CostProfile
 from layerskip.draft_head import save_draft_tokens
 from layerskip.environment import environment
 from layerskip.files import digest
+from layerskip.memory import release
 from layerskip.packing import packs
 from layerskip.passages import Passage, continue_prompts
 from layerskip.replay import Counts
@@ -182,6 +183,12 @@ class BridgePoints:
     def screening_seconds(self) -> float:
         """What asking about short skips took, by whichever runs did it."""
         return float(sum(self._screenings[name] for name in self._screenings))
+
+    def let_go(self) -> None:
+        """Forget the texts that were learnt from: decoding is slower in a process that holds many gigabytes."""
+        vars(self).pop("calibration", None)
+        self._memory = None
+        release()
 
     def log_fits(self) -> None:
         """Let MLflow see what was fitted and trained, and what it is worth."""
