@@ -72,21 +72,20 @@ class _Passes:
         model, starts, cache = self.texts.model, [(p, s) for _, p, s in live], self.cache
         visible, positions = self.texts.visible(self.pack, starts, number, self._branches, place)
         of = torch.tensor([m for m, _, _ in live], device=model.device)
-        parts = runs_of([p for p, _ in starts[:whole]])
+        parts = runs_of([(row < whole, p) for row, (p, _) in enumerate(starts)])
         late, base = None, cache.length
         if first:
             reached = [(p, s + place) for p, s in starts[whole:]]
             entering = self.texts.entering(first, reached)
             if whole:
                 narrowed = {id(mask): mask[:whole, : base + whole] for mask in visible}
-                seen, theirs = [narrowed[id(mask)] for mask in visible], (tokens[:whole], positions[:whole])
-                states = model.states(first, *theirs, cache, seen, self.masks, of[:whole], parts, self.bridges)
-                entering = torch.cat((states, entering), 1)
+                theirs = [part for part in parts if part[1] <= whole]
+                model.prepare([narrowed[id(mask)] for mask in visible], self.masks, of[:whole], theirs, self.bridges)
+                entering = torch.cat((model.states(first, tokens[:whole], positions[:whole], cache), entering), 1)
             late = first, entering
             cache.length = base + whole
             cache.repeat(first, self.texts.places(self.pack, reached))  # drafts that go wrong later see them
             cache.length = base
-        parts += [(whole + begin, whole + end) for begin, end in runs_of([p for p, _ in starts[whole:]])]
         logits = model.run(tokens, positions, cache, visible, self.masks, of, parts, self.bridges, late)
         self._branches.append((number, place))
         cache.length += len(live)

@@ -197,23 +197,15 @@ class RowModel:
         finally:
             self._late = None
 
-    def states(
-        self,
-        layer: int,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: Cache,
-        visible: Sequence[Tensor],
-        masks: Sequence[SkipMask],
-        of: Tensor,
-        parts: Sequence[tuple[int, int]] = (),
-        bridges: Sequence[Bridges | None] = (),
-    ) -> Tensor:
-        """The hidden states ``[1, R, H]`` that a layer is handed; it and those behind it compute and write nothing.
+    def states(self, layer: int, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """The hidden states ``[1, R, H]`` that a layer is handed in a pass; it sees and skips as :meth:`prepare` last set.
 
-        Other arguments are those of :meth:`run`.
+        The layer and those behind it compute and write nothing.
+
+        Args:
+            layer: its number.
+            tokens, positions, cache: as for :meth:`run`.
         """
-        self.prepare(visible, masks, of, parts, bridges)
         self._until = layer
         try:
             forward(self._twin, tokens, cache, last=0, positions=positions)

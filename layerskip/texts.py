@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -228,7 +228,7 @@ class Texts:
         return result
 
 
-def runs_of(passages: Sequence[int]) -> list[tuple[int, int]]:
-    """Where runs of rows of the same passage begin and end."""
-    ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(passages)))
-    return list(zip([0, *ends], ends, strict=False))
+def runs_of(rows: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Where runs of rows of the same passage, or of the same whatever else, begin and end."""
+    ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(rows)))
+    return list(zip([0, *ends[:-1]], ends, strict=True))

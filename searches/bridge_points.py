@@ -20,7 +20,6 @@ from layerskip.costs import Aids, CostProfile
 from layerskip.draft_head import save_draft_tokens
 from layerskip.environment import environment
 from layerskip.files import digest
-from layerskip.memory import release
 from layerskip.packing import packs
 from layerskip.passages import Passage, continue_prompts
 from layerskip.replay import Counts
@@ -34,10 +33,9 @@ from .bridging import BridgeLearner, calibrate, made_of, rates
 from .foresight import ScanSettings, cost_profile, make_scanner
 from .kept import Kept
 from .learner import TrainingFile
-from .mask_search import MaskSearch, ask_runs
 from .oracle import Choices
 from .scan_oracle import ScanOracle
-from .space import SearchSpace
+from .short_skips import short_skips
 from .tracking import Tracker
 from .written import asked_texts, drafted_tokens, passages_of, write_texts
 
@@ -46,9 +44,6 @@ MLP = "mlp"
 FITTED = ("mean", "linear", MLP)  # in closed form alone, an MLP to what its map leaves
 _TRAINING = ("steps", "max_seconds", "texts_per_step", "training_bytes", "learning_rate", "unroll")
 _LONG = 4  # drafted tokens with siblings
-_EDGE = 2  # first and last layers that short skips keep
-_SHORT = range(1, 5)  # layers of a run that may pay when it is left empty
-_ASKED = 400  # short skips at most
 
 
 class BridgePoints:
@@ -157,38 +152,15 @@ class BridgePoints:
         return found
 
     def short_skips(self, most: int) -> list[SkipMask]:
-        """Single sub-layers and short runs that seem worth most when they are left empty, best first.
-
-        Bridged masks are chosen for what they are worth bridged; what empty skips reach is told by those that suit them.
-        """
-        edge = _EDGE if self.target.layers > 2 * _EDGE else 0
-        space = SearchSpace(self.target.layers, ["layer_skip"], edge, edge, (1, self.scanner.depth))
-        oracle = ScanOracle(
-            self.scanner, self.scanner.sample(self._screened), self.profile, self._choices, self.folder / "short"
-        )
-        told = 0.0
-
-        def keep_seconds() -> None:
-            nonlocal told
-            if oracle.screening_seconds > told:
-                self._screenings.add(str(len(self._screenings)), oracle.screening_seconds - told)
-                told = oracle.screening_seconds
-
-        search = MaskSearch(oracle, space, _ASKED, keep_seconds)
-        search.ask(search.single(*part) for part in search.sublayers())
-        ask_runs(search, {}, ((first, first + length) for length in _SHORT for first in space.skippable))
-        return search.foremost(most)
+        """As :func:`~searches.short_skips.short_skips` finds them."""
+        screen = self.scanner.sample(self._screened)
+        oracle = ScanOracle(self.scanner, screen, self.profile, self._choices, self.folder / "short")
+        return short_skips(oracle, self.scanner.depth, most, self._screenings)
 
     @property
     def screening_seconds(self) -> float:
         """What asking about short skips took, by whichever runs did it."""
         return float(sum(self._screenings[name] for name in self._screenings))
-
-    def let_go(self) -> None:
-        """Forget the texts that were learnt from: decoding is slower in a process that holds many gigabytes."""
-        vars(self).pop("calibration", None)
-        self._memory = None
-        release()
 
     def log_fits(self) -> None:
         """Let MLflow see what was fitted and trained, and what it is worth."""

@@ -73,7 +73,6 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     short = [mask for mask in work.short_skips(_SHORT * int(config.contenders)) if mask not in masks]
     skips = [point for mask in short for point in work.points(mask, bridged=False)]
     chosen = choose([*points, *skips], int(config.contenders))
-    work.let_go()
     prompts = held_out.take(measuring.held_out_prompts)
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     with tqdm(total=len(prompts) * measuring.held_out_repeats, unit="prompt", desc="held-out", disable=None) as bar:

@@ -140,7 +140,7 @@ def refuse_answers_of(owner: str, config: SpeculativeConfig, target: Target, pro
     """The same for all datastores that a configuration and its members draft from.
 
     Args:
-        owner: the field of the configuration, empty for its own fields.
+        owner: the field of the configuration.
         config, target, prompts: as :func:`refuse_answers` takes them.
     """
     named = {owner: config} | {f"{owner}.members.{place}": member for place, member in enumerate(config.members)}

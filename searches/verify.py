@@ -109,7 +109,7 @@ def verify(config: DictConfig) -> None:
     asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed]
     unfinished = Path(config.outputs) / f"verify-{digest([*asked, target.digest, machine(target)])[:12]}.jsonl"
     if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
-        unfinished.unlink()  # what was measured the day before says nothing of today
+        unfinished.unlink()  # what was measured so long ago says nothing of now
     kept = Kept(unfinished)
     if export.config.kind == "none":
         verdict = judge_plain(claim.speedup)

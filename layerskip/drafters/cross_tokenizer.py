@@ -57,7 +57,7 @@ class CrossTokenizer(Stopped):
     ) -> None:
         self.model, self.layers, self.vocabulary = model, layers, vocabulary
         self.translation, self.draft_length, self._head = translation, draft_length, head
-        self.stopper = Stopper(stop)
+        self.stopper, self._most = Stopper(stop), most_positions(model)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt as it spells it."""
@@ -72,7 +72,7 @@ class CrossTokenizer(Stopped):
 
     def _prefill(self, new_tokens: int, static_shapes: bool, device: torch.device) -> None:
         room = len(self._known) + _SPELLED_LONGER * (new_tokens + self.draft_length)
-        room = min(room, most_positions(self.model) or room)  # behind it nothing is drafted
+        room = min(room, self._most or room)  # behind it nothing is drafted
         self._cache = KVCache(self.layers, room, static_shapes, device)
         self._fed = self._known[:-1] if len(self._known) <= room else []
         if self._fed:
