@@ -9,6 +9,8 @@ from layerskip import Export, Measurement
 
 from .claim import Speedup
 
+_MOVED = 1.2  # times what it was; a run's figure comes again within a tenth where nothing else has changed
+
 
 def differences(export: Export, conditions: Mapping[str, Any]) -> list[dict[str, str]]:
     """What is not as it was when the export was made: ``field``, ``exported`` and ``now`` of each."""
@@ -31,6 +33,34 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
             yield prefix + name, old, new
 
 
+def pace(export: Export, record: Mapping[str, Any]) -> str | None:
+    """How fast the machine reads beside how fast it decodes, if that is not as it was for the export; None if it is.
+
+    A step of plain decoding waits for memory, reading a prompt for arithmetic, as does verifying drafts. Where arithmetic
+    alone is slower than it was, a neighbour's doing perhaps, drafts pay less, and plain decoding's tokens/s do not show it.
+    """
+    if not {"prompts_digest", "max_new_tokens"} <= export.evidence.keys():
+        return None
+    if any(found["field"].startswith("evidence.") for found in record["differences"]):
+        return None  # other prompts, or longer outputs
+    before, now = _reading(export.evidence), _reading(record["measured"])
+    if before is None or now is None or 1 / _MOVED < now / before < _MOVED:
+        return None
+    drafts = "more" if now < before else "less"
+    return (
+        f"Reading the prompts took {before:.3f} of the time that plain decoding took, and takes {now:.3f} now: beside its "
+        f"memory this machine computes {'faster' if now < before else 'slower'}, and drafts are worth {drafts}."
+    )
+
+
+def _reading(figures: Mapping[str, Any]) -> float | None:
+    """What reading prompts took of the time that plain decoding took; None where the figures, anybody's, do not say."""
+    read, decoded = figures.get("baseline_prefill_seconds"), figures.get("baseline_decode_seconds")
+    if isinstance(read, float) and isinstance(decoded, float) and read > 0 and decoded > 0:
+        return read / decoded
+    return None
+
+
 def report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:
     """A record as Markdown: the verdict, what was claimed beside what was measured, and what else has changed."""
     lines = [f"{record['verdict']}: {record['reason']}", ""]
@@ -44,6 +74,8 @@ def report(record: Mapping[str, Any], export: Export, measurement: Measurement |
             f"transformers {versions['transformers']}, {record['date']}.",
             "",
         ]
+        if (moved := pace(export, record)) is not None:
+            lines += [moved, ""]
     changed = [f"- {found['field']}: {found['exported']}, now {found['now']}" for found in record["differences"]]
     if changed:
         lines += ["Not as it was for the export:", "", *changed]

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from layerskip import Export, PromptSet, SpeculativeConfig, Target
-from layerskip.environment import environment
+from layerskip import Export, PromptSet, SpeculativeConfig
 from layerskip.lossless import Divergence, Losslessness
 from layerskip.measurement import Sample
 from layerskip.stats import DecodeStats
@@ -28,7 +27,6 @@ from searches.bench import BASELINE, ModelBench
 from searches.claim import Claim, Speedup, Verdict
 from searches.kept import Kept
 from searches.verify import VerifySettings, command_line, measure_claim, verify
-from searches.verify_report import differences
 from tests.searches.programs import execute
 from tests.tiny import save_tiny
 
@@ -284,22 +282,6 @@ def _measured(bench: _Bench, claim: Speedup | None) -> tuple[Verdict, list[Mappi
     prompts = PromptSet.of([f"prompt {i}" for i in range(8)])
     rows: list[Mapping[str, Sample]] = []
     return measure_claim(bench, LOOKUP, Claim(claim), prompts, VerifySettings(), 0, Kept(None), rows), rows
-
-
-def test_every_difference_is_named(tiny_target: Target) -> None:
-    here = environment(tiny_target)
-    there = here | {"threads": 999, "versions": here["versions"] | {"torch": "1.0"}}
-    conditions = {
-        "target": Export.describe(tiny_target),
-        "environment": here,
-        "prompts": {"digest": "abc"},
-        "max_new_tokens": 48,
-    }
-    same = {"prompts_digest": "abc", "max_new_tokens": 48, "speedup": 1.5}
-    assert differences(Export(conditions["target"], LOOKUP, evidence=same, environment=here), conditions) == []
-    other = Export(conditions["target"], LOOKUP, evidence=same | {"max_new_tokens": 128}, environment=there)
-    found = {difference["field"]: difference["exported"] for difference in differences(other, conditions)}
-    assert found == {"environment.threads": "999", "environment.versions.torch": "1.0", "evidence.max_new_tokens": "128"}
 
 
 @pytest.mark.parametrize(
