@@ -146,6 +146,10 @@ def test_planted_decoders_are_raced_on_by_a_clock_of_their_own(
     with pytest.raises(SystemExit, match="4"):  # nothing was found in a millionth of the others' seconds
         compare(strict)
     assert "MISSED" in capsys.readouterr().out
+    monkeypatch.setattr("searches.compare.verdict", lambda *_: [])
+    with pytest.raises(SystemExit, match="4"):  # nothing was compared
+        compare(strict)
+    assert "(0 of their searches claimed something)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -154,6 +158,8 @@ def test_planted_decoders_are_raced_on_by_a_clock_of_their_own(
         ("bench=x", "bench: 'x' is not one of model, simulated"),
         ("strategies=[x]", "strategies: 'x' is not one of random, "),
         ("strategies=[]", "strategies: is empty"),
+        ("strategies=[ours]", "strategies: ours and another are what most_share compares"),
+        ("strategies=[random,tpe]", "strategies: ours and another are what most_share compares"),
         ("seeds=1", "seeds: 1 is not a list"),
         ("seeds=[]", "seeds: is empty"),  # nothing raced would miss no bar
         ("seeds=[-1]", "seed: -1 is not"),
