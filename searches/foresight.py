@@ -45,7 +45,7 @@ class ScanSettings:
         prompts: tune prompts whose continuations are scanned; None takes all.
         screened_rows: positions of them that the first question about a mask is answered from.
         max_rows: rows per pass, which bounds the memory of a scan; None takes 256 on a CPU and 2048 elsewhere.
-        text_bytes: which the target's own states of the continuations may take; those that it does not hold are not scanned.
+        text_bytes: which the target's own states of the continuations may take; what it holds, and the first, are scanned.
             Passes hold the keys and values among them once more.
         thresholds: of the stop rules ``threshold`` and ``adaptive``, tried with every scanned mask.
         profile_repeats: how often every part of a round is timed.
