@@ -229,6 +229,6 @@ class Texts:
 
 
 def runs_of(rows: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Where runs of rows of the same passage, or of the same whatever else, begin and end."""
+    """Where runs of the same row begin and end, such as of rows of one passage."""
     ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(rows)))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    return list(itertools.pairwise([0, *ends]))

@@ -42,11 +42,13 @@ def compare(config: DictConfig) -> dict[str, Any]:
     for seed in config.seeds:
         check_seed(seed)
     check_number("seconds", config.seconds)
-    if config.most_share is not None:
-        check_number("most_share", config.most_share, or_zero=True)
-    names = list(config.strategies)
-    if config.most_share is not None and not {_OURS} < set(names):
-        raise InputError(f"strategies: {_OURS} and another are what most_share compares; most_share=null asks for no bar")
+    names, most = list(config.strategies), config.most_share
+    if most is not None:
+        check_number("most_share", most, or_zero=True)
+        if not {_OURS} < set(names):
+            raise InputError(
+                f"strategies: {_OURS} and another are what most_share compares; most_share=null asks for no bar"
+            )
     if config.bench not in _COURSES:
         raise InputError(f"bench: {config.bench!r} is not one of {', '.join(_COURSES)}")
     course: Course = _COURSES[config.bench](config)
@@ -86,7 +88,6 @@ def compare(config: DictConfig) -> dict[str, Any]:
     print(table(record))
     print(f"wrote {path} and {path.with_suffix('.png')}")
     shares = [row["share_of_its_seconds"] for row in record["verdict"]]
-    most = config.most_share
     if most is not None and not (shares and all(share is not None and share <= most for share in shares)):
         compared = f"{len(shares)} of their searches claimed something"
         print(f"MISSED: ours as good as every other within {most:.0%} of its seconds ({compared})")

@@ -9,7 +9,7 @@ from layerskip import Export, Measurement
 
 from .claim import Speedup
 
-_MOVED = 1.2  # times what it was; a run's figure comes again within a tenth where nothing else has changed
+_MOVED = 1.2  # times what it was; on one machine it has come again within an eighth, but for such hours
 
 
 def differences(export: Export, conditions: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -39,10 +39,9 @@ def pace(export: Export, record: Mapping[str, Any]) -> str | None:
     A step of plain decoding waits for memory, reading a prompt for arithmetic, as does verifying drafts. Where arithmetic
     alone is slower than it was, a neighbour's doing perhaps, drafts pay less, and plain decoding's tokens/s do not show it.
     """
-    if not {"prompts_digest", "max_new_tokens"} <= export.evidence.keys():
+    work = export.evidence.get("prompts_digest"), export.evidence.get("max_new_tokens")
+    if work != (record["prompts"]["digest"], record["max_new_tokens"]):
         return None
-    if any(found["field"].startswith("evidence.") for found in record["differences"]):
-        return None  # other prompts, or longer outputs
     before, now = _reading(export.evidence), _reading(record["measured"])
     if before is None or now is None or 1 / _MOVED < now / before < _MOVED:
         return None

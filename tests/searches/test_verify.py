@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from layerskip import Export, PromptSet, SpeculativeConfig
 from layerskip.lossless import Divergence, Losslessness
@@ -282,28 +281,3 @@ def _measured(bench: _Bench, claim: Speedup | None) -> tuple[Verdict, list[Mappi
     prompts = PromptSet.of([f"prompt {i}" for i in range(8)])
     rows: list[Mapping[str, Sample]] = []
     return measure_claim(bench, LOOKUP, Claim(claim), prompts, VerifySettings(), 0, Kept(None), rows), rows
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "best.json",
-        "out puts/a,b/best.json",
-        "it's.json",
-        "a\\b.json",
-        "a\\'b.json",
-        "tail\\",
-        "[x](y){z}.json",
-        "null",
-        "12",
-    ],
-)
-def test_a_bare_path_reaches_hydra_as_it_is(path: str) -> None:
-    first, *rest = command_line([path, "seed=1"])
-    override = OverridesParser.create().parse_override(first)
-    assert (override.key_or_group, override.value(), rest) == ("export", path, ["seed=1"])
-
-
-@pytest.mark.parametrize("arguments", [[], ["export=best.json"], ["--help"], ["-m", "seed=0,1"], ["~prompts"]])
-def test_other_arguments_are_left_to_hydra(arguments: list[str]) -> None:
-    assert command_line(arguments) == arguments
