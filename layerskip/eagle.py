@@ -5,6 +5,10 @@ beside the hidden state before it, through one linear map and one decoder layer,
 token; the target's own output layer reads it. EAGLE-3 (arXiv 2503.01840) lets it read three of the target's layers and its
 own outputs. The layer is transformers' Llama layer, whatever the target's family.
 
+With ``lookback`` the layer's attention reads, beside what EAGLE's does, the embeddings of a token and of those before it: it
+can find where the text was like this before and what followed there (:mod:`layerskip.induction`), as EAGLE's hardly can,
+whose hidden states say what comes next rather than which token they stand behind.
+
 A head of three layers is simpler than EAGLE-3's as its authors published it: it feeds back what has passed its last norm,
 theirs what has not; a linear map joins embedding and state as in EAGLE, where their layer's attention reads both side by
 side, each normed; and the target's output layer reads the result, where theirs has a trained one of its own.
@@ -18,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaModel
 
 from .anatomy import anatomy
@@ -30,6 +35,8 @@ from .rules import check_integer, check_number, check_type
 from .target import Target
 
 KIND = "eagle"
+_LATER = ("attention_bias", "lookback")  # fields that shapes did not have at first
+_FAR = 1e9  # rotary base of heads that look back: most of their numbers hardly turn within a text, however far a match is
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class EagleShape:
         rope_theta: base of the rotary positions.
         rms_norm_eps: of the layer's norms.
         attention_bias: whether queries, keys and values have one, as in heads that were published for Qwen2.
+        lookback: how many tokens before each its attention knows by their embeddings, and with them that token itself; 0 for
+            EAGLE's own attention, which knows only what the linear map makes.
 
     Raises:
         ConfigError: no layer can be made from it.
@@ -64,6 +73,7 @@ class EagleShape:
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
+    lookback: int = 0
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "heads", "key_value_heads", "head_dim"):
@@ -75,13 +85,14 @@ class EagleShape:
             raise ConfigError("modules: are not names of what it reads")
         if self.vocabulary is not None:
             check_integer("vocabulary", self.vocabulary, 1)
+        check_integer("lookback", self.lookback, 0)
         for name in ("bias", "attention_bias"):
             check_type(name, getattr(self, name), bool)
         check_number("rope_theta", self.rope_theta, 1.0, 1e12)
         check_number("rms_norm_eps", self.rms_norm_eps, 0.0, 1.0)
 
     @classmethod
-    def of(cls, target: Target, three_layers: bool = False, vocabulary: int | None = None) -> EagleShape:
+    def of(cls, target: Target, three_layers: bool = False, vocabulary: int | None = None, lookback: int = 0) -> EagleShape:
         """A head like one of the target's own layers."""
         config = target.model.config.get_text_config(decoder=True)
         hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
@@ -93,11 +104,13 @@ class EagleShape:
             int(getattr(config, "head_dim", None) or hidden // heads),
             read_modules(target, three_layers),
             vocabulary,
+            rope_theta=_FAR if lookback else cls.rope_theta,
+            lookback=lookback,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; without what heads did not have at first, so that a training that was begun then goes on."""
-        return {name: value for name, value in asdict(self).items() if name != "attention_bias" or value}
+        return {name: value for name, value in asdict(self).items() if name not in _LATER or value}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> EagleShape:
@@ -154,6 +167,10 @@ class EagleHead(nn.Module):
         layer: Any = self.body.layers[0]
         layer.input_layernorm = nn.Identity()
         layer.self_attn.o_proj.bias = None  # Llama's has one with the others
+        if shape.lookback:
+            layer.input_layernorm = self._beside = _Beside()
+            for name in ("q_proj", "k_proj", "v_proj"):
+                setattr(layer.self_attn, name, _widened(getattr(layer.self_attn, name), (1 + shape.lookback) * shape.hidden))
         if width == 1:
             self.body.norm = nn.Identity()  # type: ignore[assignment]
         # It begins as its linear map alone, which can be fitted in closed form.
@@ -172,7 +189,7 @@ class EagleHead(nn.Module):
         """Hidden states behind some tokens.
 
         Args:
-            embeddings: ``[B, n, H]`` of the tokens.
+            embeddings: ``[B, n, (1 + lookback) * H]`` of the tokens and of those before each, see :meth:`look`.
             features: ``[B, n, H]`` before each: the target's, fused, or the head's own.
             cache: its keys and values of what comes before, written behind ``length``; None where that is all.
             positions: ``[B, n]`` int64, if not one behind the other.
@@ -181,8 +198,11 @@ class EagleHead(nn.Module):
         Returns:
             ``[B, n, H]``.
         """
+        own = embeddings[..., : self.shape.hidden]
+        if self.shape.lookback:
+            self._beside.read = embeddings
         found = self.body(
-            inputs_embeds=self.fc(torch.cat((embeddings, features), -1)),
+            inputs_embeds=self.fc(torch.cat((own, features), -1)),
             past_key_values=cache,
             position_ids=positions,
             attention_mask=visible,
@@ -190,9 +210,43 @@ class EagleHead(nn.Module):
         )
         return found.last_hidden_state  # type: ignore[no-any-return]
 
+    def look(self, embedded: Tensor, count: int) -> Tensor:
+        """The embeddings of some tokens, each beside those of the tokens before it.
+
+        Args:
+            embedded: ``[B, m, H]``, m at least ``count``: of tokens one behind the other, the last of which are meant.
+            count: n, how many are.
+
+        Returns:
+            ``[B, n, (1 + lookback) * H]``; zeros stand for what comes before the first of the m.
+        """
+        back = self.shape.lookback
+        embedded = pad(embedded, (0, 0, max(0, count + back - embedded.shape[1]), 0))
+        end = embedded.shape[1]
+        return torch.cat([embedded[:, end - step - count : end - step] for step in range(back + 1)], -1)
+
     def weights(self) -> dict[str, Tensor]:
         """Its own tensors, as they are saved."""
         return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("body.embed_tokens")}
+
+
+class _Beside(nn.Module):
+    """In the place of a norm that EAGLE's layer lacks: has attention read embeddings beside what the linear map made."""
+
+    read: Tensor
+
+    def forward(self, made: Tensor) -> Tensor:
+        """``[B, n, H]`` to ``[B, n, H + E]``."""
+        return torch.cat((made, self.read.to(made.dtype)), -1)
+
+
+def _widened(part: nn.Linear, more: int) -> nn.Linear:
+    """The same function, of further inputs that count for nothing yet."""
+    wide = nn.Linear(part.in_features + more, part.out_features, bias=part.bias is not None)
+    wide.weight.data.zero_()[:, : part.in_features] = part.weight.data
+    if part.bias is not None:
+        wide.bias.data.copy_(part.bias.data)
+    return wide
 
 
 def load_eagle(folder: str | Path, target: Target) -> EagleHead:

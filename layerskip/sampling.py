@@ -225,7 +225,7 @@ class Chooser:
         return seen if tokens is None else seen.index_select(1, tokens)
 
 
-def upload(tokens: Sequence[int], device: torch.device) -> Tensor:
-    """``[n]`` int64 on the device, without waiting for it."""
+def upload(tokens: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """``[n]`` or ``[n, m]`` int64 on the device, without waiting for it."""
     host = torch.tensor(tokens, dtype=torch.int64)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -225,6 +225,7 @@ def _unroll(head: EagleHead, embeddings: nn.Module, batch: Batch, rows: int, ste
     device = batch.tokens.device
     with torch.no_grad():
         embedded = embeddings(batch.tokens).to(batch.read.dtype) / batch.units.embeddings
+        embedded = head.look(embedded, embedded.shape[1])
     causal = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
     own = torch.eye(rows, dtype=torch.bool, device=device)
     cache = DynamicCache()

@@ -73,7 +73,8 @@ class Units:
         if head.shape.bias:
             head.fc.bias.mul_(1 / states)
         for part in (attention.q_proj, attention.k_proj, attention.v_proj):
-            part.weight *= states  # no norm stands before them
+            part.weight[:, : head.shape.hidden] *= states  # no norm stands before them
+            part.weight[:, head.shape.hidden :] *= embeddings
         for part in (attention.o_proj, mlp.down_proj):
             part.weight /= states
         layer.post_attention_layernorm.variance_epsilon /= states**2

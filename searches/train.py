@@ -25,6 +25,7 @@ from layerskip.environment import environment
 from layerskip.feature_store import FeatureStore, Thought, think
 from layerskip.files import digest
 from layerskip.heads import save_head
+from layerskip.induction import induce
 from layerskip.medusa import MedusaHeads, MedusaShape
 from layerskip.own_texts import OwnText
 from layerskip.passages import Passage, continue_prompts
@@ -51,7 +52,7 @@ _NUMBERS = (
     "remembered_bytes",
     "held_out_tokens",
 )
-_RECIPE = 10  # of what follows and of layerskip.training; a training goes on only as it began
+_RECIPE = 11  # of what follows and of layerskip.training; a training goes on only as it began
 _MEASURED = 32  # texts that say how large hidden states are
 _SPARED = 32  # texts at most, one of twenty, that no weight is learnt from
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest
@@ -63,6 +64,7 @@ _LEARNING = (
     "learning_rate",
     "unroll",
     "three_layers",
+    "lookback",
     "vocabulary",
     "feature_bytes",
 )
@@ -164,6 +166,7 @@ def _check(config: DictConfig) -> None:
     if config.max_seconds is not None:
         check_number("max_seconds", config.max_seconds)
     check_flag("three_layers", config.three_layers)
+    check_whole("lookback", config.lookback, least=0)
     for name in ("bridge", "draft_head"):
         if config.drafter.get(name):
             raise InputError(f"drafter.{name}: is what this program makes; warm_start names bridges to begin from")
@@ -174,7 +177,7 @@ def _head(config: DictConfig, kind: str, target: Target, texts: list[OwnText]) -
     size = None if tokens is None else tokens.shape[0]
     torch.manual_seed(config.seed)
     if kind == "eagle":
-        return EagleHead(EagleShape.of(target, bool(config.three_layers), size), tokens)
+        return EagleHead(EagleShape.of(target, bool(config.three_layers), size, int(config.lookback)), tokens)
     return MedusaHeads(MedusaShape(target.hidden, int(config.unroll), read_modules(target), size), tokens)
 
 
@@ -205,9 +208,10 @@ class _HeadLearner(Learner):
         super().__init__(config, self.head, texts, file)
 
     def begin(self) -> None:
-        """EAGLE's linear map in closed form."""
+        """EAGLE's linear map in closed form, and what copies, where it looks back."""
         if isinstance(self.head, EagleHead):
             fit_linear(self.head, self.embeddings, (self.store[place] for place in range(self.texts)))
+            induce(self.head, self.embeddings, self.readout, (self.store[place] for place in range(self.texts)))
             self._units.enter(self.head)
 
     def end(self) -> None:

@@ -79,15 +79,16 @@ class Eagle(Stopped):
         self.readout.follow(context.tokens)
         features = self.head.fuse(torch.cat(self._pending))
         count = features.shape[0]
-        tokens = context.last if count == 1 else upload(context.tokens[-count:], context.last.device)
+        known = count + self.head.shape.lookback
+        told = context.last if known == 1 else upload(context.tokens[-known:], context.last.device)
         depth = min(limit, self.draft_length)
         self._pending = []
-        self._step.features = features
+        self._step.features, self._step.before = features, told[:-count]
         try:
             if not self.tree_tokens:
-                drafted = self.readout.tokens
+                tokens, drafted = told[-count:], self.readout.tokens
                 return draft_chain(self._step, self._cache, tokens, depth, self._chooser, self.stopper, drafted=drafted)
-            return self._grow(tokens, depth)
+            return self._grow(told, count, depth)
         finally:
             self._cache.length = verified + count
 
@@ -98,43 +99,53 @@ class Eagle(Stopped):
     def hear(self, said: Said) -> None:
         """Nothing to learn."""
 
-    def _grow(self, tokens: Tensor, depth: int) -> Draft:
-        """A tree, level by level: the likeliest branches go on, and the likeliest of all tokens are kept."""
+    def _grow(self, told: Tensor, count: int, depth: int) -> Draft:
+        """A tree, level by level: the likeliest branches go on, and the likeliest of all tokens are kept.
+
+        ``told`` are the last tokens of the text, of which ``count`` are new to the head.
+        """
         cache, width = self._cache, self.candidates
-        hidden = self.head(self.embeddings(tokens)[None], self._step.features[None], cache)[0, -1:]
-        cache.length += tokens.shape[0]
+        embedded = self.head.look(self.embeddings(told)[None], count)
+        hidden = self.head(embedded, self._step.features[None], cache)[0, -1:]
+        cache.length += count
         begin = cache.length
+        ending = told[max(0, told.shape[0] - self.head.shape.lookback) :].tolist()
         nodes: list[tuple[float, int, int]] = []  # chance, token, parent
         fed: dict[int, int] = {}  # row of the cache, from ``begin`` on, of every node that was fed
         ways: list[list[int]] = []  # rows from the root to each node's parent
+        endings: list[list[int]] = []  # the last tokens up to each node
         front, chances = [-1], [1.0]
         for level in range(depth):
             probs, places = self.readout(hidden).float().softmax(-1).topk(min(width, self.readout.weight.shape[0]), dim=-1)
             born: list[int] = []
             for parent, chance, found, successors in zip(front, chances, probs.tolist(), places.tolist(), strict=True):
                 way = [] if parent < 0 else [*ways[parent], fed[parent]]
+                before = ending if parent < 0 else endings[parent]
                 for probability, place in zip(found, successors, strict=True):
                     if chance * probability >= self.least_probability:
                         born.append(len(nodes))
-                        nodes.append((chance * probability, self.readout.token(place), parent))
+                        token = self.readout.token(place)
+                        nodes.append((chance * probability, token, parent))
                         ways.append(way)
+                        endings.append([*before, token][-1 - self.head.shape.lookback :])
             best = sorted(born, key=lambda node: -nodes[node][0])[:width]
             if level + 1 == depth or not best:
                 break
             parents = [front.index(nodes[node][2]) for node in best]
             for row, node in enumerate(best):
                 fed[node] = cache.length - begin + row
-            before = hidden[upload(parents, hidden.device)]
-            hidden = self._feed([nodes[node][1] for node in best], before, [ways[node] for node in best], begin, level)
+            states = hidden[upload(parents, hidden.device)]
+            told = upload([endings[node] for node in best], hidden.device)
+            hidden = self._feed(told, states, [ways[node] for node in best], begin, level)
             front, chances = best, [nodes[node][0] for node in best]
         kept = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))[: self.tree_tokens]
         kept.sort()  # a parent is never less likely than its children, so it is among them and comes before
         number = {-1: -1} | {node: place for place, node in enumerate(kept)}
-        return Draft.of_tree([nodes[node][1] for node in kept], [number[nodes[node][2]] for node in kept], tokens.device)
+        return Draft.of_tree([nodes[node][1] for node in kept], [number[nodes[node][2]] for node in kept], told.device)
 
-    def _feed(self, tokens: list[int], features: Tensor, ways: list[list[int]], begin: int, level: int) -> Tensor:
+    def _feed(self, told: Tensor, features: Tensor, ways: list[list[int]], begin: int, level: int) -> Tensor:
         """Hidden states behind some nodes of one level, each seeing the sequence and its own branch."""
-        cache, count, device = self._cache, len(tokens), features.device
+        cache, count, device = self._cache, told.shape[0], features.device
         keys = cache.max_length if cache.static_shapes else cache.length + count
         rows = [[begin + row for row in way] + [cache.length + place] for place, way in enumerate(ways)]
         seen = torch.zeros(count, keys, dtype=torch.bool)
@@ -142,7 +153,7 @@ class Eagle(Stopped):
         for place, row in enumerate(rows):
             seen[place, row] = True
         positions = torch.full((1, count), begin + level, device=device)
-        embedded = self.embeddings(upload(tokens, device))[None]
+        embedded = self.head.look(self.embeddings(told), 1).transpose(0, 1)
         hidden: Tensor = self.head(embedded, features[None], cache, positions, seen[None, None].to(device))
         cache.length += count
         return hidden[0]
@@ -155,10 +166,12 @@ class _Step(nn.Module):
         super().__init__()
         self._parts = (head, embeddings, readout)  # a tuple, so that they are not this module's own
         self.features = torch.empty(0)
+        self.before = torch.empty(0, dtype=torch.int64)  # tokens that the head looks back at
 
     def forward(self, input_ids: Tensor, past_key_values: KVCache, **_: Any) -> SimpleNamespace:
         """``[1, n]`` tokens to ``[1, 1, v]`` logits behind the last of them."""
         head, embeddings, readout = self._parts
-        hidden = head(embeddings(input_ids), self.features[None], past_key_values)[0, -1:]
-        self.features = hidden
+        told, count = torch.cat((self.before, input_ids[0])), input_ids.shape[1]
+        hidden = head(head.look(embeddings(told)[None], count), self.features[None], past_key_values)[0, -1:]
+        self.features, self.before = hidden, told[max(0, told.shape[0] - head.shape.lookback) :]
         return SimpleNamespace(logits=readout(hidden)[None])

@@ -235,7 +235,7 @@ def test_the_disk_must_hold_what_a_training_writes(
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: feature_bytes: 1,000,000 do not fit")
-    head = EagleHead(EagleShape.of(load_target(str(model), dtype="float32", device="cpu"), vocabulary=64))
+    head = EagleHead(EagleShape.of(load_target(str(model), dtype="float32", device="cpu"), vocabulary=64, lookback=2))
     needed += room(head)
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
