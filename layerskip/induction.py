@@ -26,6 +26,7 @@ _GROUPS = 3  # of key heads, at most, that copy
 _MATCH = 11.0  # score of a whole match before attention's softmax: a hundred others that match by half weigh less
 _BOOST = 3.0  # logits, all heads together, for what followed such a match
 _FLOOR = 0.05  # of the median, below which no direction's variance is taken
+_LEAST = 1e-4  # nor below so much of the largest: few tokens span few directions
 _CALIBRATED = 512  # tokens
 
 
@@ -47,7 +48,7 @@ def induce(head: EagleHead, embeddings: nn.Module, readout: Readout, texts: Iter
     attention = layer.self_attn
     slow = _slow(shape.head_dim, shape.rope_theta)
     seen = min(2, shape.lookback)
-    each = len(slow) // max(1, seen)  # numbers that tell a token
+    each = len(slow) // seen if seen else 0  # numbers that tell a token
     if not each:
         return
     places, embedded, said, weights = _common(embeddings, readout, texts)
@@ -102,7 +103,8 @@ def _whitening(rows: Tensor, weights: Tensor) -> Tensor:
     mean = weights @ rows
     spread = (rows - mean).T @ (weights[:, None] * (rows - mean))
     variances, directions = torch.linalg.eigh(spread)
-    white: Tensor = variances.clamp_min(_FLOOR * variances.median()).rsqrt()[:, None] * directions.T
+    least = torch.maximum(_FLOOR * variances.median(), _LEAST * variances[-1])
+    white: Tensor = variances.clamp_min(least).rsqrt()[:, None] * directions.T
     common = torch.nn.functional.normalize(white @ mean, dim=0)
     rest: Tensor = white - torch.outer(common, common @ white)
     return rest
@@ -113,7 +115,8 @@ def _saying(codes: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     rows = rows - weights @ rows
     spread = rows.T @ (weights[:, None] * rows)
     spread += _FLOOR * spread.diagonal().median() * torch.eye(len(spread), dtype=spread.dtype, device=spread.device)
-    return torch.linalg.solve(spread, rows.T @ (weights[:, None] * codes))
+    made: Tensor = torch.linalg.solve(spread, rows.T @ (weights[:, None] * codes))
+    return made
 
 
 def _gain(states: Tensor, readout: Readout, places: Tensor) -> float:

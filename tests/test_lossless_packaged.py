@@ -27,10 +27,11 @@ from layerskip.drafters.build import build_drafter
 from layerskip.eagle import EagleHead, EagleShape
 from layerskip.feature_store import Thought, read_features
 from layerskip.heads import save_head
+from layerskip.induction import induce
 from layerskip.loading import load_draft
 from layerskip.medusa import MedusaHeads, MedusaShape
 from layerskip.passages import Passage
-from layerskip.readout import choose_tokens
+from layerskip.readout import Readout, choose_tokens
 from layerskip.training import fit_linear
 from layerskip.wheels import WheelError, find_weights
 
@@ -164,14 +165,15 @@ def heads(
 ) -> dict[str, str]:
     """Folders of heads over the commonest tokens that are right now and then.
 
-    EAGLE's linear map is fitted in closed form to some of the outputs; Medusa's heads are untrained, so that all of them
-    say what might have come in the place of the last token.
+    EAGLE's linear map is fitted in closed form to some of the outputs, and its attention copies; Medusa's heads are
+    untrained, so that all of them say what might have come in the place of the last token.
     """
-    eagle = EagleHead(EagleShape.of(smollm2, vocabulary=512), commonest)
+    eagle = EagleHead(EagleShape.of(smollm2, vocabulary=512, lookback=2), commonest)
     texts = [(*smollm2.encode(item.messages()), *reference[item.id]) for item in PROMPTS.take(3)]
     read = eagle.shape.modules
     thoughts = [Thought(torch.tensor(tokens), read_features(smollm2, tokens, read), 1) for tokens in texts]
     fit_linear(eagle, smollm2.model.get_input_embeddings(), thoughts)
+    induce(eagle, smollm2.model.get_input_embeddings(), Readout(smollm2, commonest), thoughts)
     medusa = MedusaHeads(MedusaShape(smollm2.hidden, 3, read, 512), commonest)
     found = {kind: tmp_path_factory.mktemp(kind) for kind in ("eagle", "medusa")}
     save_head(found["eagle"], "eagle", eagle.shape.to_dict(), eagle.weights(), smollm2, {})

@@ -75,10 +75,21 @@ def test_the_closed_form_is_the_best_linear_map() -> None:
     assert least * 0.999 < error < least * 1.01
 
 
-def test_an_untrained_head_is_its_linear_map() -> None:
-    head = EagleHead(EagleShape.of(TARGET))
+@pytest.mark.parametrize("lookback", [0, 3])
+def test_an_untrained_head_is_its_linear_map(lookback: int) -> None:
+    head = EagleHead(EagleShape.of(TARGET, lookback=lookback))
     states, embedded = torch.randn(1, 5, 32), torch.randn(1, 5, 32)
-    assert torch.allclose(head(embedded, states), head.fc(torch.cat((embedded, states), -1)))
+    assert torch.allclose(head(head.look(embedded, 5), states), head.fc(torch.cat((embedded, states), -1)))
+
+
+@pytest.mark.parametrize(("known", "count"), [(6, 6), (6, 4), (6, 3), (6, 1), (1, 1)])
+def test_every_token_is_seen_beside_those_before_it(known: int, count: int) -> None:
+    head, embedded = EagleHead(EagleShape.of(TARGET, lookback=2)), torch.randn(2, known, 32)
+    found = head.look(embedded, count)
+    for text, row in itertools.product(range(2), range(count)):
+        place = known - count + row
+        beside = [embedded[text, place - back] if place >= back else torch.zeros(32) for back in range(3)]
+        assert torch.equal(found[text, row], torch.cat(beside))
 
 
 def test_untrained_medusa_heads_say_what_the_target_does() -> None:
@@ -112,9 +123,9 @@ def test_a_draft_counts_as_long_as_it_was_right_so_far() -> None:
         assert right == int(reached.sum())
 
 
-@pytest.mark.parametrize("three_layers", [False, True])
-def test_a_head_says_the_same_in_other_units(three_layers: bool) -> None:
-    texts, trained = thoughts("llama", three_layers)[:4], eagle_head("llama", three_layers)
+@pytest.mark.parametrize(("three_layers", "lookback"), [(False, 0), (True, 0), (False, 2)])
+def test_a_head_says_the_same_in_other_units(three_layers: bool, lookback: int) -> None:
+    texts, trained = thoughts("llama", three_layers)[:4], eagle_head("llama", three_layers, lookback=lookback)
     head = copy.deepcopy(trained)
     norm = head.body.layers[0].post_attention_layernorm
     eps = norm.variance_epsilon

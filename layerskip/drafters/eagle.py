@@ -88,7 +88,7 @@ class Eagle(Stopped):
             if not self.tree_tokens:
                 tokens, drafted = told[-count:], self.readout.tokens
                 return draft_chain(self._step, self._cache, tokens, depth, self._chooser, self.stopper, drafted=drafted)
-            return self._grow(told, count, depth)
+            return self._grow(context.tokens, told, count, depth)
         finally:
             self._cache.length = verified + count
 
@@ -99,7 +99,7 @@ class Eagle(Stopped):
     def hear(self, said: Said) -> None:
         """Nothing to learn."""
 
-    def _grow(self, told: Tensor, count: int, depth: int) -> Draft:
+    def _grow(self, text: Sequence[int], told: Tensor, count: int, depth: int) -> Draft:
         """A tree, level by level: the likeliest branches go on, and the likeliest of all tokens are kept.
 
         ``told`` are the last tokens of the text, of which ``count`` are new to the head.
@@ -109,7 +109,7 @@ class Eagle(Stopped):
         hidden = self.head(embedded, self._step.features[None], cache)[0, -1:]
         cache.length += count
         begin = cache.length
-        ending = told[max(0, told.shape[0] - self.head.shape.lookback) :].tolist()
+        ending = list(text[max(0, len(text) - self.head.shape.lookback) :])
         nodes: list[tuple[float, int, int]] = []  # chance, token, parent
         fed: dict[int, int] = {}  # row of the cache, from ``begin`` on, of every node that was fed
         ways: list[list[int]] = []  # rows from the root to each node's parent

@@ -9,6 +9,7 @@ import torch
 
 from layerskip.eagle import EagleHead, EagleShape, read_modules
 from layerskip.feature_store import Thought, read_features
+from layerskip.induction import induce
 from layerskip.medusa import MedusaHeads, MedusaShape
 from layerskip.own_texts import write_texts
 from layerskip.readout import Readout
@@ -41,11 +42,14 @@ def family_of(target: Target) -> str:
 
 
 @functools.cache
-def eagle_head(family: str, three_layers: bool = False, vocabulary: int | None = None) -> EagleHead:
+def eagle_head(family: str, three_layers: bool = False, vocabulary: int | None = None, lookback: int = 0) -> EagleHead:
     """A trained one."""
     tokens = None if vocabulary is None else torch.arange(tiny(family).vocabulary - vocabulary, tiny(family).vocabulary)
     torch.manual_seed(0)
-    return _trained(family, EagleHead(EagleShape.of(tiny(family), three_layers, vocabulary), tokens), three_layers)
+    head = EagleHead(EagleShape.of(tiny(family), three_layers, vocabulary, lookback), tokens)
+    readout = Readout(tiny(family), head.tokens)
+    induce(head, tiny(family).model.get_input_embeddings(), readout, thoughts(family, three_layers))
+    return _trained(family, head, three_layers)
 
 
 @functools.cache

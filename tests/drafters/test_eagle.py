@@ -57,6 +57,24 @@ class TestThreeLayersOfFewTokens(DrafterContract):
         return _eagle(target, head, 4, StopRule("threshold", 0.2))
 
 
+class TestLookingBack(DrafterContract):
+    """It reads the tokens before each, drafted ones too."""
+
+    def drafter(self, target: Target) -> Drafter:
+        return _eagle(target, eagle_head(family_of(target), lookback=2), 4)
+
+
+class TestTreesLookingBack(DrafterContract):
+    """Further than prompts reach."""
+
+    trees = True
+    toy = staticmethod(deep_toy)
+
+    def drafter(self, target: Target) -> Drafter:
+        head = eagle_head(family_of(target), True, lookback=9)
+        return _eagle(target, head, candidates=3, tree_tokens=7, least_probability=0.01)
+
+
 class TestBehindLookup(DrafterContract):
     """A member of a cascade reads what others drafted for; its threshold is carried on."""
 
@@ -81,9 +99,10 @@ class TestTreesBehindLookup(DrafterContract):
         return Cascade([PromptLookup(1, 3, "last", 3), trees], (1.25, 1.3))
 
 
-def test_drafts_are_what_training_foretold() -> None:
+@pytest.mark.parametrize("lookback", [0, 2, 9])
+def test_drafts_are_what_training_foretold(lookback: int) -> None:
     """One pass over a whole text, unrolled, against drafting it token by token on a cache that is rewound."""
-    target, head = target_of("llama"), eagle_head("llama")
+    target, head = target_of("llama"), eagle_head("llama", lookback=lookback)
     modules = stored_modules(head.shape.modules, target.model.base_model_prefix)
     looked = 0
     for prompt in PROMPTS[1:]:
@@ -142,8 +161,8 @@ def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth
 
     def think_of(branch: Tokens) -> torch.Tensor:
         own = [think_of(branch[:level]) for level in range(len(branch))]
-        tokens = torch.tensor([*context[1:], *branch])
-        found: torch.Tensor = head(embeddings(tokens)[None], torch.stack([*known, *own])[None])
+        embedded = embeddings(torch.tensor([*context, *branch]))[None]
+        found: torch.Tensor = head(head.look(embedded, embedded.shape[1] - 1), torch.stack([*known, *own])[None])
         return found[0, -1]
 
     chances: dict[Tokens, float] = {(): 1.0}
@@ -160,12 +179,12 @@ def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth
     return chances
 
 
-@pytest.mark.parametrize(("family", "few"), [("llama", 0), ("llama", 3), ("deep", 0)])
+@pytest.mark.parametrize(("family", "few", "back"), [("llama", 0, 0), ("llama", 3, 2), ("llama", 0, 9), ("deep", 0, 0)])
 @pytest.mark.parametrize(("width", "size"), [(2, 6), (3, 12)])
-def test_whole_trees_are_those_of_passes_without_a_cache(family: str, few: int, width: int, size: int) -> None:
+def test_whole_trees_are_those_of_passes_without_a_cache(family: str, few: int, back: int, width: int, size: int) -> None:
     """At every level, behind prompts and behind what was rejected on the way."""
     target, deepest = tiny(family), 0
-    head = eagle_head(family, family == "deep", target.vocabulary - few if few else None)
+    head = eagle_head(family, family == "deep", target.vocabulary - few if few else None, back)
     for prompt in PROMPTS[1:4]:
         prompt = tuple(token % target.vocabulary for token in prompt)
         recorder = Recorder(_eagle(target, head, 4, candidates=width, tree_tokens=size))

@@ -56,6 +56,7 @@ def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path
     assert about["training"]["spared"] == []  # of so few texts
     assert about["shape"]["vocabulary"] == 64
     assert len(about["shape"].get("modules", "1")) == (3 if three_layers else 1)
+    assert about["shape"].get("lookback", 0) == (2 if kind == "eagle" else 0)
     weights = (tmp_path / "h" / "head.safetensors").read_bytes()
     target = load_target(str(model), dtype="float32", device="cpu")
     config = SpeculativeConfig.from_dict({"kind": kind, "head": str(tmp_path / "h"), "draft_length": 2})
@@ -268,6 +269,7 @@ def test_the_disk_must_hold_what_a_training_writes(
         ("drafter=layer_skip mask=layers:1 held_out_tokens=1", "held_out_tokens"),
         ("drafter=layer_skip mask=layers:1 drafter.bridge=nearby", "drafter.bridge"),
         ("three_layers=3", "three_layers"),
+        ("lookback=-1", "lookback"),
         ("feature_bytes=10", "feature_bytes"),
         ("feature_bytes=10_000_000_000_000_000", "feature_bytes"),
         ("drafter=layer_skip mask=layers:1 calibration_bytes=10", "calibration_bytes"),

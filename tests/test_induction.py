@@ -1,0 +1,89 @@
+"""Heads that copy before they have learnt anything: what followed the last two tokens earlier on, or the last one."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from layerskip.eagle import EagleHead, EagleShape
+from layerskip.feature_store import Thought
+from layerskip.induction import induce
+from layerskip.readout import Readout
+from layerskip.target import Target
+from tests.tiny import build
+
+TARGET = Target(build("llama", 0, vocab_size=200, hidden_size=256, eos_token_id=None))
+TEXTS = [Thought(torch.randperm(200, generator=torch.Generator().manual_seed(2)), torch.zeros(200, 0), 0)]
+EMBEDDINGS = TARGET.model.get_input_embeddings()
+SHAPE = replace(EagleShape.of(TARGET, lookback=2), heads=4, key_value_heads=2, head_dim=64)
+
+
+def _head(shape: EagleShape, tokens: torch.Tensor | None = None) -> EagleHead:
+    """One whose linear map says nothing."""
+    torch.manual_seed(0)
+    head = EagleHead(shape, tokens).eval()
+    torch.nn.init.zeros_(head.fc.weight)
+    torch.nn.init.zeros_(head.fc.bias)
+    return head
+
+
+@torch.no_grad()
+def _said(head: EagleHead, tokens: list[int]) -> list[int]:
+    """What it says behind every token but the first."""
+    embedded = EMBEDDINGS(torch.tensor([tokens]))
+    hidden = head(head.look(embedded, len(tokens) - 1), torch.randn(1, len(tokens) - 1, SHAPE.hidden))
+    readout = Readout(TARGET, head.tokens)
+    return [readout.token(place) for place in readout(hidden[0]).argmax(-1).tolist()]
+
+
+@pytest.mark.parametrize("lookback", [1, 2, 4])
+@pytest.mark.parametrize("few", [False, True])
+def test_what_followed_a_token_follows_it_again(lookback: int, few: bool) -> None:
+    """However far back, and from a part of the vocabulary."""
+    drafted = torch.arange(20, TARGET.vocabulary, 2) if few else torch.arange(TARGET.vocabulary)
+    head = _head(replace(SHAPE, lookback=lookback), drafted if few else None)
+    before = _head(replace(SHAPE, lookback=lookback), drafted if few else None)
+    induce(head, EMBEDDINGS, Readout(TARGET, head.tokens), TEXTS)
+    once = drafted[torch.randperm(len(drafted), generator=torch.Generator().manual_seed(1))[:30]].tolist()
+    text = [*once, *once, *once]
+    wanted = text[len(once) + 1 :]
+    right = sum(a == b for a, b in zip(_said(head, text)[len(once) - 1 :], wanted, strict=False))
+    lucky = sum(a == b for a, b in zip(_said(before, text)[len(once) - 1 :], wanted, strict=False))
+    assert right >= 0.9 * len(wanted)
+    assert lucky <= 0.1 * len(wanted)
+
+
+def test_two_tokens_tell_more_than_one() -> None:
+    one, other, both = [3, 11, 19, 27, 35, 43], [51, 59, 67, 75, 83, 91], 99
+    follows, misleads = [5, 13, 21, 29, 37, 45], [7, 15, 23, 31, 39, 47]
+    head = _head(SHAPE)
+    induce(head, EMBEDDINGS, Readout(TARGET, None), TEXTS)
+    right = 0
+    for a, b, x, y in zip(one, other, follows, misleads, strict=True):
+        right += _said(head, [1, a, both, x, 2, b, both, y, 4, a, both])[-1] == x
+        right += _said(head, [1, a, both, x, 2, b, both, y, 4, b, both])[-1] == y
+    assert right >= 11
+
+
+@pytest.mark.parametrize("changes", [{"lookback": 0}, {"head_dim": 2}])
+def test_what_cannot_look_back_far_is_left_alone(changes: dict[str, int]) -> None:
+    head = _head(replace(SHAPE, **changes))
+    known = copy.deepcopy(head.state_dict())
+    induce(head, EMBEDDINGS, Readout(TARGET, None), TEXTS)
+    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in known.items())
+
+
+def test_only_what_copies_is_set() -> None:
+    """Other heads of a group, and what a published head has, stay as they are."""
+    head = _head(replace(SHAPE, heads=8))
+    known = copy.deepcopy(head.state_dict())
+    induce(head, EMBEDDINGS, Readout(TARGET, None), TEXTS)
+    changed = {name for name, tensor in known.items() if not torch.equal(tensor, head.state_dict()[name])}
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert changed == {f"body.layers.0.self_attn.{part}.weight" for part in parts}
+    queries = head.body.layers[0].self_attn.q_proj.weight.view(8, 64, -1)
+    same = known["body.layers.0.self_attn.q_proj.weight"].view(8, 64, -1)
+    assert [torch.equal(a, b) for a, b in zip(queries, same, strict=True)] == [False, False, True, True] * 2
