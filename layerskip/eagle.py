@@ -36,6 +36,7 @@ from .target import Target
 
 KIND = "eagle"
 _LATER = ("attention_bias", "lookback")  # fields that shapes did not have at first
+MOST_BACK = 64  # tokens that a head may look back
 _FAR = 1e9  # rotary base of heads that look back: most of their numbers hardly turn within a text, however far a match is
 
 
@@ -86,6 +87,8 @@ class EagleShape:
         if self.vocabulary is not None:
             check_integer("vocabulary", self.vocabulary, 1)
         check_integer("lookback", self.lookback, 0)
+        if self.lookback > MOST_BACK:
+            raise ConfigError(f"lookback: {self.lookback} is more than {MOST_BACK}")
         for name in ("bias", "attention_bias"):
             check_type(name, getattr(self, name), bool)
         check_number("rope_theta", self.rope_theta, 1.0, 1e12)
@@ -109,7 +112,7 @@ class EagleShape:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; without what heads did not have at first, so that a training that was begun then goes on."""
+        """Plain values; without what heads did not have at first, so that theirs are the same."""
         return {name: value for name, value in asdict(self).items() if name not in _LATER or value}
 
     @classmethod
@@ -165,10 +168,9 @@ class EagleHead(nn.Module):
         self.body = LlamaModel(config)
         # The published layer reads the linear map's output as it is, and gives what the output layer reads.
         layer: Any = self.body.layers[0]
-        layer.input_layernorm = nn.Identity()
         layer.self_attn.o_proj.bias = None  # Llama's has one with the others
+        layer.input_layernorm = self._beside = _Beside()
         if shape.lookback:
-            layer.input_layernorm = self._beside = _Beside()
             for name in ("q_proj", "k_proj", "v_proj"):
                 setattr(layer.self_attn, name, _widened(getattr(layer.self_attn, name), (1 + shape.lookback) * shape.hidden))
         if width == 1:
@@ -199,15 +201,17 @@ class EagleHead(nn.Module):
             ``[B, n, H]``.
         """
         own = embeddings[..., : self.shape.hidden]
-        if self.shape.lookback:
-            self._beside.read = embeddings
-        found = self.body(
-            inputs_embeds=self.fc(torch.cat((own, features), -1)),
-            past_key_values=cache,
-            position_ids=positions,
-            attention_mask=visible,
-            use_cache=cache is not None,
-        )
+        self._beside.read = embeddings if self.shape.lookback else None
+        try:
+            found = self.body(
+                inputs_embeds=self.fc(torch.cat((own, features), -1)),
+                past_key_values=cache,
+                position_ids=positions,
+                attention_mask=visible,
+                use_cache=cache is not None,
+            )
+        finally:
+            self._beside.read = None
         return found.last_hidden_state  # type: ignore[no-any-return]
 
     def look(self, embedded: Tensor, count: int) -> Tensor:
@@ -231,13 +235,17 @@ class EagleHead(nn.Module):
 
 
 class _Beside(nn.Module):
-    """In the place of a norm that EAGLE's layer lacks: has attention read embeddings beside what the linear map made."""
+    """In the place of a norm that EAGLE's layer lacks: has attention read embeddings beside what the linear map made.
 
-    read: Tensor
+    Attributes:
+        read: ``[B, n, E]``, during a pass; None for nothing.
+    """
+
+    read: Tensor | None = None
 
     def forward(self, made: Tensor) -> Tensor:
         """``[B, n, H]`` to ``[B, n, H + E]``."""
-        return torch.cat((made, self.read.to(made.dtype)), -1)
+        return made if self.read is None else torch.cat((made, self.read.to(made.dtype)), -1)
 
 
 def _widened(part: nn.Linear, more: int) -> nn.Linear:
@@ -278,4 +286,8 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
     lost = [name for name in missing if name not in ("tokens", "body.embed_tokens.weight")]
     if lost or unknown:
         raise ConfigError(f"{damaged} {', '.join([*lost, *unknown][:3])}")
-    return packed_like(target.model, head.to(target.device, target.model.dtype).eval())
+    rotary: Any = head.body.rotary_emb
+    frequencies = rotary.inv_freq.clone()
+    head = head.to(target.device, target.model.dtype).eval()
+    rotary.inv_freq = frequencies.to(target.device)  # positions turn by float32, as in training
+    return packed_like(target.model, head)

@@ -4,7 +4,8 @@ In-context Learning and Induction Heads (arXiv 2209.11895): language models copy
 every token which one came before it, and the second looks for the token at hand among those. Attention that reads the
 embeddings of tokens before each (``lookback`` of an EAGLE head) needs one layer, and no training for it: queries and keys
 are the same projection of the token at hand and of the one before another, values are projections of that other, and what is
-made of those has the target's output layer say it. Minutes of training do not come upon this by themselves.
+made of those has the target's output layer say it. On SmolLM2 150 seconds of training did not come upon this by themselves:
+0.30 of first tokens with the embeddings alone, 0.31 without, 0.51 from such a beginning.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def induce(head: EagleHead, embeddings: nn.Module, readout: Readout, texts: Iter
     """Have some of a head's attention copy what followed the last two tokens, or the last one, earlier on.
 
     In each of up to three groups of heads that share their keys, the first looks for both tokens and the second for the last
-    one; others are left as they are.
+    one; where every head has its own keys, they do so in turns. Of further heads the queries stay as they are.
 
     Args:
-        head: in the target's units; one that does not look back is left as it is.
+        head: in the target's units; one that does not look back is left as it is, and so is one of three layers, whose own
+            norm stands before the output layer.
         embeddings: the target's.
         readout: the target's output layer over what is drafted from.
         texts: what the target says.
@@ -49,9 +51,9 @@ def induce(head: EagleHead, embeddings: nn.Module, readout: Readout, texts: Iter
     slow = _slow(shape.head_dim, shape.rope_theta)
     seen = min(2, shape.lookback)
     each = len(slow) // seen if seen else 0  # numbers that tell a token
-    if not each:
+    if not each or len(shape.modules) > 1:
         return
-    places, embedded, said, weights = _common(embeddings, readout, texts)
+    embedded, said, weights = _common(embeddings, readout, texts)
     whitened = _whitening(embedded, weights)
     draws = torch.Generator().manual_seed(0)
 
@@ -62,17 +64,18 @@ def induce(head: EagleHead, embeddings: nn.Module, readout: Readout, texts: Iter
     # Behind what the linear map makes: a token, the one before it, and the one before that.
     columns = [slice((1 + back) * shape.hidden, (2 + back) * shape.hidden) for back in range(1 + seen)]
     sharing = shape.heads // shape.key_value_heads
-    groups, copying = min(_GROUPS, shape.key_value_heads), min(2, sharing)
+    groups, copying = min(_GROUPS, shape.key_value_heads), min(seen, sharing)
     for group in range(groups):
         rows = slice(group * shape.head_dim, (group + 1) * shape.head_dim)
         known = [(slow[back * each : (back + 1) * each], projection(each)) for back in range(seen)]
         _set(attention.k_proj, rows, [(numbers, columns[1 + back], by) for back, (numbers, by) in enumerate(known)])
         value = projection(shape.head_dim)
         _set(attention.v_proj, rows, [(list(range(shape.head_dim)), columns[0], value)])
-        made = _saying(embedded @ value.T, said, weights)
-        made *= _BOOST / (groups * copying) / _gain(embedded @ value.T @ made.T, readout, places)
+        codes = embedded @ value.T
+        made = _saying(codes, said, weights)
+        made *= _BOOST / (groups * copying) / (readout.scale * _gain(codes, made, said, weights))
         for copier in range(copying):
-            sought = known if copier == 0 else known[:1]
+            sought = known if (copier if sharing > 1 else group) % 2 == 0 else known[:1]
             sharp = _MATCH * math.sqrt(shape.head_dim) / (each * len(sought))
             own = slice((group * sharing + copier) * shape.head_dim, (group * sharing + copier + 1) * shape.head_dim)
             _set(attention.q_proj, own, [(numbers, columns[back], sharp * by) for back, (numbers, by) in enumerate(sought)])
@@ -87,7 +90,7 @@ def _slow(head_dim: int, base: float) -> list[int]:
 
 
 def _common(embeddings: nn.Module, readout: Readout, texts: Iterable[Thought]) -> tuple[Tensor, ...]:
-    """Of the commonest drafted tokens: their places, ``[c, H]`` float64 embeddings and output rows, and what each weighs."""
+    """Of the commonest drafted tokens: ``[c, H]`` float64 embeddings and output rows, and ``[c]`` what each weighs."""
     rows = readout.weight
     drafted = torch.arange(rows.shape[0], device=rows.device) if readout.tokens is None else readout.tokens
     said = torch.cat([text.tokens for text in texts]).to(rows.device)
@@ -95,7 +98,7 @@ def _common(embeddings: nn.Module, readout: Readout, texts: Iterable[Thought]) -
     found = counts.topk(min(_COMMON, counts.shape[0]))
     weights = (found.values.double() + 0.1).sqrt()  # a common token is no reason not to tell rare ones apart
     places = found.indices
-    return places, embeddings(drafted[places]).double(), rows.detach()[places].double(), weights / weights.sum()
+    return embeddings(drafted[places]).double(), rows.detach()[places].double(), weights / weights.sum()
 
 
 def _whitening(rows: Tensor, weights: Tensor) -> Tensor:
@@ -119,12 +122,10 @@ def _saying(codes: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     return made
 
 
-def _gain(states: Tensor, readout: Readout, places: Tensor) -> float:
-    """By how much hidden states raise the logit of the token that each stands for above the others', in the mean."""
+def _gain(codes: Tensor, made: Tensor, rows: Tensor, weights: Tensor) -> float:
+    """By how much what is made of common tokens' codes raises their own logits above the others', in the mean."""
     some = slice(0, _CALIBRATED)
-    logits = readout(states[some].to(readout.weight.dtype)).double()
-    own = logits.gather(-1, places[some, None])[:, 0]
-    return max(float((own - logits.mean(-1)).mean()), 1e-6)
+    return float(((codes[some] @ made.T) * (rows[some] - weights @ rows)).sum(-1).mean())
 
 
 def _set(part: nn.Linear, rows: slice, blocks: list[tuple[list[int], slice, Tensor]]) -> None:

@@ -24,14 +24,17 @@ class Readout:
     Args:
         target: whose it is.
         tokens: ``[v]`` int64; None for all.
+
+    Attributes:
+        scale: what logits are multiplied by.
     """
 
     def __init__(self, target: Target, tokens: Tensor | None) -> None:
         layer = target.model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
         config = target.model.config.get_text_config(decoder=True)
-        self._scale = float(getattr(config, "logit_scale", None) or 1.0)
-        self._scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        self.scale = float(getattr(config, "logit_scale", None) or 1.0)
+        self.scale /= float(getattr(config, "logits_scaling", None) or 1.0)
         self._cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self._whole = layer.weight, bias
         self._rows = None
@@ -61,8 +64,8 @@ class Readout:
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` to ``[..., v]`` logits."""
         logits = self._whole_logits(hidden) if self._rows is None else self._rows.multiply(hidden)
-        if self._scale != 1.0:
-            logits = logits * self._scale
+        if self.scale != 1.0:
+            logits = logits * self.scale
         return self._cap * (logits / self._cap).tanh() if self._cap else logits
 
     def _whole_logits(self, hidden: Tensor) -> Tensor:

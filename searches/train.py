@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, Target
-from layerskip.eagle import EagleHead, EagleShape, read_modules
+from layerskip.eagle import MOST_BACK, EagleHead, EagleShape, read_modules
 from layerskip.environment import environment
 from layerskip.feature_store import FeatureStore, Thought, think
 from layerskip.files import digest
@@ -64,7 +64,6 @@ _LEARNING = (
     "learning_rate",
     "unroll",
     "three_layers",
-    "lookback",
     "vocabulary",
     "feature_bytes",
 )
@@ -84,6 +83,8 @@ def train(config: DictConfig) -> Path | None:
     outputs = Path(config.outputs)
     written = asked_texts(config, target, sampling, like)
     learnt = {"kind": kind, "recipe": _RECIPE, "texts": digest(written), **{name: config[name] for name in _LEARNING}}
+    if kind == "eagle":
+        learnt["lookback"] = int(config.lookback)
     if kind == "layer_skip":
         shape = shape_of(config, target)
         learnt |= {"bridges": shape.to_dict(), **{name: config[name] for name in ("calibration_bytes", "training_bytes")}}
@@ -167,6 +168,8 @@ def _check(config: DictConfig) -> None:
         check_number("max_seconds", config.max_seconds)
     check_flag("three_layers", config.three_layers)
     check_whole("lookback", config.lookback, least=0)
+    if config.lookback > MOST_BACK:
+        raise InputError(f"lookback: {config.lookback} is more than {MOST_BACK}")
     for name in ("bridge", "draft_head"):
         if config.drafter.get(name):
             raise InputError(f"drafter.{name}: is what this program makes; warm_start names bridges to begin from")

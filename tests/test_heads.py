@@ -48,10 +48,12 @@ def test_a_head_comes_back_as_it_was(target: Target, head: EagleHead, folder: Pa
     assert loaded.tokens.tolist() == list(range(60, 100))
 
 
-def test_a_head_serves_its_target_in_any_dtype(target: Target, folder: Path) -> None:
+def test_a_head_serves_its_target_in_any_dtype(target: Target, head: EagleHead, folder: Path) -> None:
     for dtype in ("bfloat16", "float16"):
         same = load_target(target.name, dtype=dtype, device="cpu")
-        assert load_eagle(folder, same).fc.weight.dtype == getattr(torch, dtype)
+        loaded = load_eagle(folder, same)
+        assert loaded.fc.weight.dtype == getattr(torch, dtype)
+        assert torch.equal(loaded.body.rotary_emb.inv_freq, head.body.rotary_emb.inv_freq)  # or far positions lie elsewhere
 
 
 def test_a_head_for_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -101,6 +103,10 @@ LOST = "lost"
         ("shape", {"vocabulary": 41}),
         ("shape", {"rope_theta": None}),
         ("shape", {"modules": []}),
+        ("shape", {"lookback": 2}),
+        ("shape", {"lookback": -1}),
+        ("shape", {"lookback": 10**6}),
+        ("shape", {"lookback": "2"}),
         ("shape", {"modules": ["model.layers.99"]}),
         ("shape", {"colour": "red"}),
         ("target", LOST),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -68,8 +69,18 @@ def test_two_tokens_tell_more_than_one() -> None:
     assert right >= 11
 
 
-@pytest.mark.parametrize("changes", [{"lookback": 0}, {"head_dim": 2}])
-def test_what_cannot_look_back_far_is_left_alone(changes: dict[str, int]) -> None:
+@pytest.mark.parametrize("changes", [{"key_value_heads": 4}, {"key_value_heads": 1}, {"attention_bias": True}])
+def test_keys_of_ones_own_or_shared_copy_alike(changes: dict[str, int]) -> None:
+    head = _head(replace(SHAPE, **changes))
+    induce(head, EMBEDDINGS, Readout(TARGET, None), TEXTS)
+    once = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:30].tolist()
+    wanted = [*once, *once][1:]
+    right = sum(a == b for a, b in zip(_said(head, [*once, *once, *once])[29:], wanted, strict=False))
+    assert right >= 0.9 * len(wanted)
+
+
+@pytest.mark.parametrize("changes", [{"lookback": 0}, {"head_dim": 2}, {"modules": ("a", "b", "c")}])
+def test_what_cannot_look_back_far_is_left_alone(changes: dict[str, Any]) -> None:
     head = _head(replace(SHAPE, **changes))
     known = copy.deepcopy(head.state_dict())
     induce(head, EMBEDDINGS, Readout(TARGET, None), TEXTS)
@@ -77,7 +88,7 @@ def test_what_cannot_look_back_far_is_left_alone(changes: dict[str, int]) -> Non
 
 
 def test_only_what_copies_is_set() -> None:
-    """Other heads of a group, and what a published head has, stay as they are."""
+    """Queries of further heads of a group stay as they are, and so does all but attention."""
     head = _head(replace(SHAPE, heads=8))
     known = copy.deepcopy(head.state_dict())
     induce(head, EMBEDDINGS, Readout(TARGET, None), TEXTS)

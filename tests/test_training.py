@@ -123,7 +123,7 @@ def test_a_draft_counts_as_long_as_it_was_right_so_far() -> None:
         assert right == int(reached.sum())
 
 
-@pytest.mark.parametrize(("three_layers", "lookback"), [(False, 0), (True, 0), (False, 2)])
+@pytest.mark.parametrize(("three_layers", "lookback"), [(False, 0), (True, 0), (False, 2), (True, 2)])
 def test_a_head_says_the_same_in_other_units(three_layers: bool, lookback: int) -> None:
     texts, trained = thoughts("llama", three_layers)[:4], eagle_head("llama", three_layers, lookback=lookback)
     head = copy.deepcopy(trained)

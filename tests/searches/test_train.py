@@ -270,6 +270,7 @@ def test_the_disk_must_hold_what_a_training_writes(
         ("drafter=layer_skip mask=layers:1 drafter.bridge=nearby", "drafter.bridge"),
         ("three_layers=3", "three_layers"),
         ("lookback=-1", "lookback"),
+        ("lookback=65", "lookback"),
         ("feature_bytes=10", "feature_bytes"),
         ("feature_bytes=10_000_000_000_000_000", "feature_bytes"),
         ("drafter=layer_skip mask=layers:1 calibration_bytes=10", "calibration_bytes"),
