@@ -86,9 +86,7 @@ class EagleShape:
             raise ConfigError("modules: are not names of what it reads")
         if self.vocabulary is not None:
             check_integer("vocabulary", self.vocabulary, 1)
-        check_integer("lookback", self.lookback, 0)
-        if self.lookback > MOST_BACK:
-            raise ConfigError(f"lookback: {self.lookback} is more than {MOST_BACK}")
+        check_integer("lookback", self.lookback, 0, MOST_BACK)
         for name in ("bias", "attention_bias"):
             check_type(name, getattr(self, name), bool)
         check_number("rope_theta", self.rope_theta, 1.0, 1e12)

@@ -80,7 +80,11 @@ class FeatureStore:
         tokens, begin, start, width = self._rows[place]
         numbers = np.fromfile(self._numbers, np.int16, len(tokens) * width, offset=_BYTES * start)
         features = torch.from_numpy(numbers).view(torch.bfloat16).view(len(tokens), width)
-        return Thought(torch.tensor(tokens), features, begin)
+        return Thought(self.tokens(place), features, begin)
+
+    def tokens(self, place: int) -> Tensor:
+        """``[n]`` int64: a text; its hidden states stay on the disk."""
+        return torch.tensor(self._rows[place][0])
 
     @property
     def nbytes(self) -> int:

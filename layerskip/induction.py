@@ -11,14 +11,12 @@ made of those has the target's output layer say it. On SmolLM2 150 seconds of tr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .eagle import EagleHead
-from .feature_store import Thought
 from .readout import Readout
 
 _COMMON = 8192  # tokens, at most, by which embeddings are told apart
@@ -32,7 +30,7 @@ _CALIBRATED = 512  # tokens
 
 
 @torch.no_grad()
-def induce(head: EagleHead, embeddings: nn.Module, readout: Readout, texts: Iterable[Thought]) -> None:
+def induce(head: EagleHead, embeddings: nn.Module, readout: Readout, said: Tensor) -> None:
     """Have some of a head's attention copy what followed the last two tokens, or the last one, earlier on.
 
     In each of up to three groups of heads that share their keys, the first looks for both tokens and the second for the last
@@ -43,7 +41,7 @@ def induce(head: EagleHead, embeddings: nn.Module, readout: Readout, texts: Iter
             norm stands before the output layer.
         embeddings: the target's.
         readout: the target's output layer over what is drafted from.
-        texts: what the target says.
+        said: ``[n]`` int64: what the target says, for how often it says each token.
     """
     shape = head.shape
     layer: Any = head.body.layers[0]
@@ -53,7 +51,7 @@ def induce(head: EagleHead, embeddings: nn.Module, readout: Readout, texts: Iter
     each = len(slow) // seen if seen else 0  # numbers that tell a token
     if not each or len(shape.modules) > 1:
         return
-    embedded, said, weights = _common(embeddings, readout, texts)
+    embedded, saying, weights = _common(embeddings, readout, said)
     whitened = _whitening(embedded, weights)
     draws = torch.Generator().manual_seed(0)
 
@@ -72,8 +70,8 @@ def induce(head: EagleHead, embeddings: nn.Module, readout: Readout, texts: Iter
         value = projection(shape.head_dim)
         _set(attention.v_proj, rows, [(list(range(shape.head_dim)), columns[0], value)])
         codes = embedded @ value.T
-        made = _saying(codes, said, weights)
-        made *= _BOOST / (groups * copying) / (readout.scale * _gain(codes, made, said, weights))
+        made = _decoded(codes, saying, weights)
+        made *= _BOOST / (groups * copying) / (readout.scale * _gain(codes, made, saying, weights))
         for copier in range(copying):
             sought = known if (copier if sharing > 1 else group) % 2 == 0 else known[:1]
             sharp = _MATCH * math.sqrt(shape.head_dim) / (each * len(sought))
@@ -89,12 +87,11 @@ def _slow(head_dim: int, base: float) -> list[int]:
     return [*pairs, *(pair + half for pair in pairs)]
 
 
-def _common(embeddings: nn.Module, readout: Readout, texts: Iterable[Thought]) -> tuple[Tensor, ...]:
+def _common(embeddings: nn.Module, readout: Readout, said: Tensor) -> tuple[Tensor, ...]:
     """Of the commonest drafted tokens: ``[c, H]`` float64 embeddings and output rows, and ``[c]`` what each weighs."""
     rows = readout.weight
     drafted = torch.arange(rows.shape[0], device=rows.device) if readout.tokens is None else readout.tokens
-    said = torch.cat([text.tokens for text in texts]).to(rows.device)
-    counts = torch.bincount(said, minlength=int(drafted.max()) + 1)[drafted]
+    counts = torch.bincount(said.to(rows.device), minlength=int(drafted.max()) + 1)[drafted]
     found = counts.topk(min(_COMMON, counts.shape[0]))
     weights = (found.values.double() + 0.1).sqrt()  # a common token is no reason not to tell rare ones apart
     places = found.indices
@@ -113,7 +110,7 @@ def _whitening(rows: Tensor, weights: Tensor) -> Tensor:
     return rest
 
 
-def _saying(codes: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
+def _decoded(codes: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     """``[H, d]``: from a token's ``[d]`` code, hidden states for which the output layer's ``[c, H]`` rows say that token."""
     rows = rows - weights @ rows
     spread = rows.T @ (weights[:, None] * rows)

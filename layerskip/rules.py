@@ -30,9 +30,11 @@ def check_type(name: str, value: Any, wanted: type) -> None:
         raise ConfigError(f"{name}: {value!r} is not a {wanted.__name__}")
 
 
-def check_integer(name: str, value: Any, least: int) -> None:
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}: {value!r} is not a whole number of at least {least}")
+    if most is not None and value > most:
+        raise ConfigError(f"{name}: {value} is more than {most}")
 
 
 def check_number(name: str, value: Any, least: float, most: float) -> None:

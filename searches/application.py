@@ -43,14 +43,14 @@ class InputError(ValueError):
     """Something that the user gave cannot be used; the message names the field."""
 
 
-def check_whole(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is no whole number of at least so much.
+def check_whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Refuse what is no whole number of at least so much, and of at most so much where that is bounded.
 
     Raises:
         InputError: it is not.
     """
     try:
-        check_integer(name, value, least)
+        check_integer(name, value, least, most)
     except ConfigError as error:
         raise InputError(str(error)) from None
 

@@ -167,9 +167,7 @@ def _check(config: DictConfig) -> None:
     if config.max_seconds is not None:
         check_number("max_seconds", config.max_seconds)
     check_flag("three_layers", config.three_layers)
-    check_whole("lookback", config.lookback, least=0)
-    if config.lookback > MOST_BACK:
-        raise InputError(f"lookback: {config.lookback} is more than {MOST_BACK}")
+    check_whole("lookback", config.lookback, 0, MOST_BACK)
     for name in ("bridge", "draft_head"):
         if config.drafter.get(name):
             raise InputError(f"drafter.{name}: is what this program makes; warm_start names bridges to begin from")
@@ -214,7 +212,8 @@ class _HeadLearner(Learner):
         """EAGLE's linear map in closed form, and what copies, where it looks back."""
         if isinstance(self.head, EagleHead):
             fit_linear(self.head, self.embeddings, (self.store[place] for place in range(self.texts)))
-            induce(self.head, self.embeddings, self.readout, (self.store[place] for place in range(self.texts)))
+            said = torch.cat([self.store.tokens(place) for place in range(self.texts)])
+            induce(self.head, self.embeddings, self.readout, said)
             self._units.enter(self.head)
 
     def end(self) -> None:

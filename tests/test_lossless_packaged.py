@@ -173,7 +173,12 @@ def heads(
     read = eagle.shape.modules
     thoughts = [Thought(torch.tensor(tokens), read_features(smollm2, tokens, read), 1) for tokens in texts]
     fit_linear(eagle, smollm2.model.get_input_embeddings(), thoughts)
-    induce(eagle, smollm2.model.get_input_embeddings(), Readout(smollm2, commonest), thoughts)
+    induce(
+        eagle,
+        smollm2.model.get_input_embeddings(),
+        Readout(smollm2, commonest),
+        torch.cat([text.tokens for text in thoughts]),
+    )
     medusa = MedusaHeads(MedusaShape(smollm2.hidden, 3, read, 512), commonest)
     found = {kind: tmp_path_factory.mktemp(kind) for kind in ("eagle", "medusa")}
     save_head(found["eagle"], "eagle", eagle.shape.to_dict(), eagle.weights(), smollm2, {})

@@ -48,7 +48,8 @@ def eagle_head(family: str, three_layers: bool = False, vocabulary: int | None =
     torch.manual_seed(0)
     head = EagleHead(EagleShape.of(tiny(family), three_layers, vocabulary, lookback), tokens)
     readout = Readout(tiny(family), head.tokens)
-    induce(head, tiny(family).model.get_input_embeddings(), readout, thoughts(family, three_layers))
+    said = torch.cat([text.tokens for text in thoughts(family, three_layers)])
+    induce(head, tiny(family).model.get_input_embeddings(), readout, said)
     return _trained(family, head, three_layers)
 
 
