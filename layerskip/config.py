@@ -28,6 +28,9 @@ from .rules import (
 __all__ = ["AcceptRule", "ConfigError", "SpeculativeConfig", "StopRule"]
 
 
+_COSTS = ("verify_cost", "draft_cost")
+
+
 def _member(index: int, fields: Any) -> SpeculativeConfig:
     try:
         return SpeculativeConfig.from_dict(fields)
@@ -43,11 +46,11 @@ def _check_members(members: Any) -> None:
             raise ConfigError(f"members: {member!r} is no configuration of a single drafter")
 
 
-def _check_costs(costs: Any) -> None:
+def _check_costs(name: str, costs: Any, least: float) -> None:
     if not isinstance(costs, tuple):
-        raise ConfigError(f"verify_cost: {costs!r} is not a list of numbers")
+        raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
     for cost in costs:
-        check_number("verify_cost", cost, 0.1, 1e6)
+        check_number(name, cost, least, 1e6)
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,12 @@ class SpeculativeConfig:
             look up, the one that promises more drafts.
         verify_cost: for ``cascade``: what verifying 1, 2, ... drafted tokens takes, in steps of plain decoding, as
             :func:`~layerskip.verify_timing.time_verification` measures; beyond its end it is taken to go on straight, and
-            trees are taken to cost what chains do. Of what was looked up or recycled as many tokens are then verified as
-            pay for what they take, none where none do. Empty: it is not known, and nothing is declined; nor is it under a
-            rule of acceptance that changes the output.
+            trees are taken to cost what chains do. Each round is then drafted by whoever brings most for what it takes:
+            of what was looked up or recycled as many tokens are verified as pay, and nothing is drafted where nobody pays.
+            Empty: it is not known, and nothing is declined; nor is it under a rule of acceptance that changes the output.
+        draft_cost: for ``cascade`` whose ``verify_cost`` is known: what each member takes to draft one token of a chain, or
+            one level of a tree, in steps of plain decoding, as :func:`~layerskip.draft_timing.time_drafting` measures; 0
+            for who runs no model. Empty: as if nobody's drafts took any time.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.
@@ -113,6 +119,7 @@ class SpeculativeConfig:
     accept: AcceptRule = EXACT
     members: tuple[SpeculativeConfig, ...] = ()
     verify_cost: tuple[float, ...] = ()
+    draft_cost: tuple[float, ...] = ()
 
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "none": (),
@@ -125,7 +132,7 @@ class SpeculativeConfig:
         "medusa": ("head", "draft_length", "candidates", "tree_tokens", "least_probability"),
         "draft_model": ("draft", "draft_head", "draft_length", "stop"),
         "cross_tokenizer": ("draft", "draft_head", "draft_length", "stop"),
-        "cascade": ("members", "verify_cost"),
+        "cascade": ("members", "verify_cost", "draft_cost"),
     }
 
     def __post_init__(self) -> None:
@@ -160,7 +167,12 @@ class SpeculativeConfig:
                 raise ConfigError(f"{name}: says nothing of chains, which candidates: 1 asks for")
         if self.kind == "cascade":
             _check_members(self.members)
-            _check_costs(self.verify_cost)
+            _check_costs("verify_cost", self.verify_cost, 0.1)
+            _check_costs("draft_cost", self.draft_cost, 0.0)
+            if self.draft_cost and not self.verify_cost:
+                raise ConfigError("draft_cost: says nothing where verify_cost is not known")
+            if self.draft_cost and len(self.draft_cost) != len(self.members):
+                raise ConfigError(f"draft_cost: {len(self.draft_cost)} numbers for {len(self.members)} members")
         try:
             object.__setattr__(self, "mask", normalise(self.mask))
         except MaskError as error:
@@ -175,6 +187,11 @@ class SpeculativeConfig:
         """Whether the output is the target's own."""
         return self.accept.lossless
 
+    @property
+    def runs_model(self) -> bool:
+        """Whether drafting takes passes of a model, if only a small one."""
+        return self.kind in ("layer_skip", "eagle", "medusa", "draft_model", "cross_tokenizer")
+
     def to_dict(self) -> dict[str, Any]:
         """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration.
 
@@ -188,16 +205,14 @@ class SpeculativeConfig:
             if self.kind == "eagle" and self.candidates == 1 and name in ("tree_tokens", "least_probability"):
                 continue
             value = getattr(self, name)
-            if name in ("bridge", "draft_head", "verify_cost") and not value:
+            if name in ("bridge", "draft_head", *_COSTS) and not value:
                 continue
             fields[name] = value.to_dict() if isinstance(value, StopRule) else value
         if not self.lossless:
             fields |= {"accept": self.accept.to_dict(), "lossless": False}
         if self.members:
             fields["members"] = [member.to_dict() for member in self.members]
-        if self.verify_cost:
-            fields["verify_cost"] = list(self.verify_cost)
-        return fields
+        return fields | {name: list(getattr(self, name)) for name in _COSTS if name in fields}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SpeculativeConfig:
@@ -224,8 +239,9 @@ class SpeculativeConfig:
             if not isinstance(values["members"], Sequence) or isinstance(values["members"], str):
                 raise ConfigError(f"members: {values['members']!r} is not a list of configurations")
             values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
-        if isinstance(values.get("verify_cost"), list):
-            values["verify_cost"] = tuple(values["verify_cost"])
+        for name in _COSTS:
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         return cls(**values)
 
     def label(self) -> str:

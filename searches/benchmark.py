@@ -10,7 +10,7 @@ On CUDA, what decoding takes at its peak beside all that is loaded is told too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -32,12 +32,10 @@ from layerskip import (
     UnsupportedModel,
     save_draft_checkpoint,
 )
-from layerskip.costs import in_steps
 from layerskip.files import write_json
 from layerskip.measure import Decoder, Task, interleave
 from layerskip.measurement import Sample
 from layerskip.tree_timing import TreeTiming, time_tree
-from layerskip.verify_timing import time_verification
 
 from .application import InputError, check_flag, check_whole, run
 from .benchmark_table import table
@@ -46,6 +44,7 @@ from .heading import heading
 from .interrupt import is_interrupt
 from .objective import MeasureSettings, check_seed
 from .peers import Peer
+from .pricing import Timer
 from .tracking import Tracker
 
 BASELINE = "plain"
@@ -144,7 +143,8 @@ def _contenders(
     configs = {BASELINE: SpeculativeConfig()}
     own, others = _present(config.contenders), _present(config.peers)
     export = None if config.config is None else Export.load(config.config, target).config
-    peers, costs = set(others), cache(partial(_verify_cost, config, target, sampling))
+    peers, timer = set(others), Timer(target, sampling, config.tree.context, config.seed)
+    verifying, drafting = cache(timer.verifying), dict[str, float]()
     rivals: dict[str, str] = {BASELINE: "transformers"} if "transformers" in peers else {}
     used = [fields.get("draft") for fields in (*own.values(), *others.values())]
     if config.draft_mask and config.draft_folder in used:
@@ -156,10 +156,11 @@ def _contenders(
             raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
         if rival in peers:
             rivals[name] = rival
-        said = values.pop("verify_cost", None)
-        configs[name] = SpeculativeConfig.from_dict(values if said is None else values | {"verify_cost": said})
-        if configs[name].kind == "cascade" and said is None:
-            configs[name] = replace(configs[name], verify_cost=costs())
+        costs = {key: values.pop(key, None) for key in ("verify_cost", "draft_cost")}
+        said = {key: cost for key, cost in costs.items() if cost is not None}
+        configs[name] = SpeculativeConfig.from_dict(values | said)
+        if configs[name].kind == "cascade":
+            configs[name] = _told(configs[name], said, verifying, partial(timer.drafting, known=drafting))
         refuse_answers_of(f"contenders.{name}", configs[name], target, prompts)
     if export is not None:
         configs["export"] = export
@@ -184,9 +185,18 @@ def _contenders(
     return contenders, rivals, configs
 
 
-def _verify_cost(config: DictConfig, target: Target, sampling: Sampling) -> tuple[float, ...]:
-    """What verifying drafts costs here, in steps of plain decoding."""
-    return in_steps(time_verification(target, config.tree.context, sampling=sampling, seed=config.seed))
+def _told(
+    config: SpeculativeConfig,
+    said: Mapping[str, Any],
+    verifying: Callable[[], tuple[float, ...]],
+    drafting: Callable[[Sequence[SpeculativeConfig]], tuple[float, ...]],
+) -> SpeculativeConfig:
+    """A cascade that knows what drafts and their verification cost here, as far as that was not said."""
+    if "verify_cost" not in said:
+        config = replace(config, verify_cost=verifying())
+    if "draft_cost" not in said and config.verify_cost:
+        config = replace(config, draft_cost=drafting(config.members))
+    return config
 
 
 def _present(group: DictConfig) -> dict[str, Any]:

@@ -20,9 +20,7 @@ from tqdm import tqdm
 
 from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.attachments import attached
-from layerskip.costs import in_steps
 from layerskip.environment import environment
-from layerskip.verify_timing import time_verification
 
 from . import report, report_picture
 from .application import InputError, run
@@ -34,9 +32,11 @@ from .ledger import FitLedger, fits_of
 from .makeup import makeups
 from .objective import Objective
 from .plan import Plan, default_name, describe
+from .pricing import Timer, draft_cost, verify_cost
 from .prior import Prior
 from .proposals import propose_all
 from .scan_oracle import ScanOracle
+from .space import SearchSpace
 from .stability import SeedStability, across_seeds
 from .standings import Standing, contenders, incumbent, ranking
 from .starts import starting_points
@@ -52,7 +52,6 @@ from .study import (
     prepare,
     run_trials,
     study_id,
-    verify_cost,
     without_password,
 )
 from .tracking import Tracker
@@ -110,8 +109,8 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
         bridged = _bridged(oracle, plan)
         proposed = _propose(oracle, bridged, plan)
         if "cascade" in plan.space.arms:
-            costs = verify_cost(study, functools.partial(_verify_cost, plan, tune, oracle))
-            plan = dataclasses.replace(plan, space=dataclasses.replace(plan.space, verify_cost=costs))
+            plan = dataclasses.replace(plan, space=_priced(plan, study, tune, oracle))
+        starts = starting_points(plan.space, proposed)
     _log_fits(plan, study, tracker)
     prepare(study)
     for trial in finished(study):
@@ -128,7 +127,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
             bar.set_postfix_str(f"best {incumbent(study):.3f} x")
 
         try:
-            run_trials(study, objective, settings, on_trial, starting_points(plan.space, proposed), fits)
+            run_trials(study, objective, settings, on_trial, starts, fits)
         except BaseException as error:
             if is_interrupt(error):
                 bar.close()
@@ -181,13 +180,15 @@ def _bridged(oracle: ScanOracle | None, plan: Plan) -> list[ScanOracle]:
     return [oracle.made_up(makeup, shelf) for makeup in made[1:]]
 
 
-def _verify_cost(plan: Plan, tune: PromptSet, oracle: ScanOracle | None) -> tuple[float, ...]:
-    """What verification costs here, timed by itself where there is no profile."""
-    if oracle is not None:
-        return oracle.profile.verify_cost
+def _priced(plan: Plan, study: optuna.Study, tune: PromptSet, oracle: ScanOracle | None) -> SearchSpace:
+    """The space, with what drafts and their verification cost here; the latter timed by itself where there is no profile."""
     lengths = [len(plan.target.encode(item.messages())) for item in tune]
     context = round(statistics.fmean(lengths) + plan.measuring.max_new_tokens / 2)
-    return in_steps(time_verification(plan.target, context, sampling=plan.sampling, seed=plan.seed))
+    timer = Timer(plan.target, plan.sampling, context, plan.seed)
+    costs = verify_cost(study, timer.verifying if oracle is None else lambda: oracle.profile.verify_cost)
+    return dataclasses.replace(
+        plan.space, verify_cost=costs, draft_cost=draft_cost(study, timer.drafting) if costs else None
+    )
 
 
 def _propose(oracle: ScanOracle | None, made_up: list[ScanOracle], plan: Plan) -> list[SpeculativeConfig]:

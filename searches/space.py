@@ -5,7 +5,7 @@ The space is conditional: first the kind of drafter, then that kind's own parame
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import optuna
@@ -72,6 +72,7 @@ class SearchSpace:
         allow_lossy: whether rules of acceptance that change the output are searched, too, and may win.
         trees: whether the target can verify them; else what drafts nothing else is left out, and ``eagle`` drafts chains.
         verify_cost: what verifying drafts costs, for cascades to verify as much as pays; empty where nobody measured it.
+        draft_cost: what the members of a cascade take to draft; None where nobody measures it.
         shelf: where bridges and draft heads come from; without it there are none.
 
     Raises:
@@ -106,6 +107,9 @@ class SearchSpace:
     allow_lossy: bool = False
     trees: bool = True
     verify_cost: tuple[float, ...] = ()
+    draft_cost: Callable[[Sequence[SpeculativeConfig]], tuple[float, ...]] | None = field(
+        default=None, repr=False, compare=False
+    )
     shelf: Shelf | None = field(default=None, repr=False, compare=False)
     _bits: tuple[int, ...] = field(init=False, repr=False)
 
@@ -180,6 +184,11 @@ class SearchSpace:
         """The kinds that a cascade may ask where its lookup finds nothing."""
         return tuple(kind for kind in self.arms if kind not in _NEVER_SECOND)
 
+    def cascade(self, *members: SpeculativeConfig) -> SpeculativeConfig:
+        """A cascade that is told what is known of costs."""
+        costs = () if self.draft_cost is None else self.draft_cost(members)
+        return SpeculativeConfig("cascade", members=members, verify_cost=self.verify_cost, draft_cost=costs)
+
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         """The configuration that a trial proposes."""
         config = self._suggest(trial, str(trial.suggest_categorical("kind", self.arms)))
@@ -194,8 +203,7 @@ class SearchSpace:
         if kind == "cascade":
             # Not "then", whose choices were fewer once: a study that goes on knows one list for each name.
             second = str(trial.suggest_categorical("second", self.seconds))
-            members = self._suggest(trial, "prompt_lookup"), self._suggest(trial, second)
-            return SpeculativeConfig(kind, members=members, verify_cost=self.verify_cost)
+            return self.cascade(self._suggest(trial, "prompt_lookup"), self._suggest(trial, second))
         if kind == "layer_skip":
             return suggest_skip(self, trial)
         if kind in ("prompt_lookup", "retrieval"):

@@ -79,7 +79,7 @@ def _behind_lookup(space: SearchSpace, seconds: Iterable[SpeculativeConfig]) -> 
     (shortest,) = _clip((2, space.ngram))
     lookup = replace(_lookup(space, 8, 4), ngram_min=shortest)
     first = itertools.islice(seconds, 1)
-    return [SpeculativeConfig("cascade", members=(lookup, second), verify_cost=space.verify_cost) for second in first]
+    return [space.cascade(lookup, second) for second in first]
 
 
 def _structured_masks(space: SearchSpace) -> Iterable[str]:

@@ -35,7 +35,6 @@ from .space import SearchSpace
 from .standings import FINISHED, ranking
 
 FORESIGHT_SECONDS = "foresight_seconds"
-_VERIFY_COST = "verify_cost"
 SETTINGS = "settings"
 _ID = "id"
 
@@ -156,16 +155,6 @@ def as_before(space: SearchSpace, study: optuna.Study) -> SearchSpace:
         if isinstance(before, CategoricalDistribution) and tuple(before.choices) != space.arms:
             return replace(space, kinds=[str(kind) for kind in before.choices])
     return space
-
-
-def verify_cost(study: optuna.Study, measure: Callable[[], Sequence[float]]) -> tuple[float, ...]:
-    """What the study's cascades know of the cost of verification: what was measured first, as other numbers would make other
-    configurations. Those of a version of this program that told them nothing go on knowing nothing."""
-    if _VERIFY_COST not in study.user_attrs:
-        known = (trial.user_attrs.get("config", {}) for trial in study.get_trials(deepcopy=False))
-        before = any(config.get("kind") == "cascade" for config in known)
-        study.set_user_attr(_VERIFY_COST, [] if before else list(measure()))
-    return tuple(study.user_attrs[_VERIFY_COST])
 
 
 def prepare(study: optuna.Study) -> None:

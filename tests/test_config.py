@@ -42,6 +42,7 @@ CONFIGS: list[dict[str, Any]] = [
             {"kind": "layer_skip", "mask": "mlp:2", "draft_length": 4, "stop": {"kind": "length"}},
         ],
         "verify_cost": [1.5, 1.75],
+        "draft_cost": [0.0, 0.5],
     },
 ]  # fmt: skip
 
@@ -117,6 +118,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": 1.5}, "verify_cost"),
     ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5, 0.0]}, "verify_cost"),
     ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": ["dear"]}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "draft_cost": [0.0, 0.5]}, "draft_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [0.5]}, "draft_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [0.0, -0.5]}, "draft_cost"),
 ]
 
 FOREIGN: list[tuple[dict[str, Any], str]] = [

@@ -110,6 +110,7 @@ CONFIGS: list[dict[str, Any]] = [
             {"kind": "eagle", "draft_length": 3, "candidates": 4, "tree_tokens": 8, "least_probability": 0.05},
         ],
         "verify_cost": [1.05, 1.1, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35],
+        "draft_cost": [0.0, 0.1],
     },
 ]
 if WHOLE:

@@ -102,6 +102,17 @@ class Follower(Protocol):
 
 
 @runtime_checkable
+class Finder(Protocol):
+    """What finds its drafts, so that no model runs for them: asking takes next to no time, and nothing is lost with a draft.
+
+    Attributes:
+        finds: whether it does.
+    """
+
+    finds: bool
+
+
+@runtime_checkable
 class Reader(Protocol):
     """What drafts from the target's hidden states.
 

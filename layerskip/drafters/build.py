@@ -26,6 +26,7 @@ from .eagle import Eagle
 from .layer_skip import LayerSkip
 from .lookahead import Lookahead
 from .medusa import Medusa
+from .priced_cascade import PricedCascade
 from .prompt_lookup import PromptLookup
 from .retrieval import Retrieval
 from .token_recycling import TokenRecycling
@@ -98,8 +99,10 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
             return CrossTokenizer(view, layers, width, translation, config.draft_length, config.stop, head)
         case "cascade":
             # Of what lossy rules accept the text tells nothing, so that nobody would know what a declined draft was worth.
-            costs = config.verify_cost if config.lossless else ()
-            return Cascade([build_drafter(member, target) for member in config.members], costs)
+            members = [build_drafter(member, target) for member in config.members]
+            if config.verify_cost and config.lossless:
+                return PricedCascade(members, config.verify_cost, config.draft_cost)
+            return Cascade(members)
         case other:
             raise ConfigError(f"kind: {other!r} has no drafter")
 

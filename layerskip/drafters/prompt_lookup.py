@@ -28,6 +28,7 @@ class PromptLookup:
     """
 
     tree_tokens = 0
+    finds = True
 
     def __init__(self, ngram_min: int, ngram_max: int, match: str, draft_length: int) -> None:
         self.sizes = range(ngram_max, ngram_min - 1, -1)

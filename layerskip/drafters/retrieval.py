@@ -39,6 +39,7 @@ class Retrieval:
     """
 
     learns = True
+    finds = True
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class TokenRecycling:
     """
 
     learns = True
+    finds = True
 
     def __init__(self, draft_length: int, tree_tokens: int, candidates: int, least_probability: float) -> None:
         self.draft_length = draft_length

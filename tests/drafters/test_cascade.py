@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,11 +17,8 @@ from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
-from layerskip.drafters.medusa import Medusa
 from layerskip.readout import Readout
-from layerskip.sampling import Chooser
 from layerskip.target import Target
-from layerskip.translation import Translation
 from layerskip.verify import Verdict
 from tests.drafters.contract import (
     GREEDY,
@@ -34,35 +30,16 @@ from tests.drafters.contract import (
     generated,
     target_of,
 )
-from tests.drafters.heads import eagle_head, family_of, medusa_heads
-from tests.drafters.test_cross_tokenizer import LETTERS, _other_letters, _spelling
+from tests.drafters.heads import eagle_head, family_of
+from tests.drafters.members import LOOKUP, SKIP, Choosing, Member, member_of
+from tests.drafters.test_cross_tokenizer import _other_letters
 from tests.drafters.test_draft_model import _like
 from tests.drafters.test_token_recycling import experienced
 from tests.families import build
 
-LOOKUP = {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 3, "draft_length": 4}
-SKIP = {"kind": "layer_skip", "mask": "attention:0;mlp:1", "draft_length": 3}
-
 
 def _skip(target: Target) -> dict[str, object]:
     return SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
-
-
-class Choosing(DrafterContract):
-    """What became of drafts is remembered; it is seen where it changes who drafts, which behind few tokens it need not."""
-
-    learns = True
-    remembers = True
-
-    def test_what_was_learnt_lasts_until_it_is_forgotten(self) -> None:
-        target = target_of("llama")
-        drafter = self.drafter(target)
-        assert isinstance(drafter, Cascade)
-        runs = []
-        for _ in range(2):
-            drafter.forget()
-            runs.append([decode(target, drafter, prompt, GREEDY, LENGTH).stats for prompt in PROMPTS * 2])
-        assert runs[0] == runs[1]
 
 
 class TestLookupThenLayerSkip(Choosing):
@@ -78,44 +55,7 @@ class TestLookupThenTrees(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         """The second has decoded before, so that it has something to draft."""
-        return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))])
-
-
-class TestLookupThenTreesThatHaveToPay(TestLookupThenTrees):
-    """What verification costs is known: some drafts are declined."""
-
-    samplings = SAMPLINGS[1:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        return Cascade([_second("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.25, 1.3))
-
-    def test_some_drafts_are_taken_and_some_declined(self) -> None:
-        target = target_of("llama")
-        cascade = self.drafter(target)
-        assert isinstance(cascade, Cascade)
-        cascade.members = members = tuple(Recorder(member) for member in cascade.members)
-        rounds = [r for prompt in PROMPTS for r in decode(target, cascade, prompt, GREEDY, LENGTH).stats.rounds]
-        drafted = {context for member in members for context, branches in member.drafts if branches}
-        assert 0 < sum(found.drafted > 0 for found in rounds) < len(drafted)
-
-
-class TestLookupRetrievalAndTreesThatHaveToPay(TestLookupThenTrees):
-    """Whoever finds drafts for nothing is asked, and all have their rounds."""
-
-    samplings = SAMPLINGS[1:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        members = [_second("prompt_lookup", target), _second("retrieval", target), copy.deepcopy(experienced(target))]
-        return Cascade(members, (1.0, 1.05))
-
-    def test_more_than_one_drafts(self) -> None:
-        target = target_of("llama")
-        cascade = self.drafter(target)
-        assert isinstance(cascade, Cascade)
-        cascade.members = members = tuple(Recorder(member) for member in cascade.members)
-        for prompt in PROMPTS * 2:
-            decode(target, cascade, prompt, GREEDY, LENGTH)
-        assert sum(any(branches for _, branches in member.drafts) for member in members) == 3
+        return Cascade([member_of("prompt_lookup", target), copy.deepcopy(experienced(target))])
 
 
 class TestLookupThenWindow(Choosing):
@@ -123,18 +63,10 @@ class TestLookupThenWindow(Choosing):
 
     trees = True
     samplings = SAMPLINGS[1:2]
-    costs: tuple[float, ...] = ()
 
     def drafter(self, target: Target) -> Drafter:
         window = {"kind": "lookahead", "draft_length": 2, "window": 3, "candidates": 2}
-        members = {"kind": "cascade", "members": [LOOKUP, window]}
-        return build_drafter(SpeculativeConfig.from_dict(members | {"verify_cost": list(self.costs)}), target)
-
-
-class TestLookupThenWindowThatCosts(TestLookupThenWindow):
-    """What asks the target something is never declined."""
-
-    costs = (9.0,)
+        return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, window]}), target)
 
 
 class TestLookupThenSiblings(Choosing):
@@ -152,7 +84,7 @@ class TestLookupThenDraftModel(Choosing):
     def drafter(self, target: Target) -> Drafter:
         """The second's cache lags behind whenever the first has drafted."""
         model = build("llama", 1, vocab_size=target.vocabulary, num_hidden_layers=1)
-        return Cascade([_second("prompt_lookup", target), DraftModel(model, 1, 3, StopRule())])
+        return Cascade([member_of("prompt_lookup", target), DraftModel(model, 1, 3, StopRule())])
 
 
 SURE, LESS_SURE = StopRule("threshold", 0.6), StopRule("threshold", 0.3)  # of models, and of worse drafters
@@ -180,7 +112,7 @@ class TestSureModelThenLookup(SureFirst):
     samplings = SAMPLINGS
 
     def drafter(self, target: Target) -> Drafter:
-        return Cascade([DraftModel(_like(target), target.layers, 3, SURE), _second("prompt_lookup", target)])
+        return Cascade([DraftModel(_like(target), target.layers, 3, SURE), member_of("prompt_lookup", target)])
 
 
 class TestSureModelWhoAdaptsThenLookup(SureFirst):
@@ -188,7 +120,7 @@ class TestSureModelWhoAdaptsThenLookup(SureFirst):
 
     def drafter(self, target: Target) -> Drafter:
         stop = StopRule("adaptive", 0.5, 0.5, step=0.5, threshold_decay=0.5)
-        return Cascade([DraftModel(_like(target), target.layers, 3, stop), _second("prompt_lookup", target)])
+        return Cascade([DraftModel(_like(target), target.layers, 3, stop), member_of("prompt_lookup", target)])
 
     def test_what_is_drafted_depends_on_the_context_alone(self) -> None:
         pytest.skip("who drafts depends on a threshold that follows the rounds before")
@@ -210,14 +142,14 @@ class TestSureSpellerThenLookup(SureFirst):
     def drafter(self, target: Target) -> Drafter:
         model, translation = _other_letters(target)
         sure = CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, LESS_SURE)
-        return Cascade([sure, _second("prompt_lookup", target)])
+        return Cascade([sure, member_of("prompt_lookup", target)])
 
 
 class TestSureHeadThenLookup(SureFirst):
     def drafter(self, target: Target) -> Drafter:
         head, embeddings = eagle_head(family_of(target)), target.model.get_input_embeddings()
         sure = Eagle(head, embeddings, Readout(target, head.tokens), 3, LESS_SURE)
-        return Cascade([sure, _second("prompt_lookup", target)])
+        return Cascade([sure, member_of("prompt_lookup", target)])
 
 
 @pytest.mark.parametrize("proposes", [True, False])
@@ -242,29 +174,6 @@ def test_an_unsure_draft_is_taken_where_nobody_is_surer(proposes: bool) -> None:
     assert unsure
 
 
-class Member:
-    """Drafts a token whenever it is told to, and remembers what it is told."""
-
-    tree_tokens = 0
-
-    def __init__(self) -> None:
-        self.proposes = True
-        self.told: list[str] = []
-
-    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        self.told.append("start")
-
-    def draft(self, context: Context, limit: int) -> Draft:
-        self.told.append("draft")
-        return Draft(torch.tensor([1] if self.proposes else [], dtype=torch.int64))
-
-    def observe(self, verdict: Verdict) -> None:
-        self.told.append("observe")
-
-    def hear(self, said: Said) -> None:
-        self.told.append("hear")
-
-
 def test_the_first_with_a_proposal_drafts_and_all_hear() -> None:
     first, second = Member(), Member()
     cascade = Cascade([first, second])
@@ -282,11 +191,11 @@ def test_the_first_with_a_proposal_drafts_and_all_hear() -> None:
 
 def test_who_was_never_asked_has_kept_the_request_for_the_next_one() -> None:
     target, first = target_of("llama"), Member()
-    cascade = Cascade([first, _second("retrieval", target)])
+    cascade = Cascade([first, member_of("retrieval", target)])
     told = decode(target, cascade, PROMPTS[2], GREEDY, LENGTH)
     first.proposes = False
     again = decode(target, cascade, PROMPTS[2], GREEDY, LENGTH)
-    fresh = decode(target, _second("retrieval", target), PROMPTS[2], GREEDY, LENGTH)
+    fresh = decode(target, member_of("retrieval", target), PROMPTS[2], GREEDY, LENGTH)
     assert told.tokens == again.tokens == fresh.tokens == generated("llama", PROMPTS[2], LENGTH)
     assert len(again.stats.rounds) < len(fresh.stats.rounds)
     assert again.stats.rounds[0].accepted > 0  # of what only the request before can have taught it
@@ -304,32 +213,10 @@ SECONDS = ("prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_
 TRAINED = ("eagle", "medusa", "draft_model", "cross_tokenizer")
 
 
-def _second(kind: str, target: Target) -> Drafter:
-    tree = {"least_probability": 0.0}
-    fields: dict[str, dict[str, object]] = {
-        "prompt_lookup": LOOKUP,
-        "retrieval": {"ngram_min": 2, "ngram_max": 3, "draft_length": 4} | tree,
-        "token_recycling": {"draft_length": 3} | tree,
-        "lookahead": {"draft_length": 2, "window": 3, "candidates": 2},
-        "layer_skip": SKIP,
-    }
-    if kind in fields:
-        return build_drafter(SpeculativeConfig.from_dict({"kind": kind} | fields[kind]), target)
-    if kind == "eagle":
-        head = eagle_head("llama")
-        return Eagle(head, target.model.get_input_embeddings(), Readout(target, head.tokens), 3, StopRule())
-    if kind == "medusa":
-        return Medusa(medusa_heads("llama"), Readout(target, None), 3, 4, 20, 0.01)
-    if kind == "draft_model":
-        return DraftModel(target.model, target.layers, 3, StopRule())
-    letters = _spelling(LETTERS[: target.vocabulary])
-    return CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule())
-
-
 @pytest.mark.parametrize("kind", [*SECONDS, *TRAINED])
 def test_whose_turn_was_skipped_for_rounds_catches_up(kind: str) -> None:
     target, right = target_of("llama"), 0
-    second = Recorder(_second(kind, target))
+    second = Recorder(member_of(kind, target))
     cascade = Cascade([Often(), second])
     for prompt in PROMPTS:
         second.drafts.clear()

@@ -78,8 +78,11 @@ def test_who_cannot_draft_for_a_target_is_left_out_by_name(tmp_path: Path, capsy
     assert "contenders.token_recycling: left out: " in capsys.readouterr().out
 
 
-def test_cascades_know_what_verification_costs(record: dict) -> None:  # type: ignore[type-arg]
+def test_cascades_know_what_drafts_and_their_verification_cost(record: dict) -> None:  # type: ignore[type-arg]
     configs = record["record"]["configs"]
+    lookup, model = configs["lookup_then_model"]["draft_cost"]
+    assert lookup == 0.0 < model
+    assert "draft_cost" not in configs["cascade"]  # nobody there runs a model
     assert configs["cascade"]["verify_cost"] == configs["lookup_then_model"]["verify_cost"]
     assert len(configs["cascade"]["verify_cost"]) == 16
 

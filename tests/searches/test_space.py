@@ -13,9 +13,10 @@ from optuna.trial import create_trial
 from layerskip import SpeculativeConfig, StopRule, Target
 from searches.application import InputError
 from searches.plan import supported
+from searches.pricing import draft_cost, verify_cost
 from searches.space import KINDS, SearchSpace
 from searches.starts import starting_points
-from searches.study import as_before, verify_cost
+from searches.study import as_before
 from tests.families import build
 
 SPACE = SearchSpace(
@@ -165,6 +166,25 @@ def test_a_study_goes_on_with_what_it_knew_of_the_cost_of_verification() -> None
     assert verify_cost(older, lambda: (1.5,)) == verify_cost(older, lambda: (1.5,)) == ()
 
 
+def test_a_study_goes_on_with_what_it_knew_of_the_cost_of_drafts() -> None:
+    study, older, asked = optuna.create_study(), optuna.create_study(), []
+
+    def measure(members: Sequence[SpeculativeConfig], known: dict[str, float]) -> tuple[float, ...]:
+        found = tuple(known.setdefault(member.kind, 0.25) for member in members)
+        asked.append(found)
+        return found
+
+    lookup, window = SpeculativeConfig("prompt_lookup"), SpeculativeConfig("lookahead")
+    assert draft_cost(study, measure)((lookup,)) == (0.25,)
+    assert study.user_attrs["draft_cost"] == {"prompt_lookup": 0.25}
+    assert draft_cost(study, measure)((lookup, window)) == (0.25, 0.25)
+    assert study.user_attrs["draft_cost"] == {"prompt_lookup": 0.25, "lookahead": 0.25}
+    attributes = {"config": SpeculativeConfig("cascade", members=(lookup, window), verify_cost=(1.5,)).to_dict()}
+    older.add_trial(create_trial(value=1.0, user_attrs=attributes))
+    assert draft_cost(older, measure)((lookup, window)) == draft_cost(older, measure)((lookup,)) == ()
+    assert len(asked) == 2
+
+
 def test_a_study_goes_on_with_the_kinds_that_it_chose_from() -> None:
     """There was no cascade without a second that it could have."""
     space = SearchSpace(layers=12, kinds=("prompt_lookup", "retrieval", "cascade"))
@@ -219,8 +239,9 @@ def test_what_the_first_head_of_each_kind_drafts_is_tried_behind_a_lookup(trees:
 
 
 def test_cascades_know_what_verification_costs() -> None:
-    space = replace(SPACE, verify_cost=(1.5, 1.6))
+    space = replace(SPACE, verify_cost=(1.5, 1.6), draft_cost=lambda members: (0.0, 0.5 * len(members)))
     (started,) = {config.verify_cost for config in starting_points(space) if config.kind == "cascade"}
+    assert {config.draft_cost for config in starting_points(space) if config.kind == "cascade"} == {(0.0, 1.0)}
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     study.enqueue_trial({"kind": "cascade"})
     assert started == space.suggest(study.ask()).verify_cost == space.verify_cost

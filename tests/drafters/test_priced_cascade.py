@@ -1,0 +1,314 @@
+"""Several drafters of known cost: the contract, and every choice against what rounds and the text had told by then."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import statistics
+
+import pytest
+import torch
+
+from layerskip.config import SpeculativeConfig, StopRule
+from layerskip.decode import decode
+from layerskip.draft import Draft
+from layerskip.drafters.base import Context, Drafter
+from layerskip.drafters.build import build_drafter
+from layerskip.drafters.draft_model import DraftModel
+from layerskip.drafters.eagle import Eagle
+from layerskip.drafters.priced_cascade import PricedCascade
+from layerskip.readout import Readout
+from layerskip.stats import Round
+from layerskip.target import Target
+from layerskip.verify import Verdict
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Recorder, target_of
+from tests.drafters.heads import eagle_head, family_of
+from tests.drafters.members import (
+    LOOKUP,
+    SKIP,
+    Choosing,
+    Kept,
+    Member,
+    Open,
+    Told,
+    ToldForNothing,
+    Trees,
+    branches_of,
+    mean,
+    member_of,
+    run_along,
+    score,
+)
+from tests.drafters.test_draft_model import _like
+from tests.drafters.test_token_recycling import experienced
+
+
+class Priced(Choosing):
+    samplings = SAMPLINGS[1:2]
+
+    def rounds(self, passes: int) -> tuple[dict[int, set[tuple[int, ...]]], list[Round]]:
+        """In which contexts each member has drafted in some passes over all prompts, and all rounds."""
+        target = target_of("llama")
+        cascade = self.drafter(target)
+        assert isinstance(cascade, PricedCascade)
+        cascade.members = members = tuple(Recorder(member) for member in cascade.members)
+        rounds = [r for prompt in PROMPTS * passes for r in decode(target, cascade, prompt, GREEDY, LENGTH).stats.rounds]
+        drafts = (member.drafts for member in members)
+        return {n: {context for context, branches in each if branches} for n, each in enumerate(drafts)}, rounds
+
+
+class TestLookupThenTreesThatHaveToPay(Priced):
+    trees = True
+
+    def drafter(self, target: Target) -> Drafter:
+        """The second has decoded before, so that it has something to draft."""
+        return PricedCascade([member_of("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.25, 1.3))
+
+    def test_some_drafts_are_taken_and_some_declined(self) -> None:
+        drafted, rounds = self.rounds(1)
+        assert 0 < sum(found.drafted > 0 for found in rounds) < len(set().union(*drafted.values()))
+
+
+class TestLookupRetrievalAndTreesThatHaveToPay(Priced):
+    """Whoever finds drafts for nothing is asked, and all have their rounds."""
+
+    trees = True
+
+    def drafter(self, target: Target) -> Drafter:
+        members = [member_of("prompt_lookup", target), member_of("retrieval", target), copy.deepcopy(experienced(target))]
+        return PricedCascade(members, (1.0, 1.05))
+
+    def test_more_than_one_drafts(self) -> None:
+        drafted, _ = self.rounds(2)
+        assert all(drafted.values())
+
+
+class TestLookupThenWindowThatHasToPay(Priced):
+    trees = True
+
+    def drafter(self, target: Target) -> Drafter:
+        return PricedCascade([member_of(kind, target) for kind in ("prompt_lookup", "lookahead")], (1.0,))
+
+
+class TestLookupThenLayerSkipThatHasToPay(Priced):
+    """Drawn drafts, too: what decides who drafts is known before anything is drawn."""
+
+    samplings = SAMPLINGS
+
+    def drafter(self, target: Target) -> Drafter:
+        skip = SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
+        members = [build_drafter(SpeculativeConfig.from_dict(fields), target) for fields in (LOOKUP, skip)]
+        return PricedCascade(members, (1.02, 1.04), (0.0, 0.05))
+
+    def test_it_has_some_rounds_and_not_all_that_are_left(self) -> None:
+        drafted, rounds = self.rounds(2)
+        assert 0 < len(drafted[1]) < sum(not found.drafted for found in rounds)
+
+
+class TestLookupThenHeadThatHasToPay(Priced):
+    trees = True
+
+    def drafter(self, target: Target) -> Drafter:
+        head, embeddings = eagle_head(family_of(target)), target.model.get_input_embeddings()
+        second = Eagle(head, embeddings, Readout(target, head.tokens), 3, StopRule(), 3, 6)
+        return PricedCascade([member_of("prompt_lookup", target), second], (1.05, 1.1), (0.0, 0.02))
+
+
+class TestSureModelAndLookupThatHaveToPay(Priced):
+    """Of two models the first leaves rounds where it is unsure to the second."""
+
+    samplings = SAMPLINGS[:1]
+
+    def drafter(self, target: Target) -> Drafter:
+        sure, second = (
+            DraftModel(_like(target), target.layers, 3, stop) for stop in (StopRule("threshold", 0.6), StopRule())
+        )
+        return PricedCascade([sure, member_of("prompt_lookup", target), second], (1.01, 1.02), (0.01, 0.0, 0.01))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_of_drafts_that_are_found_as_much_is_taken_as_pays(alone: bool) -> None:
+    """Every choice on some texts, against how often all that they had told of by then, taken or not, had been right."""
+    source, text, costs = random.Random(1), list[int](), {0: 1.0, 1: 1.3, 2: 1.3, 3: 1.8, 4: 2.05}
+    fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
+    first = Kept(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
+    second = Kept(teller := ToldForNothing([] if alone else text))
+    teller.right = 0.5
+    cascade = PricedCascade([first, second], (costs[1], costs[2], costs[3]))  # beyond which they go on straight
+    reached: dict[tuple[int, int], list[int]] = {}  # behind matches of each length, 0 by the second: whether each depth was
+    tokens = steps = 1.0
+    choices = dict.fromkeys(("first", "second", "second before first", "declined", "cut", "whole"), 0)
+
+    def paying(match: int, length: int) -> tuple[int, float]:
+        accepted = [0.0]
+        for depth in range(1, length + 1):
+            accepted.append(accepted[-1] + mean(reached.get((match, depth), []), 0.9**depth))
+        gains = [found - tokens / steps * (costs[size] - 1) for size, found in enumerate(accepted)]
+        size = gains.index(max(gains))
+        return size, gains[size]
+
+    for _ in range(8):
+        text[:] = source.choices(range(4), k=30)
+        text += text[8:20]
+        cascade.start(text[:8], None, None)  # type: ignore[arg-type]
+        open_drafts: Open = []
+        known = 9
+        while known < len(text) - 5:
+            score(open_drafts, {}, text[:known], reached)
+            first.last = second.last = Draft.empty(torch.device("cpu"))
+            draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
+            (length, beside), match = (each.last.tokens.shape[0] for each in (first, second)), first.last.match
+            (size, gain), (other, more) = paying(match, length), paying(0, beside)
+            if more > gain:
+                assert draft.found == second.last.found[:other] == tuple(draft.tokens.tolist())
+                choices["second before first" if size else "second"] += 1
+            elif size:
+                assert draft.found == first.last.found[:size] == tuple(draft.tokens.tolist())
+                choices["first"] += 1
+                choices["cut" if size < length else "whole"] += 1
+            else:
+                assert not draft.tokens.shape[0]
+                choices["declined"] += length > 0 or beside > 0
+            open_drafts += [(known, match, branches_of(first.last))] if length else []
+            open_drafts += [(known, 0, branches_of(second.last))] if beside else []
+            accepted = run_along(branches_of(draft), text[known:])
+            cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
+            tokens, steps = 0.99 * tokens + accepted + 1, 0.99 * steps + costs[len(draft.tokens)]
+            known += accepted + 1
+    assert min(choices[which] for which in ("first", "cut", "whole")) > 5
+    assert choices["declined"] > 5 if alone else min(choices["second"], choices["second before first"]) > 5
+
+
+@pytest.mark.parametrize("price", [0.3, 0.45])
+def test_who_runs_a_model_drafts_where_its_rounds_have_brought_more(price: float) -> None:
+    """Every choice on some texts, against the mean of rounds that it was asked in, those of earlier texts as sixteen."""
+    source, text, costs = random.Random(2), list[int](), {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.3, 4: 1.4}
+    first = Kept(build_drafter(SpeculativeConfig.from_dict(LOOKUP), target_of("llama")))
+    second = Kept(Told(text))
+    cascade = PricedCascade([first, second], (1.1, 1.2, 1.3, 1.4), (0.0, price))
+    reached: dict[tuple[int, int], list[int]] = {}
+    before: list[tuple[float, float]] = [
+        (1.0, 1.0)
+    ] * 2  # hoped for, then: tokens accepted and steps taken in rounds that the second was asked in
+    tokens = steps = 1.0
+    choices = dict.fromkeys(("found", "found at less", "declined", "asked", "asked beside found"), 0)
+    for number in range(8):
+        text[:] = source.choices(range(4), k=30)
+        text += text[8:20]
+        second.drafter.right = (0.9, 0.2)[number // 2 % 2]  # type: ignore[attr-defined]
+        cascade.start(text[:8], None, None)  # type: ignore[arg-type]
+        open_drafts: Open = []
+        known, here = 9, list[tuple[float, float]]()
+        while known < len(text) - 5:
+            score(open_drafts, {}, text[:known], reached)
+            first.last, second.last = Draft.empty(torch.device("cpu")), None  # type: ignore[assignment]
+            draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
+            length, match, pace = first.last.tokens.shape[0], first.last.match, tokens / steps
+            found, accepted = 0.0, 0.0
+            for depth in range(1, length + 1):
+                accepted += mean(reached.get((match, depth), []), 0.9**depth)
+                found = max(found, accepted - pace * (costs[depth] - 1))
+            rounds = here + [tuple(map(statistics.fmean, zip(*before, strict=True)))] * min(len(before), 16)
+            gain = statistics.fmean(accepted - pace * (cost - 1) for accepted, cost in rounds)
+            asked = second.last is not None
+            assert asked == (gain > found)
+            if asked and second.last.tokens.shape[0]:
+                assert draft is second.last
+            choices["asked" if asked else "found" if found else "declined"] += 1
+            choices["asked beside found"] += asked and found > 0
+            choices["found at less"] += not asked and gain > 0
+            open_drafts += [(known, match, branches_of(first.last))] if length else []
+            said = run_along(branches_of(draft), text[known:])
+            cascade.observe(Verdict(tuple(draft.tokens.tolist()), said, text[known + said], torch.tensor([0])))
+            cost = costs[draft.tokens.shape[0]] + (price * max(1, second.last.tokens.shape[0]) if asked else 0.0)
+            tokens, steps = 0.99 * tokens + said + 1, 0.99 * steps + cost
+            here += [(said if draft is second.last else 0, cost)] if asked else []
+            known += said + 1
+        before += here
+        assert len(before) < 128
+    assert min(choices.values()) > 5
+
+
+def test_who_was_declined_for_long_is_asked_again() -> None:
+    first, second = Member(), Kept(Told([0] * 700))
+    first.proposes = False
+    second.drafter.right = 0.0  # type: ignore[attr-defined]
+    cascade = PricedCascade([first, second], (1.1, 1.2), (0.0, 1.0))
+    cascade.start([0], None, None)  # type: ignore[arg-type]
+    asked = []
+    for known in range(1, 600):
+        second.last = None  # type: ignore[assignment]
+        cascade.draft(Context([0] * known, torch.tensor([0])), 4)
+        cascade.observe(Verdict((), 0, 0, torch.tensor([0])))
+        asked += [known] if second.last is not None else []
+    assert asked[0] == 1
+    assert [b - a for a, b in itertools.pairwise(asked)][-3:] == [129] * 3
+    cascade.forget()
+    cascade.start([0], None, None)  # type: ignore[arg-type]
+    cascade.draft(Context([0], torch.tensor([0])), 4)
+    assert second.last is not None
+
+
+def test_a_tree_that_does_not_pay_is_declined() -> None:
+    target = target_of("llama")
+    first = Member()
+    first.proposes = False
+    drafted = {}
+    for cost in (1.0, 50.0):
+        cascade = PricedCascade([first, copy.deepcopy(experienced(target))], (cost,))
+        rounds = [decode(target, cascade, prompt, GREEDY, LENGTH).stats.rounds for prompt in PROMPTS * 2]
+        drafted[cost] = sum(found.drafted > 0 for each in rounds for found in each)
+    assert drafted[50.0] == 0 < drafted[1.0]
+
+
+@pytest.mark.parametrize(
+    ("costs", "sizes"),
+    [
+        ((1.0, 1.0, 1.0, 1.0), [4, 4]),
+        ((1.05, 1.6, 1.9, 2.2), [1, 1]),  # of one token 0.6 are accepted, of two 1.1, of three 1.4
+        ((1.0, 1.0, 1.3, 1.4), [4, 2]),  # half as many of each, once none was
+        ((1.8, 1.9, 2.0, 2.1), [4, 4]),  # by then the usual pace is as slow
+        ((2.8, 2.9, 3.0, 3.1), [0, 0]),
+    ],
+)
+def test_of_a_tree_as_many_tokens_are_verified_as_pay(costs: tuple[float, ...], sizes: list[int]) -> None:
+    """The second time, it is known that the text went elsewhere."""
+    silent = Member()
+    silent.proposes = False
+    cascade, found = PricedCascade([silent, Trees()], costs), []
+    cascade.start([7], None, None)  # type: ignore[arg-type]
+    for text in ([7, 7], [7, 7, 7]):
+        draft = cascade.draft(Context(text, torch.tensor(text[-1:])), 4)
+        found.append(draft.tokens.shape[0])
+        assert draft.parents == ((-1, 0, -1, 2)[: found[-1]] if found[-1] > 2 else None)
+        cascade.observe(Verdict(draft.found, 0, 7, torch.tensor([7])))
+    assert found == sizes
+
+
+def test_what_was_left_out_of_a_tree_is_learnt_from_too() -> None:
+    """The text takes the second branch again and again, of which at first nothing is verified."""
+    silent = Member()
+    silent.proposes = False
+    cascade, text, sizes = PricedCascade([silent, Trees()], (1.05, 1.6, 1.9, 2.2)), [7], []
+    cascade.start(text, None, None)  # type: ignore[arg-type]
+    for _ in range(12):
+        draft = cascade.draft(Context(text, torch.tensor(text[-1:])), 4)
+        sizes.append(draft.tokens.shape[0])
+        said = [3, 4, 7]
+        cascade.observe(Verdict(draft.found, run_along(branches_of(draft), said), 7, torch.tensor([7])))
+        text += said
+    assert sizes[0] == 1
+    assert sizes[-1] == 4
+    cascade.forget()
+    cascade.start(text, None, None)  # type: ignore[arg-type]
+    assert cascade.draft(Context(text, torch.tensor(text[-1:])), 4).tokens.shape[0] == 1
+
+
+def test_the_beginning_of_a_tree_may_be_a_chain() -> None:
+    tree = Trees().draft(Context([7], torch.tensor([7])), 4)
+    assert tree.first(4) is tree
+    for size, parents in ((1, None), (2, None), (3, (-1, 0, -1))):
+        cut = tree.first(size)
+        assert (cut.tokens.tolist(), cut.parents) == ([1, 2, 3][:size], parents)
+        assert (cut.found, cut.chances) == ((1, 2, 3)[:size], (0.6, 0.5, 0.3)[:size])
