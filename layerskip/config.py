@@ -82,10 +82,10 @@ class SpeculativeConfig:
         head: for ``eagle`` and ``medusa``: the folder of a trained head.
         draft: for ``draft_model`` and ``cross_tokenizer``: a hub id, folder or GGUF file, as ``load_target`` takes them.
         accept: for all that draft: which drafted tokens pass; any rule but ``exact`` changes the output.
-        members: for ``cascade``: at least two configurations that draft; the first with a proposal drafts a round. One that
-            a stop rule ended behind its first token, or that was found behind matches which have earned less, lately, than
-            a member behind that runs no model, is taken only where the members behind have no better one; of several that
-            look up, the one that promises more drafts.
+        members: for ``cascade``: at least two configurations that draft. Where costs are not known, the first with a
+            proposal drafts a round; one that a stop rule ended behind its first token, or that was found behind matches
+            which have earned less, lately, than a member behind that runs no model, is taken only where the members behind
+            have no better one; of several that look up, the one that promises more drafts.
         verify_cost: for ``cascade``: what verifying 1, 2, ... drafted tokens takes, in steps of plain decoding, as
             :func:`~layerskip.verify_timing.time_verification` measures; beyond its end it is taken to go on straight, and
             trees are taken to cost what chains do. Each round is then drafted by whoever brings most for what it takes:
@@ -93,7 +93,7 @@ class SpeculativeConfig:
             Empty: it is not known, and nothing is declined; nor is it under a rule of acceptance that changes the output.
         draft_cost: for ``cascade`` whose ``verify_cost`` is known: what each member takes to draft one token of a chain, or
             one level of a tree, in steps of plain decoding, as :func:`~layerskip.draft_timing.time_drafting` measures; 0
-            for who runs no model. Empty: as if nobody's drafts took any time.
+            for who runs no model. Empty: it is not known, and who runs a model is asked where nothing that was found pays.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.

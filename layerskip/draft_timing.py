@@ -12,16 +12,15 @@ from .clock import now
 from .config import SpeculativeConfig
 from .decode import decode
 from .draft import Draft
-from .drafters.base import Context, Drafter, Follower, Reader, Said
+from .drafters.base import Context, Drafter, Reader, Said
 from .drafters.build import build_drafter
 from .sampling import Chooser, Sampling
 from .target import Target
-from .tree import depth
+from .tree import levels
 from .verify import Verdict
 
 _WARM_UP = 2  # rounds
 _ROOM = 32  # tokens
-_MAKE = ("kind", "mask", "bridge", "draft_head", "siblings", "head", "candidates", "draft")  # what drafting takes depends on
 
 
 def time_drafting(
@@ -52,7 +51,7 @@ def time_drafting(
     room = end - len(prompt) + _ROOM
     decode(target, drafter, prompt, sampling or Sampling(), room, stops=stops, seed=seed, eos_ids=none)
     step = statistics.median(drafter.steps[_WARM_UP:])
-    return round(statistics.median(drafter.levels[_WARM_UP:]) / step, 2)
+    return round(statistics.median(drafter.levels[_WARM_UP:] or drafter.vain) / step, 2)
 
 
 def draft_costs(
@@ -73,16 +72,24 @@ def draft_costs(
         context: tokens of a prompt.
         sampling: greedy where None.
         seed: of draws.
-        known: what was measured before, and is now; drafts of one make cost the same, however many they are.
+        known: what was measured before, to which is added what is measured now.
     """
     known = {} if known is None else known
     found = []
     for member in members:
-        make = " ".join(f"{name}={getattr(member, name)}" for name in _MAKE if getattr(member, name) or name == "siblings")
+        make = _make(member)
         if member.runs_model and make not in known:
             known[make] = time_drafting(target, member, context, sampling, seed=seed)
         found.append(known[make] if member.runs_model else 0.0)
     return tuple(found) if any(member.runs_model for member in members) else ()
+
+
+def _make(member: SpeculativeConfig) -> str:
+    """What a level of drafts takes depends on: of chains, not on how long they may be, nor how sure a draft has to be."""
+    fields = member.to_dict()
+    if not member.head:
+        del fields["draft_length"]
+    return " ".join(f"{name}={value}" for name, value in (fields | {"stop": member.stop.kind}).items() if value)
 
 
 class _Discarded:
@@ -90,6 +97,7 @@ class _Discarded:
 
     Attributes:
         levels: seconds of each draft, over the tokens that it has in a row.
+        vain: seconds of asking for a draft, where there was none.
         steps: seconds between drafts.
     """
 
@@ -98,6 +106,7 @@ class _Discarded:
         self.tree_tokens = drafter.tree_tokens
         self.modules = drafter.modules if isinstance(drafter, Reader) else ()
         self.levels: list[float] = []
+        self.vain: list[float] = []
         self.steps: list[float] = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -111,12 +120,12 @@ class _Discarded:
         begun = now(self._device)
         if self._ended:
             self.steps.append(begun - self._ended)
-        if isinstance(self._drafter, Follower):
-            self._drafter.follow(context)
         draft = self._drafter.draft(context, limit)
         self._ended = now(self._device)
-        row = draft.tokens.shape[0] if draft.parents is None else depth(draft.parents)
-        self.levels.append((self._ended - begun) / max(1, row))
+        if count := levels(draft):
+            self.levels.append((self._ended - begun) / count)
+        else:
+            self.vain.append(self._ended - begun)
         return Draft.empty(context.last.device)
 
     def observe(self, verdict: Verdict) -> None:

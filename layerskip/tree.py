@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from .anatomy import UnsupportedModel, anatomy, close
 from .cache import KVCache
+from .draft import Draft
 from .forward import forward
 from .sampling import upload
 from .view import OncePerModel, twin
@@ -152,6 +153,11 @@ def depth(parents: Sequence[int]) -> int:
     for parent in parents:
         levels.append(levels[parent + 1] + 1)
     return max(levels)
+
+
+def levels(draft: Draft) -> int:
+    """How many tokens a draft has in a row: of a chain all, of a tree those of its longest branch."""
+    return draft.tokens.shape[0] if draft.parents is None else depth(draft.parents)
 
 
 @functools.lru_cache(maxsize=256)

@@ -144,7 +144,8 @@ def _contenders(
     own, others = _present(config.contenders), _present(config.peers)
     export = None if config.config is None else Export.load(config.config, target).config
     peers, timer = set(others), Timer(target, sampling, config.tree.context, config.seed)
-    verifying, drafting = cache(timer.verifying), dict[str, float]()
+    verifying, drafting = cache(timer.verifying), partial(timer.drafting, known={})
+    cascades: dict[str, Mapping[str, Any]] = {}
     rivals: dict[str, str] = {BASELINE: "transformers"} if "transformers" in peers else {}
     used = [fields.get("draft") for fields in (*own.values(), *others.values())]
     if config.draft_mask and config.draft_folder in used:
@@ -158,15 +159,17 @@ def _contenders(
             rivals[name] = rival
         costs = {key: values.pop(key, None) for key in ("verify_cost", "draft_cost")}
         said = {key: cost for key, cost in costs.items() if cost is not None}
+        if values.get("kind") == "cascade":
+            cascades[name], said = said, {}
         configs[name] = SpeculativeConfig.from_dict(values | said)
-        if configs[name].kind == "cascade":
-            configs[name] = _told(configs[name], said, verifying, partial(timer.drafting, known=drafting))
         refuse_answers_of(f"contenders.{name}", configs[name], target, prompts)
     if export is not None:
         configs["export"] = export
         refuse_answers_of("config", export, target, prompts)
     for name, found in list(configs.items()):
         try:
+            if name in cascades:
+                found = configs[name] = _told(found, cascades[name], verifying, drafting)
             contenders[name] = Decoder.of(target, found)
         except UnsupportedModel as error:
             print(f"contenders.{name}: left out: {error}")
@@ -192,11 +195,12 @@ def _told(
     drafting: Callable[[Sequence[SpeculativeConfig]], tuple[float, ...]],
 ) -> SpeculativeConfig:
     """A cascade that knows what drafts and their verification cost here, as far as that was not said."""
-    if "verify_cost" not in said:
-        config = replace(config, verify_cost=verifying())
-    if "draft_cost" not in said and config.verify_cost:
-        config = replace(config, draft_cost=drafting(config.members))
-    return config
+    costs = dict(said)
+    if "verify_cost" not in costs:
+        costs["verify_cost"] = list(verifying())
+    if costs["verify_cost"] and config.lossless and "draft_cost" not in costs:
+        costs["draft_cost"] = list(drafting(config.members))
+    return SpeculativeConfig.from_dict(config.to_dict() | costs)
 
 
 def _present(group: DictConfig) -> dict[str, Any]:

@@ -10,12 +10,13 @@ import optuna
 from layerskip import Sampling, SpeculativeConfig, Target
 from layerskip.costs import in_steps
 from layerskip.draft_timing import draft_costs
+from layerskip.memory import out_of_memory
 from layerskip.verify_timing import time_verification
 
 _VERIFY_COST = "verify_cost"
 _DRAFT_COST = "draft_cost"
 
-Members = Sequence[SpeculativeConfig]
+Configs = Sequence[SpeculativeConfig]
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Timer:
         """What verifying 1, 2, ... drafted tokens takes."""
         return in_steps(time_verification(self.target, self.context, sampling=self.sampling, seed=self.seed))
 
-    def drafting(self, members: Members, known: dict[str, float]) -> tuple[float, ...]:
-        """What each member of a cascade takes for a drafted token; what is measured joins what is known."""
+    def drafting(self, members: Configs, known: dict[str, float]) -> tuple[float, ...]:
+        """What each member of a cascade takes for a drafted token; what is measured is added to ``known``."""
         return draft_costs(self.target, members, self.context, self.sampling, self.seed, known)
 
 
@@ -52,18 +53,23 @@ def verify_cost(study: optuna.Study, measure: Callable[[], Sequence[float]]) -> 
 
 
 def draft_cost(
-    study: optuna.Study, measure: Callable[[Members, dict[str, float]], tuple[float, ...]]
-) -> Callable[[Members], tuple[float, ...]]:
+    study: optuna.Study, measure: Callable[[Configs, dict[str, float]], tuple[float, ...]]
+) -> Callable[[Configs], tuple[float, ...]]:
     """The same of what their members take to draft, measured as one is first asked for."""
     if _DRAFT_COST not in study.user_attrs:
         study.set_user_attr(_DRAFT_COST, None if _has_cascades(study) else {})
 
-    def told(members: Members) -> tuple[float, ...]:
+    def told(members: Configs) -> tuple[float, ...]:
         known = study.user_attrs[_DRAFT_COST]
         if known is None:
             return ()
         before = len(known)
-        found = measure(members, known)
+        try:
+            found = measure(members, known)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            return ()  # whoever decodes so will find out
         if len(known) > before:
             study.set_user_attr(_DRAFT_COST, known)
         return found

@@ -181,7 +181,7 @@ class SearchSpace:
 
     @property
     def seconds(self) -> tuple[str, ...]:
-        """The kinds that a cascade may ask where its lookup finds nothing."""
+        """The kinds that may stand behind the lookup of a cascade."""
         return tuple(kind for kind in self.arms if kind not in _NEVER_SECOND)
 
     def cascade(self, *members: SpeculativeConfig) -> SpeculativeConfig:

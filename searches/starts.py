@@ -73,7 +73,7 @@ def _lookup(space: SearchSpace, length: int, longest: int) -> SpeculativeConfig:
 
 
 def _behind_lookup(space: SearchSpace, seconds: Iterable[SpeculativeConfig]) -> list[SpeculativeConfig]:
-    """The first of some drafters asked where a lookup finds nothing; nothing where the space has no cascades."""
+    """The first of some drafters behind a lookup; nothing where the space has no cascades."""
     if "cascade" not in space.arms:
         return []
     (shortest,) = _clip((2, space.ngram))

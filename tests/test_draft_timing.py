@@ -35,6 +35,10 @@ def test_a_token_of_a_chain_takes_a_pass(target: Target, sampling: Sampling) -> 
         assert time_drafting(target, config, 9, sampling) == 1.0
 
 
+def test_what_finds_nothing_runs_no_pass(target: Target) -> None:
+    assert time_drafting(target, LOOKUP, 9) == 0.0
+
+
 def test_members_cost_what_their_drafts_take_and_are_timed_once(target: Target) -> None:
     known: dict[str, float] = {}
     longer = SpeculativeConfig("layer_skip", 5, mask="layers:1")

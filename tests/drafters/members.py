@@ -78,6 +78,7 @@ class Member:
     """Drafts a token whenever it is told to, and remembers what it is told."""
 
     tree_tokens = 0
+    finds = False
 
     def __init__(self) -> None:
         self.proposes = True
@@ -102,11 +103,11 @@ class Told(Member):
 
     def __init__(self, text: Sequence[int]) -> None:
         super().__init__()
-        self.text, self.mood, self.right = text, random.Random(3), 0.7
+        self.text, self.mood, self.right, self.talks = text, random.Random(3), 0.7, 0.9
 
     def draft(self, context: Context, limit: int) -> Draft:
         said = [token if self.mood.random() < self.right else 9 for token in self.text[len(context.tokens) :][:2]]
-        return Draft(torch.tensor(said if self.mood.random() < 0.9 else [], dtype=torch.int64))
+        return Draft(torch.tensor(said if self.mood.random() < self.talks else [], dtype=torch.int64))
 
 
 class Kept(Member):

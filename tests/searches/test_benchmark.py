@@ -70,12 +70,18 @@ def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  #
 def test_who_cannot_draft_for_a_target_is_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-Neo's attention takes no mask of a tree's branches."""
     target = load_target(str(save_tiny(tmp_path / "model", "gpt_neo")), dtype="float32", device="cpu")
+    skip = "{kind:layer_skip,mask:'layers:1',siblings:1}"
+    fanned = f"+contenders.fanned={{kind:cascade,members:[{{kind:prompt_lookup}},{skip}]}}"
     with initialize_config_dir(CONF, version_base="1.3"):
-        config = compose("benchmark", ["contenders.layer_skip.mask=layers:1", *NO_PEERS, "contenders.draft_model=null"])
+        config = compose(
+            "benchmark", ["contenders.layer_skip.mask=layers:1", *NO_PEERS, "contenders.draft_model=null", fanned]
+        )
     contenders, rivals, configs = _contenders(config, target, PromptSet.of(["one"]), Sampling())
     assert {"plain", "prompt_lookup", "layer_skip"} <= contenders.keys()
-    assert "token_recycling" not in contenders.keys() | configs.keys() | rivals.keys()
-    assert "contenders.token_recycling: left out: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for name in ("token_recycling", "fanned"):
+        assert name not in contenders.keys() | configs.keys() | rivals.keys()
+        assert f"contenders.{name}: left out: " in said
 
 
 def test_cascades_know_what_drafts_and_their_verification_cost(record: dict) -> None:  # type: ignore[type-arg]
@@ -87,13 +93,14 @@ def test_cascades_know_what_drafts_and_their_verification_cost(record: dict) -> 
     assert len(configs["cascade"]["verify_cost"]) == 16
 
 
-def test_what_verification_costs_can_be_said(tmp_path: Path) -> None:
+def test_what_drafts_and_their_verification_cost_can_be_said(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device="cpu")
     others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model")]
     with initialize_config_dir(CONF, version_base="1.3"):
-        config = compose("benchmark", [*NO_PEERS, "+contenders.cascade.verify_cost=[1.5]", *others])
+        costs = "+contenders.cascade.verify_cost=[1.5]", "+contenders.cascade.draft_cost=[0.0,0.25]"
+        config = compose("benchmark", [*NO_PEERS, *costs, *others])
     _, _, configs = _contenders(config, target, PromptSet.of(["one"]), Sampling())
-    assert configs["cascade"].verify_cost == (1.5,)
+    assert (configs["cascade"].verify_cost, configs["cascade"].draft_cost) == ((1.5,), (0.0, 0.25))
 
 
 def test_a_self_draft_leaves_out_the_second_half_of_any_model(record: dict) -> None:  # type: ignore[type-arg]
