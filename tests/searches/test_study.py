@@ -134,10 +134,17 @@ def test_killed_at_any_moment_the_same_command_finishes(tiny_folder: Path, tmp_p
     _check_complete(outputs, "killed", 9)
     (profile,) = (outputs / "profiles").glob("*.json")
     step, *others = json.loads(profile.read_text(encoding="utf-8"))["profile"]["verify_seconds"]
-    configs = [trial.user_attrs["config"] for trial in journal_study(outputs, "killed").trials if trial.user_attrs]
-    costs = [config["verify_cost"] for config in configs if config["kind"] == "cascade"]
-    assert costs  # and all of them know what was measured once
-    assert all(found == pytest.approx([seconds / step for seconds in others], abs=0.006) for found in costs)
+    study = journal_study(outputs, "killed")
+    made = [trial.user_attrs["config"] for trial in study.trials if trial.user_attrs]
+    configs = [layerskip.SpeculativeConfig.from_dict(config) for config in made]
+    cascades = [config for config in configs if config.kind == "cascade"]
+    assert cascades  # and all of them know what was measured once
+    assert all(found.verify_cost == pytest.approx([seconds / step for seconds in others], abs=0.006) for found in cascades)
+    prices = study.user_attrs["draft_cost"].values()
+    for found in cascades:
+        priced = [member.runs_model for member in found.members]
+        assert len(found.draft_cost) == (2 if any(priced) else 0)
+        assert all(cost in (prices if model else (0.0,)) for cost, model in zip(found.draft_cost, priced, strict=False))
 
 
 def test_half_written_runs_and_lines_are_mended(done: Path, tiny_folder: Path, launch: Launch) -> None:
