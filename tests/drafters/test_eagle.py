@@ -10,6 +10,7 @@ from layerskip.decode import decode
 from layerskip.drafters.base import Drafter, NoDraft
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.eagle import Eagle
+from layerskip.drafters.priced_cascade import PricedCascade
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.eagle import EagleHead
 from layerskip.feature_store import Thought, read_features, think
@@ -87,7 +88,7 @@ class TestBehindLookup(DrafterContract):
 
 
 class TestTreesBehindLookup(DrafterContract):
-    """What searches find: trees behind lookups, each of whose tokens has to pay for its verification."""
+    """Trees at an unknown price behind lookups, each of whose tokens has to pay for its verification."""
 
     trees = True
     learns = True
@@ -96,7 +97,7 @@ class TestTreesBehindLookup(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         trees = _eagle(target, eagle_head(family_of(target)), candidates=3, tree_tokens=6)
-        return Cascade([PromptLookup(1, 3, "last", 3), trees], (1.25, 1.3))
+        return PricedCascade([PromptLookup(1, 3, "last", 3), trees], (1.25, 1.3))
 
 
 @pytest.mark.parametrize("lookback", [0, 2, 9])
