@@ -5,19 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import MutableMapping, Sequence
 
-from torch import Tensor
+import torch
 
-from .cache import KVCache
-from .clock import now
+from .clock import Clocked, now
 from .config import SpeculativeConfig
 from .decode import decode
 from .draft import Draft
-from .drafters.base import Context, Drafter, Reader, Said
+from .drafters.base import Context, Drafter
 from .drafters.build import build_drafter
-from .sampling import Chooser, Sampling
+from .sampling import Sampling
 from .target import Target
 from .tree import levels
-from .verify import Verdict
 
 _WARM_UP = 2  # rounds
 _ROOM = 32  # tokens
@@ -44,7 +42,7 @@ def time_drafting(
     Returns:
         What one token of a chain takes, or one level of a tree, in steps of plain decoding, to two decimals.
     """
-    drafter = _Discarded(build_drafter(config, target), target)
+    drafter = _Discarded(build_drafter(config, target), target.device)
     prompt = [token % target.vocabulary for token in range(max(1, context))]
     end = len(prompt) + 1 + _WARM_UP + rounds  # room is left for drafts of the last rounds
     stops, none = (lambda tokens: len(tokens) >= end), frozenset[int]()
@@ -74,14 +72,17 @@ def draft_costs(
         seed: of draws.
         known: what was measured before, to which is added what is measured now.
     """
+    if not any(member.runs_model for member in members):
+        return ()
     known = {} if known is None else known
-    found = []
-    for member in members:
-        make = _make(member)
-        if member.runs_model and make not in known:
-            known[make] = time_drafting(target, member, context, sampling, seed=seed)
-        found.append(known[make] if member.runs_model else 0.0)
-    return tuple(found) if any(member.runs_model for member in members) else ()
+    found = [0.0] * len(members)
+    for place, member in enumerate(members):
+        if member.runs_model:
+            make = _make(member)
+            if make not in known:
+                known[make] = time_drafting(target, member, context, sampling, seed=seed)
+            found[place] = known[make]
+    return tuple(found)
 
 
 def _make(member: SpeculativeConfig) -> str:
@@ -92,7 +93,7 @@ def _make(member: SpeculativeConfig) -> str:
     return " ".join(f"{name}={value}" for name, value in (fields | {"stop": member.stop.kind}).items() if value)
 
 
-class _Discarded:
+class _Discarded(Clocked):
     """A drafter of whose drafts nothing is verified.
 
     Attributes:
@@ -101,35 +102,22 @@ class _Discarded:
         steps: seconds between drafts.
     """
 
-    def __init__(self, drafter: Drafter, target: Target) -> None:
-        self._drafter, self._device, self._ended = drafter, target.device, 0.0
-        self.tree_tokens = drafter.tree_tokens
-        self.modules = drafter.modules if isinstance(drafter, Reader) else ()
+    def __init__(self, drafter: Drafter, device: torch.device) -> None:
+        super().__init__(drafter, device)
+        self._ended = 0.0
         self.levels: list[float] = []
         self.vain: list[float] = []
         self.steps: list[float] = []
 
-    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        self._drafter.start(prompt, cache, chooser)
-
-    def read(self, features: Tensor) -> None:
-        assert isinstance(self._drafter, Reader)
-        self._drafter.read(features)
-
     def draft(self, context: Context, limit: int) -> Draft:
-        begun = now(self._device)
+        """None, whatever the drafter says."""
+        begun = now(self.device)
         if self._ended:
             self.steps.append(begun - self._ended)
-        draft = self._drafter.draft(context, limit)
-        self._ended = now(self._device)
+        draft = self.drafter.draft(context, limit)
+        self._ended = now(self.device)
         if count := levels(draft):
             self.levels.append((self._ended - begun) / count)
         else:
             self.vain.append(self._ended - begun)
         return Draft.empty(context.last.device)
-
-    def observe(self, verdict: Verdict) -> None:
-        self._drafter.observe(verdict)
-
-    def hear(self, said: Said) -> None:
-        self._drafter.hear(said)

@@ -91,7 +91,7 @@ class Cascade(Members):
         # Places of members that draft for next to nothing, as no model runs.
         self._free = [place for place, member in enumerate(members) if not isinstance(member, (Reader, Stopped))]
         self._expectation = Expectation()
-        self._finders: set[int] = set()  # places of members that were seen to cost next to nothing to ask
+        self._looked_up: set[int] = set()  # places of members that were seen to cost next to nothing to ask
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Start every member."""
@@ -110,7 +110,7 @@ class Cascade(Members):
             if not draft.tokens.shape[0]:
                 continue
             if draft.match:
-                self._finders.add(place)
+                self._looked_up.add(place)
                 self._expectation.watch(like(place, draft), draft, len(context.tokens))
             if waits:
                 waits = draft.unsure or (draft.match > 0 and self._outdone(place, draft))
@@ -127,7 +127,7 @@ class Cascade(Members):
         """Whether a member need not be asked, given the best draft of those before it."""
         if found.match and place not in self._free:
             return True  # what was looked up waits for who is as cheap
-        return not waits and not (found.match and place in self._finders)
+        return not waits and not (found.match and place in self._looked_up)
 
     def _outdone(self, place: int, draft: Draft) -> bool:
         """Whether of a draft fewer tokens are accepted than a member behind that runs no model has had where it drafted.
@@ -141,7 +141,7 @@ class Cascade(Members):
         """Forget what drafts were worth, and let every member forget."""
         super().forget()
         self._expectation.forget()
-        self._finders.clear()
+        self._looked_up.clear()
 
     def observe(self, verdict: Verdict) -> None:
         """Tell the member whose draft it was, and remember what became of it."""
