@@ -188,9 +188,9 @@ class SpeculativeConfig:
         return self.accept.lossless
 
     @property
-    def runs_model(self) -> bool:
-        """Whether drafting takes passes of a model, if only a small one."""
-        return self.kind in ("layer_skip", "eagle", "medusa", "draft_model", "cross_tokenizer")
+    def finds(self) -> bool:
+        """Whether drafts are found in what was said before, so that drafting takes next to no time."""
+        return self.kind in ("none", "prompt_lookup", "retrieval", "token_recycling")
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration.

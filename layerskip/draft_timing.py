@@ -11,14 +11,14 @@ from .clock import Clocked, now
 from .config import SpeculativeConfig
 from .decode import decode
 from .draft import Draft
-from .drafters.base import Context, Drafter
+from .drafters.base import Context, Drafter, steps_of
 from .drafters.build import build_drafter
 from .sampling import Sampling
 from .target import Target
-from .tree import levels
 
 _WARM_UP = 2  # rounds
 _ROOM = 32  # tokens
+_SHORT = 64  # tokens of a prompt behind which everybody drafts who ever does
 
 
 def time_drafting(
@@ -31,6 +31,8 @@ def time_drafting(
 ) -> float:
     """Decode plainly behind a prompt that says nothing, ask a drafter in every round, and take medians.
 
+    Who drafts nothing behind so long a prompt, as for want of positions, is timed behind shorter ones.
+
     Args:
         target: the model.
         config: how to draft.
@@ -40,16 +42,26 @@ def time_drafting(
         seed: of draws.
 
     Returns:
-        What one token of a chain takes, or one level of a tree, in steps of plain decoding, to two decimals.
+        What one token of a chain takes, one level of a tree, or all levels where they are drafted at once, in steps of plain
+        decoding, to two decimals.
     """
-    drafter = _Discarded(build_drafter(config, target), target.device)
+    made = build_drafter(config, target)
+    asked = _ask(target, made, context, sampling or Sampling(), rounds, seed)
+    while not asked.drafting and context > _SHORT:
+        context //= 2
+        asked = _ask(target, made, context, sampling or Sampling(), rounds, seed)
+    step = statistics.median(asked.steps[_WARM_UP:])
+    return round(statistics.median(asked.drafting[_WARM_UP:] or asked.vain) / step, 2)
+
+
+def _ask(target: Target, drafter: Drafter, context: int, sampling: Sampling, rounds: int, seed: int) -> _Discarded:
+    """A drafter that was asked behind a prompt of so many tokens."""
+    asked = _Discarded(drafter, target.device)
     prompt = [token % target.vocabulary for token in range(max(1, context))]
     end = len(prompt) + 1 + _WARM_UP + rounds  # room is left for drafts of the last rounds
     stops, none = (lambda tokens: len(tokens) >= end), frozenset[int]()
-    room = end - len(prompt) + _ROOM
-    decode(target, drafter, prompt, sampling or Sampling(), room, stops=stops, seed=seed, eos_ids=none)
-    step = statistics.median(drafter.steps[_WARM_UP:])
-    return round(statistics.median(drafter.levels[_WARM_UP:] or drafter.vain) / step, 2)
+    decode(target, asked, prompt, sampling, end - len(prompt) + _ROOM, stops=stops, seed=seed, eos_ids=none)
+    return asked
 
 
 def draft_costs(
@@ -62,7 +74,7 @@ def draft_costs(
 ) -> tuple[float, ...]:
     """What each member of a cascade takes to draft, as :func:`time_drafting` measures.
 
-    0.0 is for who runs no model; where nobody does, nothing is told.
+    0.0 is for who finds drafts; where everybody does, nothing is told.
 
     Args:
         target: the model.
@@ -72,12 +84,12 @@ def draft_costs(
         seed: of draws.
         known: what was measured before, to which is added what is measured now.
     """
-    if not any(member.runs_model for member in members):
+    if all(member.finds for member in members):
         return ()
     known = {} if known is None else known
     found = [0.0] * len(members)
     for place, member in enumerate(members):
-        if member.runs_model:
+        if not member.finds:
             make = _make(member)
             if make not in known:
                 known[make] = time_drafting(target, member, context, sampling, seed=seed)
@@ -97,7 +109,7 @@ class _Discarded(Clocked):
     """A drafter of whose drafts nothing is verified.
 
     Attributes:
-        levels: seconds of each draft, over the tokens that it has in a row.
+        drafting: seconds of each draft, over the steps that it was made in.
         vain: seconds of asking for a draft, where there was none.
         steps: seconds between drafts.
     """
@@ -105,7 +117,7 @@ class _Discarded(Clocked):
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         super().__init__(drafter, device)
         self._ended = 0.0
-        self.levels: list[float] = []
+        self.drafting: list[float] = []
         self.vain: list[float] = []
         self.steps: list[float] = []
 
@@ -116,8 +128,6 @@ class _Discarded(Clocked):
             self.steps.append(begun - self._ended)
         draft = self.drafter.draft(context, limit)
         self._ended = now(self.device)
-        if count := levels(draft):
-            self.levels.append((self._ended - begun) / count)
-        else:
-            self.vain.append(self._ended - begun)
+        seconds = (self._ended - begun) / steps_of(self.drafter, draft)
+        (self.drafting if draft.tokens.shape[0] else self.vain).append(seconds)
         return Draft.empty(context.last.device)

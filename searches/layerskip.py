@@ -152,9 +152,11 @@ def _log_fits(plan: Plan, study: optuna.Study, tracker: Tracker) -> None:
 
 def _trained(plan: Plan, study: optuna.Study, tracker: Tracker, bridged: Sequence[ScanOracle]) -> list[Standing]:
     """The finalists that are bridged once more, with trained bridges, where a study trains any."""
-    if plan.space.shelf is None or not plan.space.shelf.trains:
+    space = plan.space
+    if space.shelf is None or not space.shelf.trains:
         return []
-    return TrainedBridges(plan.space.shelf, tracker).finalists(contenders(study, plan.measuring.finalists), bridged)
+    trained = TrainedBridges(space.shelf, tracker, space.draft_cost)
+    return trained.finalists(contenders(study, plan.measuring.finalists), bridged)
 
 
 def _foresee(plan: Plan, tune: PromptSet, folder: Path) -> ScanOracle | None:

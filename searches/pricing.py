@@ -10,7 +10,7 @@ import optuna
 from layerskip import Sampling, SpeculativeConfig, Target
 from layerskip.costs import in_steps
 from layerskip.draft_timing import draft_costs
-from layerskip.memory import out_of_memory
+from layerskip.memory import out_of_memory, release
 from layerskip.verify_timing import time_verification
 
 _VERIFY_COST = "verify_cost"
@@ -69,6 +69,7 @@ def draft_cost(
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
+            release()
             return ()  # whoever decodes so will find out
         if len(known) > before:
             study.set_user_attr(_DRAFT_COST, known)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
-from layerskip.bridge import Bridges, load_bridges
-from layerskip.costs import NO_AIDS, Aids, CostProfile
+from layerskip.bridge import load_bridges
+from layerskip.costs import Aids, CostProfile
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
 from layerskip.replay import Counts, count, replay_lookup
@@ -26,6 +26,7 @@ from layerskip.scan import Scan, Scanner
 from layerskip.trace import Branching
 
 from .kept import Kept
+from .made_up import MadeUp
 from .makeup import Makeup
 from .oracle import Choice, Choices, Prediction
 from .shelf import Shelf, about
@@ -58,9 +59,9 @@ class ScanOracle:
         makeup: Makeup | None = None,
         shelf: Shelf | None = None,
     ) -> None:
-        self.makeup, self._shelf = makeup or Makeup(), shelf
+        self.makeup = makeup or Makeup()
+        self._made_up = MadeUp(self.makeup, shelf)
         self._folder = folder
-        self._tokens = None if shelf is None else shelf.tokens(self.makeup.tokens)
         self._scanner, self._screen, self._profile, self._choices = scanner, screen, profile, choices
         self._agreements = Kept(folder / "agreements.jsonl")
         self._counts = Kept(folder / "counts.jsonl")
@@ -100,8 +101,8 @@ class ScanOracle:
         """One pass over the screen's positions for each mask that was not asked about before."""
         for some in self._portions(self._new(masks, self._agreements)):
             start = time.monotonic()
-            for scan in self._screen.scan(some, depth=1, bridges=self._bridges(some), tokens=self._tokens):
-                self._agreements.add(scan.mask.format(), scan.agreement, self._lasting(scan.mask))
+            for scan in self._made_up.scan(self._screen, some, depth=1):
+                self._agreements.add(scan.mask.format(), scan.agreement, self._made_up.lasting(scan.mask))
             self.screening_seconds += time.monotonic() - start
         return [float(self._agreements[mask.format()]) for mask in masks]
 
@@ -133,13 +134,11 @@ class ScanOracle:
 
     def aids(self, mask: SkipMask) -> Aids:
         """Those of the makeup."""
-        return NO_AIDS if self._shelf is None else self._shelf.aids(mask, self.makeup)
+        return self._made_up.aids(mask)
 
     def knows(self, config: SpeculativeConfig) -> bool:
         """Whether a self-draft's bridges and draft head are those of the makeup."""
-        if self._shelf is None or not (config.bridge or config.draft_head):
-            return self.makeup == Makeup() and not config.bridge and not config.draft_head
-        return self._shelf.makeup(config) == self.makeup
+        return self._made_up.made(config)
 
     def suited(self, config: SpeculativeConfig) -> SpeculativeConfig:
         """A configuration with the draft length, stop rule and siblings that suit it best, its own ones among them.
@@ -152,12 +151,11 @@ class ScanOracle:
         bridges = load_bridges(folder, self._scanner.target, mask)
         name = digest([folder.name, about(folder), config.draft_length, config.stop.to_dict(), astuple(own[2])])
         if name not in self._trained:
-            (scan,) = self._scanner.scan([mask], bridges=[bridges], tokens=self._tokens)
+            (scan,) = self._scanner.scan([mask], bridges=[bridges], tokens=self._made_up.tokens)
             self._trained.add(name, [self._counted(scan), _sum(self._scanner.counts(scan, *own, warmed=True)).to_list()])
         others, counts = self._trained[name]
         found = self._read(others) | {own: Counts.from_list(counts)}
-        aids = Aids.of(bridges.shape, 0 if self._shelf is None else self._shelf.left_out(self.makeup.tokens))
-        (length, stop, branching), _ = self._fastest(found, mask, aids)
+        (length, stop, branching), _ = self._fastest(found, mask, self._made_up.trained_aids(bridges))
         siblings, least = astuple(branching)
         return replace(config, draft_length=length, stop=stop, siblings=siblings, least_probability=least)
 
@@ -167,31 +165,15 @@ class ScanOracle:
         folder = self._folder / f"{bridge}-{makeup.rank}-{makeup.tokens}-{shelf.digest[:12]}"
         return ScanOracle(self._scanner, self._screen, self._profile, self._choices, folder, makeup, shelf)
 
-    def _aided(self, mask: str) -> tuple[str, str]:
-        """The folders of a mask's bridges and of the draft head."""
-        if self._shelf is None:
-            return "", ""
-        parsed = SkipMask.parse(mask, self.layers)
-        return self._shelf.bridge(parsed, self.makeup), self._shelf.head(self.makeup.tokens)
-
-    def _bridges(self, masks: Sequence[SkipMask]) -> list[Bridges | None] | None:
-        if self._shelf is None:
-            return None
-        return [self._shelf.load(self._shelf.bridge(mask, self.makeup), mask) for mask in masks]
-
-    def _lasting(self, mask: SkipMask) -> bool:
-        """Whether what a scan says of a mask is so on any day: its bridges may only have found no memory today."""
-        return self._shelf is None or not self._shelf.lacks(mask, self.makeup)
-
     def _count(self, mask: SkipMask, draft_length: int, stop: StopRule, branching: Branching) -> Counts:
         """The counts of one choice beside those that every mask is tried with."""
         name = json.dumps([mask.format(), draft_length, stop.to_dict(), *astuple(branching)])
         if name not in self._others:
             if mask not in self._scans:
-                (self._scans[mask],) = self._scanner.scan([mask], bridges=self._bridges([mask]), tokens=self._tokens)
+                (self._scans[mask],) = self._made_up.scan(self._scanner, [mask])
                 self._forget()
             counts = self._scanner.counts(self._scans[mask], draft_length, stop, branching, warmed=True)
-            self._others.add(name, _sum(counts).to_list(), self._lasting(mask))
+            self._others.add(name, _sum(counts).to_list(), self._made_up.lasting(mask))
         return Counts.from_list(self._others[name])
 
     def _forget(self) -> None:
@@ -240,7 +222,7 @@ class ScanOracle:
     def _scan(self, masks: Sequence[SkipMask]) -> None:
         for some in self._portions(self._new(masks, self._counts)):
             start = time.monotonic()
-            scans = self._scanner.scan(some, floor=self._choices.floor, bridges=self._bridges(some), tokens=self._tokens)
+            scans = self._made_up.scan(self._scanner, some, floor=self._choices.floor)
             seconds = (time.monotonic() - start) / len(some)
             for scan in scans:
                 start = time.monotonic()
@@ -249,7 +231,7 @@ class ScanOracle:
                 self._forget()
                 seconds_in_all = seconds + time.monotonic() - start
                 kept = {"agreement": scan.agreement, "counts": found, "seconds": seconds_in_all}
-                self._counts.add(scan.mask.format(), kept, self._lasting(scan.mask))
+                self._counts.add(scan.mask.format(), kept, self._made_up.lasting(scan.mask))
 
     def _counted(self, scan: Scan) -> list[list[Any]]:
         """Of every choice: draft length, number of its stop rule, siblings, and the counts of each passage."""
@@ -281,7 +263,7 @@ class ScanOracle:
     def _best(self, mask: SkipMask) -> Prediction:
         known = self._counts[mask.format()]
         (length, stop, branching), speedup = self._fastest(self._read(known["counts"]), mask, self.aids(mask))
-        bridge, head = self._aided(mask.format())
+        bridge, head = self._made_up.folders(mask)
         config = SpeculativeConfig(
             "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, bridge=bridge, draft_head=head
         )

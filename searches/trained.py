@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,16 @@ class TrainedBridges:
     Args:
         shelf: where closed forms, texts and settings come from, and where what is trained is kept.
         tracker: of the study, below whose run every training gets one; None tells nobody.
+        draft_cost: what the members of a cascade take to draft; None, or nothing told, keeps what closed forms took.
     """
 
-    def __init__(self, shelf: Shelf, tracker: Tracker | None = None) -> None:
-        self._shelf, self._target, self._tracker = shelf, shelf.target, tracker
+    def __init__(
+        self,
+        shelf: Shelf,
+        tracker: Tracker | None = None,
+        draft_cost: Callable[[Sequence[SpeculativeConfig]], tuple[float, ...]] | None = None,
+    ) -> None:
+        self._shelf, self._target, self._tracker, self._draft_cost = shelf, shelf.target, tracker, draft_cost
         self._learning: dict[str, Any] = {name: getattr(shelf.settings, name) for name in _SETTINGS}
         self._learning |= {"max_seconds": shelf.settings.train_seconds, "steps": _STEPS}
         self._learning |= {"save_seconds": _SAVED, "seed": shelf.seed}
@@ -89,7 +95,10 @@ class TrainedBridges:
         if config.bridge:
             return self.of(config)
         members = tuple((self.of(member) if member.bridge else None) or member for member in config.members)
-        return replace(config, members=members) if members != config.members else None
+        if members == config.members:
+            return None
+        cost = () if self._draft_cost is None else self._draft_cost(members)
+        return replace(config, members=members, draft_cost=cost or config.draft_cost)
 
     def of(self, config: SpeculativeConfig) -> SpeculativeConfig | None:
         """A bridged configuration with its bridges trained, from their closed form on, or from what was trained before of

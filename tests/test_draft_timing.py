@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from layerskip import SpeculativeConfig, draft_timing
+from layerskip.draft import Draft
 from layerskip.draft_timing import draft_costs, time_drafting
+from layerskip.drafters.base import Context
 from layerskip.sampling import Sampling
 from layerskip.target import Target
 from tests.drafters.contract import VOCABULARY
+from tests.drafters.members import Member
 from tests.families import build
 
 LOOKUP = SpeculativeConfig("prompt_lookup")
@@ -18,10 +21,15 @@ SKIP = SpeculativeConfig("layer_skip", 3, mask="layers:1")
 
 
 @pytest.fixture
-def target(monkeypatch: pytest.MonkeyPatch) -> Target:
-    """Whose passes, and those of its views, are what the clock counts."""
+def passes() -> list[Any]:
+    """What the clock counts."""
+    return []
+
+
+@pytest.fixture
+def target(passes: list[Any], monkeypatch: pytest.MonkeyPatch) -> Target:
+    """Whose passes, and those of its views, are counted."""
     model = build("llama", 1, vocab_size=VOCABULARY)
-    passes: list[Any] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda *given: passes.append(given))
     monkeypatch.setattr(draft_timing, "now", lambda device: float(len(passes)))
     return Target(model, None, "toy")
@@ -52,3 +60,27 @@ def test_members_cost_what_their_drafts_take_and_are_timed_once(target: Target) 
     assert len(known) == 2
     assert draft_costs(target, (LOOKUP, LOOKUP), 9, known=known) == ()
     assert len(known) == 2
+    assert draft_costs(target, (LOOKUP, SpeculativeConfig("lookahead", 2)), 9) == (0.0, 0.0)  # who does not find has to pay
+
+
+class _Trees(Member):
+    """Drafts a tree of three levels, for which it takes six passes; behind more tokens than it can read, nothing."""
+
+    def __init__(self, passes: list[Any], most: int, at_once: bool) -> None:
+        super().__init__()
+        self._passes, self._most, self.at_once = passes, most, at_once
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        if len(context.tokens) > self._most:
+            return Draft.empty(context.last.device)
+        self._passes += [None] * 6
+        return Draft.of_tree([1, 2, 3, 4], [-1, 0, 1, -1], context.last.device)
+
+
+@pytest.mark.parametrize(("at_once", "price"), [(False, 2.0), (True, 6.0)])
+@pytest.mark.parametrize("most", [1000, 100, 0])
+def test_a_level_of_a_tree_is_timed_where_there_are_trees(
+    at_once: bool, price: float, most: int, target: Target, passes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_timing, "build_drafter", lambda config, target: _Trees(passes, most, at_once))
+    assert time_drafting(target, SKIP, 300) == (price if most else 0.0)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-import layerskip
 from layerskip.anatomy import UnsupportedModel
 from layerskip.bridge import load_bridges
 from layerskip.config import SpeculativeConfig, StopRule
@@ -22,6 +21,7 @@ from layerskip.drafters.base import NoDraft
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.mask import SkipMask
+from layerskip.measure import measure
 from layerskip.passages import Passage, continue_prompts
 from layerskip.prompts import PromptSet
 from layerskip.replay import count, replay_lookup
@@ -102,7 +102,7 @@ def test_an_adaptive_threshold_is_measured_as_it_is_replayed(tiny_target: Target
     scanner = Scanner(tiny_target, passages, GREEDY, depth=4)
     (scan,) = scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
     config = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=stop)
-    measured = layerskip.measure(tiny_target, prompts, config, max_new_tokens=12, repeats=2)
+    measured = measure(tiny_target, prompts, config, max_new_tokens=12, repeats=2)
     assert [list(sample.stats.rounds) for sample in measured.candidate] == 2 * scanner.rounds(scan, 4, stop)
 
 
@@ -266,18 +266,6 @@ def test_a_family_whose_rows_cannot_be_told_apart_is_refused() -> None:
     passages = [passage_of(target, 0, [5, 6, 7], GREEDY, 8)]
     with pytest.raises(UnsupportedModel, match="GPTNeoForCausalLM: cannot be scanned"):
         Scanner(target, passages, GREEDY).check()
-
-
-def test_continuations_are_made_once(tiny_target: Target, tmp_path: object) -> None:
-    prompts = PromptSet.of(["one two", "three"])
-    heard: list[int] = []
-    first = continue_prompts(tiny_target, prompts, GREEDY, 6, folder=tmp_path)  # type: ignore[arg-type]
-    again = continue_prompts(tiny_target, prompts, GREEDY, 6, folder=tmp_path, on_prompt=lambda: heard.append(1))  # type: ignore[arg-type]
-    other = continue_prompts(tiny_target, prompts, GREEDY, 5, folder=tmp_path)  # type: ignore[arg-type]
-    assert first == again
-    assert len(heard) == 2
-    assert [p.tokens[:5] for p in first] == [p.tokens for p in other]
-    assert list(first[0].tokens) == layerskip.generate(tiny_target, "one two", max_new_tokens=6).tokens
 
 
 def test_smollm2_is_replayed(smollm2: Target) -> None:

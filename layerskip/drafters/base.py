@@ -11,6 +11,7 @@ from torch import Tensor
 from ..cache import KVCache
 from ..draft import Draft
 from ..sampling import Chooser
+from ..tree import levels
 from ..verify import Verdict
 
 
@@ -110,6 +111,27 @@ class Finder(Protocol):
     """
 
     finds: bool
+
+
+@runtime_checkable
+class AtOnce(Protocol):
+    """What drafts all levels of a tree at once, so that a deep one takes no longer than a shallow one.
+
+    Attributes:
+        at_once: whether it does.
+    """
+
+    at_once: bool
+
+
+def drafts_at_once(drafter: Drafter) -> bool:
+    """Whether a drafter drafts all levels at once."""
+    return isinstance(drafter, AtOnce) and drafter.at_once
+
+
+def steps_of(drafter: Drafter, draft: Draft) -> int:
+    """In how many steps of its own a drafter made a draft; one where it looked in vain."""
+    return 1 if drafts_at_once(drafter) else max(1, levels(draft))
 
 
 @runtime_checkable

@@ -31,6 +31,8 @@ class Lookahead:
         candidates: so many n-grams are kept, and verified, for each first token.
     """
 
+    at_once = True
+
     def __init__(self, draft_length: int, window: int, candidates: int) -> None:
         self.draft_length, self.window, self.candidates = draft_length, window, candidates
         self.tree_tokens = draft_length * (window + candidates)
@@ -42,6 +44,7 @@ class Lookahead:
         guesses = itertools.islice(itertools.cycle(prompt), self.window)
         self._rows: list[list[int]] = [list(guesses)]
         self._asked: list[int] | None = None  # where in the block of this pass the window's last row lies
+        self._drafted: list[int] = []
         for ngram in zip(*(prompt[start:] for start in range(self.draft_length + 1)), strict=False):
             self._keep(ngram)
 
@@ -60,6 +63,7 @@ class Lookahead:
                 above = list(range(len(tokens), len(tokens) + self.window))
                 tokens += row
             self._asked = [node + 1 for node in above]
+        self._drafted = tokens
         return Draft.of_tree(tokens, parents, context.last.device)
 
     def _candidates(self, token: int, depth: int) -> tuple[list[int], list[int]]:
@@ -80,11 +84,11 @@ class Lookahead:
 
     def hear(self, said: Said) -> None:
         """What the target says behind the window's last row is its next row; a full column is an n-gram."""
-        if self._asked is None:
+        asked, self._asked = self._asked, None
+        if asked is None or said.block[1:].tolist() != self._drafted:  # another's draft was verified
             return
-        asked = upload(self._asked, said.logits.device)
-        self._rows.append(most_likely(said.logits.index_select(0, asked)).tolist())
-        self._asked = None
+        behind = upload(asked, said.logits.device)
+        self._rows.append(most_likely(said.logits.index_select(0, behind)).tolist())
         if len(self._rows) > self.draft_length:
             for column in zip(*self._rows, strict=True):
                 self._keep(column)

@@ -32,6 +32,8 @@ class Medusa:
         least_probability: a branch ends where the heads think it less likely.
     """
 
+    at_once = True
+
     def __init__(
         self,
         heads: MedusaHeads,

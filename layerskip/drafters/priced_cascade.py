@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from ..cache import KVCache
 from ..draft import Draft
 from ..sampling import Chooser
-from ..tree import levels
 from ..verify import Verdict
-from .base import Context, Drafter, Finder
+from .base import Context, Drafter, Finder, drafts_at_once, steps_of
 from .cascade import Members, like
 from .expectation import Expectation
 
@@ -58,16 +57,18 @@ class PricedCascade(Members):
     Args:
         members: as of any cascade.
         verify_cost: of verifying 1, 2, ... drafted tokens, in steps of plain decoding.
-        draft_cost: what each member takes to draft a token of a chain, or a level of a tree, in such steps; empty
-            where it is not known: who does not find drafts is asked then where nothing that was found pays.
+        draft_cost: what each member takes to draft a token of a chain, a level of a tree, or all levels where it drafts them
+            at once, in such steps; empty where it is not known: who does not find drafts is asked then where nothing that
+            was found pays. Whose every token takes a whole step is never asked, as that cannot pay.
     """
 
     def __init__(self, members: Sequence[Drafter], verify_cost: Sequence[float], draft_cost: Sequence[float] = ()) -> None:
         super().__init__(members)
         self._verify_cost = tuple(verify_cost)
-        self._draft_cost = tuple(draft_cost)
+        self._priced, self._draft_cost = bool(draft_cost), tuple(draft_cost) or (0.0,) * len(self.members)
         self._finders = [place for place, member in enumerate(members) if isinstance(member, Finder) and member.finds]
-        self._others = [place for place in range(len(members)) if place not in self._finders]
+        able = [place for place, member in enumerate(members) if self._draft_cost[place] < 1 or drafts_at_once(member)]
+        self._others = [place for place in able if place not in self._finders]
         self._expectation = Expectation(by_token=True)
         self._begin_to_learn()
 
@@ -95,7 +96,7 @@ class PricedCascade(Members):
         unsure: tuple[int, Draft] | None = None
         for place in self._promising(max(most, 1.0)):
             draft = self.members[place].draft(context, limit)
-            self._asked[place] = max(1, levels(draft)) * (self._draft_cost[place] if self._draft_cost else 0.0)
+            self._asked[place] = steps_of(self.members[place], draft) * self._draft_cost[place]
             if not draft.tokens.shape[0]:
                 continue
             if not draft.unsure:
@@ -114,7 +115,7 @@ class PricedCascade(Members):
 
         Of whom it is not known what their drafts take, all do where nothing was found that pays.
         """
-        if not self._draft_cost:
+        if not self._priced:
             return self._others if self._drafted is None else []
         worth = {place: (1 + known.accepted) / known.cost for place, known in self._here.items()}
         for place in self._others:
@@ -164,7 +165,7 @@ class PricedCascade(Members):
         """Tell the member whose draft it was, and remember what the round brought."""
         super().observe(verdict)
         verifying = self._verifying(self._size)
-        if self._draft_cost or not self._asked:  # else nobody knows what the round took
+        if self._priced or not self._asked:  # else nobody knows what the round took
             self._tokens = _KEPT * self._tokens + verdict.accepted + 1
             self._steps = _KEPT * self._steps + sum(self._asked.values()) + verifying
         for place, drafting in self._asked.items():  # who was asked in vain has brought nothing

@@ -79,6 +79,7 @@ class Member:
 
     tree_tokens = 0
     finds = False
+    at_once = False
 
     def __init__(self) -> None:
         self.proposes = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 from layerskip.config import AcceptRule, SpeculativeConfig, StopRule
 from layerskip.decode import decode
@@ -15,6 +16,7 @@ from layerskip.drafters.priced_cascade import PricedCascade
 from layerskip.readout import Readout
 from layerskip.stats import Round
 from layerskip.target import Target
+from layerskip.verify import Verdict
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Recorder, generated, target_of
 from tests.drafters.heads import eagle_head, family_of
 from tests.drafters.members import (
@@ -30,15 +32,22 @@ from tests.drafters.test_token_recycling import experienced
 class Priced(Choosing):
     samplings = SAMPLINGS[1:2]
 
-    def rounds(self, passes: int) -> tuple[dict[int, set[tuple[int, ...]]], list[Round]]:
-        """In which contexts each member has drafted in some passes over all prompts, and all rounds."""
+    def rounds(self, passes: int) -> tuple[dict[int, set[tuple[int, ...]]], list[Round], Counter[int | None]]:
+        """In which contexts each member has drafted in some passes over all prompts, all rounds, and how many were whose."""
         target = target_of("llama")
         cascade = self.drafter(target)
         assert isinstance(cascade, PricedCascade)
         cascade.members = members = tuple(Recorder(member) for member in cascade.members)
+        taken, observe = Counter[int | None](), cascade.observe
+
+        def heard(verdict: Verdict) -> None:
+            taken[cascade._drafted] += 1
+            observe(verdict)
+
+        cascade.observe = heard  # type: ignore[method-assign]
         rounds = [r for prompt in PROMPTS * passes for r in decode(target, cascade, prompt, GREEDY, LENGTH).stats.rounds]
         drafts = (member.drafts for member in members)
-        return {n: {context for context, branches in each if branches} for n, each in enumerate(drafts)}, rounds
+        return {n: {context for context, branches in each if branches} for n, each in enumerate(drafts)}, rounds, taken
 
 
 class TestLookupThenTreesThatHaveToPay(Priced):
@@ -49,7 +58,7 @@ class TestLookupThenTreesThatHaveToPay(Priced):
         return PricedCascade([member_of("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.25, 1.3))
 
     def test_some_drafts_are_taken_and_some_declined(self) -> None:
-        drafted, rounds = self.rounds(1)
+        drafted, rounds, _ = self.rounds(1)
         assert 0 < sum(found.drafted > 0 for found in rounds) < len(set().union(*drafted.values()))
 
 
@@ -63,15 +72,21 @@ class TestLookupRetrievalAndTreesThatHaveToPay(Priced):
         return PricedCascade(members, (1.0, 1.05))
 
     def test_more_than_one_drafts(self) -> None:
-        drafted, _ = self.rounds(2)
-        assert all(drafted.values())
+        _, _, taken = self.rounds(2)
+        assert all(taken[place] for place in range(3))
 
 
 class TestLookupThenWindowThatHasToPay(Priced):
     trees = True
 
     def drafter(self, target: Target) -> Drafter:
-        return PricedCascade([member_of(kind, target) for kind in ("prompt_lookup", "lookahead")], (1.0,))
+        members = [member_of(kind, target) for kind in ("prompt_lookup", "lookahead")]
+        return PricedCascade(members, (1.02, 1.04), (0.0, 0.0))
+
+    def test_it_has_some_rounds_and_not_all_that_are_left(self) -> None:
+        _, _, taken = self.rounds(2)
+        assert taken[1]
+        assert taken[None]
 
 
 class TestLookupThenLayerSkipThatHasToPay(Priced):
@@ -85,7 +100,7 @@ class TestLookupThenLayerSkipThatHasToPay(Priced):
         return PricedCascade(members, (1.02, 1.04), (0.0, 0.05))
 
     def test_it_has_some_rounds_and_not_all_that_are_left(self) -> None:
-        drafted, rounds = self.rounds(2)
+        drafted, rounds, _ = self.rounds(2)
         assert 0 < len(drafted[1]) < sum(not found.drafted for found in rounds)
 
 
@@ -108,6 +123,12 @@ class TestSureModelAndLookupThatHaveToPay(Priced):
             DraftModel(_like(target), target.layers, 3, stop) for stop in (StopRule("threshold", 0.6), StopRule())
         )
         return PricedCascade([sure, member_of("prompt_lookup", target), second], (1.01, 1.02), (0.01, 0.0, 0.01))
+
+    def test_where_the_first_is_unsure_another_drafts(self) -> None:
+        drafted, _, taken = self.rounds(1)
+        assert taken[0]
+        assert taken[2]
+        assert len(drafted[0]) > taken[0]
 
 
 def test_who_runs_a_model_at_an_unknown_price_is_asked_where_nothing_that_was_found_pays() -> None:

@@ -176,6 +176,18 @@ def test_who_was_declined_for_long_is_asked_again_and_taken_once_it_is_worth_it(
     assert _asked(cascade, [second], 1, 2) == [[1]]
 
 
+@pytest.mark.parametrize(("price", "at_once"), [(0.95, False), (1.0, False), (2.5, False), (2.5, True)])
+def test_who_can_never_pay_is_never_asked(price: float, at_once: bool) -> None:
+    """However right it is: every token of a chain takes a step then. All that are drafted at once take one, and may pay."""
+    first, second = Member(), Kept(Told([0] * 3000))
+    first.proposes, first.finds = False, True
+    second.at_once = at_once
+    cascade = PricedCascade([first, second], (1.0, 1.0), (0.0, price))
+    cascade.start([0], None, None)  # type: ignore[arg-type]
+    (asked,) = _asked(cascade, [second], 1, 600)
+    assert bool(asked) == (price < 1 or at_once)
+
+
 def test_a_better_model_is_found_behind_a_good_one() -> None:
     """Both bring more than nothing, but the second, whom the first leaves no round, would bring more."""
     text = [0] * 3000

@@ -142,7 +142,7 @@ def test_killed_at_any_moment_the_same_command_finishes(tiny_folder: Path, tmp_p
     assert all(found.verify_cost == pytest.approx([seconds / step for seconds in others], abs=0.006) for found in cascades)
     prices = study.user_attrs["draft_cost"].values()
     for found in cascades:
-        priced = [member.runs_model for member in found.members]
+        priced = [not member.finds for member in found.members]
         assert len(found.draft_cost) == (2 if any(priced) else 0)
         assert all(cost in (prices if model else (0.0,)) for cost, model in zip(found.draft_cost, priced, strict=False))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,14 +218,30 @@ def test_finalists_draft_as_before_where_nobody_can_tell(
     assert ("drafts as far as before its training: out of memory" in capsys.readouterr().out) != memory
 
 
-def test_bridges_of_a_cascades_members_are_trained_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_bridges_of_a_cascades_members_are_trained_too_and_what_they_take_then_is_told(
+    told: bool, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lookup = SpeculativeConfig("prompt_lookup", 3)
     fitted = SpeculativeConfig("layer_skip", 2, mask="layers:1", bridge="fitted")
     hopeless = replace(fitted, mask="layers:2", bridge="hopeless")
-    grown = object.__new__(TrainedBridges)
+    prices = {"fitted": 0.5, "hopeless": 0.6, "trained": 0.7}
+
+    def timed(members: Sequence[SpeculativeConfig]) -> tuple[float, ...]:
+        return tuple(prices.get(member.bridge, 0.0) for member in members)
+
+    def timed_where_there_is_memory(members: Sequence[SpeculativeConfig]) -> tuple[float, ...]:
+        return timed(members) if told else ()
+
+    shelf = Shelf(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
+    grown = TrainedBridges(shelf, draft_cost=timed_where_there_is_memory)
     monkeypatch.setattr(grown, "of", lambda c: replace(c, bridge="trained") if c.bridge == "fitted" else None)
-    cascades = [SpeculativeConfig("cascade", members=(lookup, member)) for member in (fitted, hopeless)]
-    expected = replace(cascades[0], members=(lookup, replace(fitted, bridge="trained")))
+    cascades = [
+        SpeculativeConfig("cascade", members=(lookup, member), verify_cost=(1.0, 1.1), draft_cost=timed([lookup, member]))
+        for member in (fitted, hopeless)
+    ]
+    trained = lookup, replace(fitted, bridge="trained")
+    expected = replace(cascades[0], members=trained, draft_cost=(0.0, 0.7 if told else 0.5))
     found = grown.finalists([Standing(config) for config in (*cascades, lookup)], [])
     assert [standing.config for standing in found] == [expected]
 
