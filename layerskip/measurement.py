@@ -15,6 +15,7 @@ from .lossless import Divergence, Losslessness
 from .stats import DecodeStats, Round
 
 RESAMPLES = 2000
+_LEAST_RESAMPLED = 5  # prompts
 CONFIDENCE = 0.95
 
 
@@ -142,8 +143,9 @@ class Measurement:
         """An interval of the speedup: the wider, on either side, of Student's t and the studentized bootstrap.
 
         Both are of the logarithm, with the standard error of a ratio of totals (the delta method). The t interval knows how
-        little few prompts tell, the bootstrap that their speedups are skewed. Prompts are resampled with replacement, each
-        with both sides and all its repeats: repeats of a prompt say nothing about other prompts.
+        little few prompts tell, the bootstrap that their speedups are skewed. Of fewer than five prompts it knows nothing:
+        too many resamples are one prompt over and over. Prompts are resampled with replacement, each with both sides and all
+        its repeats: repeats of a prompt say nothing about other prompts.
 
         Args:
             seed: of the resampling.
@@ -156,12 +158,14 @@ class Measurement:
         if prompts == 1:
             return self.speedup, self.speedup  # nothing is known of other prompts
         ratio, error = _log_ratio(table)
+        tails = [(1 - confidence) / 2, (1 + confidence) / 2]
+        # One degree of freedom is the least there is; its quantile bounds what nearly equal prompts would claim.
+        student, most = (float(stdtrit(freedom, tails[1])) for freedom in (prompts - 1, 1))
+        if prompts < _LEAST_RESAMPLED:
+            return float(np.exp(ratio - student * error)), float(np.exp(ratio + student * error))
         chosen = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
         ratios, errors = _log_ratio(table[chosen])
         varied = errors > 1e-6 * error  # a resample of one prompt alone has no error to divide by
-        # One degree of freedom is the least there is; its quantile bounds what nearly equal prompts would claim.
-        tails = [(1 - confidence) / 2, (1 + confidence) / 2]
-        student, most = (float(stdtrit(freedom, tails[1])) for freedom in (prompts - 1, 1))
         deviations = np.clip((ratios[varied] - ratio) / errors[varied], -most, most)
         below, above = np.quantile(deviations, tails) if len(deviations) else (-student, student)
         low, high = ratio - max(above, student) * error, ratio - min(below, -student) * error

@@ -57,7 +57,7 @@ class MadeUp:
         """The same with bridges that were trained since."""
         return Aids.of(bridges.shape, 0 if self._shelf is None else self._shelf.left_out(self.makeup.tokens))
 
-    def made(self, config: SpeculativeConfig) -> bool:
+    def fits(self, config: SpeculativeConfig) -> bool:
         """Whether a self-draft's bridges and draft head are those of the makeup."""
         if self._shelf is None or not (config.bridge or config.draft_head):
             return self.makeup == Makeup() and not config.bridge and not config.draft_head

@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SpeculativeConfig
 
 from .agreement import SCANNED
-from .finals import LEAST_PROMPTS, Finalist, Finals
+from .finals import Finalist, Finals
 from .ledger import FIT_SECONDS, fits_of
 from .objective import DRIFTED, OUT_OF_MEMORY
 from .prior import HOPELESS
@@ -23,6 +23,8 @@ from .standings import configuration, is_lossless
 from .study import FORESIGHT_SECONDS, finished
 
 matplotlib.use("Agg")
+
+_LEAST_OF_A_KIND = 3  # prompts; of two, an interval reaches from nothing to everything
 
 
 def summary(
@@ -136,7 +138,7 @@ def _worth(finalist: Finalist) -> str:
 
 def _range(found: Mapping[str, Any], kind: str) -> str:
     """A kind's interval, where it has prompts enough to know one."""
-    if found["prompts_by_category"][kind] < LEAST_PROMPTS:
+    if found["prompts_by_category"][kind] < _LEAST_OF_A_KIND:
         return ""
     low, high = found["interval_by_category"][kind]
     return f" ({low:.2f} to {high:.2f})"

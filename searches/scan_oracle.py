@@ -138,7 +138,7 @@ class ScanOracle:
 
     def knows(self, config: SpeculativeConfig) -> bool:
         """Whether a self-draft's bridges and draft head are those of the makeup."""
-        return self._made_up.made(config)
+        return self._made_up.fits(config)
 
     def suited(self, config: SpeculativeConfig) -> SpeculativeConfig:
         """A configuration with the draft length, stop rule and siblings that suit it best, its own ones among them.

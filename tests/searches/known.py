@@ -10,6 +10,7 @@ import optuna
 from layerskip import PromptSet, SpeculativeConfig
 from layerskip.lossless import Losslessness
 from layerskip.measurement import Sample
+from layerskip.prompts import PromptItem
 from layerskip.stats import DecodeStats, Round
 from searches.bench import BASELINE
 from searches.objective import MeasureSettings, Objective
@@ -44,17 +45,17 @@ class Known:
             for item in prompts:
                 pace = self.drift(self.calls)
                 self.calls += 1
-                row = {BASELINE: self._sample(item.id, pace)}
+                row = {BASELINE: self._sample(item, pace)}
                 for name, config in configs.items():
                     if name in without:
                         continue
                     self.asked.append((config, item.id))
-                    row[name] = self._sample(item.id, pace / self.speedups.get(config, 1.0))
+                    row[name] = self._sample(item, pace / self.speedups.get(config, 1.0))
                 yield row
 
     @staticmethod
-    def _sample(prompt_id: str, seconds: float) -> Sample:
-        return Sample(prompt_id, "x", 11, 10, 0.1, seconds, 1, DecodeStats((Round(0, 0, 1),) * 10), Losslessness(1))
+    def _sample(item: PromptItem, seconds: float) -> Sample:
+        return Sample(item.id, item.category, 11, 10, 0.1, seconds, 1, DecodeStats((Round(0, 0, 1),) * 10), Losslessness(1))
 
 
 def run_known(bench: Known, *configs: SpeculativeConfig, remeasure: int = 100, trials: int | None = None) -> optuna.Study:

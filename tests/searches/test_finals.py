@@ -14,6 +14,7 @@ import pytest
 from layerskip import AcceptRule, PromptSet, SpeculativeConfig
 from layerskip.lossless import Divergence, Losslessness
 from layerskip.measurement import Sample
+from layerskip.prompts import PromptItem
 from searches import report
 from searches.finals import measure_finals
 from searches.objective import MeasureSettings, Objective
@@ -168,9 +169,9 @@ def test_long_prompts_are_not_taken_for_a_slow_machine() -> None:
         """Every prompt is longer than the one before it, and takes as much longer to prefill and to decode."""
 
         @staticmethod
-        def _sample(prompt_id: str, seconds: float) -> Sample:
-            longer = int(prompt_id.split()[-1]) / 12
-            sample = Known._sample(prompt_id, seconds)
+        def _sample(item: PromptItem, seconds: float) -> Sample:
+            longer = int(item.id.split()[-1]) / 12
+            sample = Known._sample(item, seconds)
             return replace(sample, prefill_seconds=0.1 + longer, decode_seconds=seconds * (1 + longer))
 
     fast = _lookup(4)
@@ -197,9 +198,21 @@ def test_the_report_says_what_the_winner_is_worth_and_what_it_cost() -> None:
     # Plain decoding takes 0.1 seconds a token, the winner 0.08.
     assert f"{seconds:.0f} seconds, which {seconds / 0.02:,.0f} generated tokens pay back" in text
     assert "its speedup went from 1.50 to 1.25" in text
-    assert "By kind of work: x 1.25 (1.25 to 1.25)." in text
+    assert "By kind of work: default 1.25 (1.25 to 1.25)." in text
     assert "50% of resampled text sets choose the same; two choices share 0.25" in text
     assert "The best masks of 3 seeds share 0.75 of what they skip, where chance gives 0.06." in text
+
+
+@pytest.mark.usefixtures("_a_second_a_row")
+def test_a_kind_of_two_prompts_has_no_interval_worth_telling() -> None:
+    fast = _lookup(4)
+    bench = Known({fast: 1.5})
+    kinds = ["two"] * 2 + ["three"] * 3 + ["many"] * 19
+    prompts = PromptSet(tuple(replace(item, category=kind) for item, kind in zip(PROMPTS, kinds, strict=True)))
+    finals = measure_finals(run_known(bench, fast), bench, prompts, MeasureSettings(finalists=1), 0)
+    assert "By kind of work: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50." in report.summary(
+        run_known(bench, fast), finals
+    )
 
 
 def test_the_report_leaves_out_trials_that_had_nothing_left_to_measure() -> None:
@@ -219,7 +232,7 @@ def test_nobody_wins_who_is_not_faster() -> None:
     assert finals.winner.config == SpeculativeConfig()
     text = report.summary(study, finals)
     assert report.verdict(finals).startswith("No drafting wins") and report.verdict(finals) in text
-    assert f"The fastest finalist, {_lookup(4).label()}:\nBy kind of work: x 0.90 (0.90 to 0.90).\n" in text
+    assert f"The fastest finalist, {_lookup(4).label()}:\nBy kind of work: default 0.90 (0.90 to 0.90).\n" in text
     assert "its speedup went from 0.95 to 0.90" in text
 
 
