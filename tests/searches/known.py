@@ -58,6 +58,10 @@ class Known:
         return Sample(item.id, item.category, 11, 10, 0.1, seconds, 1, DecodeStats((Round(0, 0, 1),) * 10), Losslessness(1))
 
 
+def lookup(length: int) -> SpeculativeConfig:
+    return SpeculativeConfig("prompt_lookup", length)
+
+
 def run_known(bench: Known, *configs: SpeculativeConfig, remeasure: int = 100, trials: int | None = None) -> optuna.Study:
     space = SearchSpace(bench.layers, kinds=list(dict.fromkeys(["none", "prompt_lookup", *(c.kind for c in configs)])))
     sampler = optuna.samplers.RandomSampler(seed=0)

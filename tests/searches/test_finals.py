@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,20 +18,15 @@ from searches import report
 from searches.finals import measure_finals
 from searches.objective import MeasureSettings, Objective
 from searches.space import SearchSpace
-from searches.stability import SeedStability, Stability
 from searches.standings import ranking
 from searches.study import StudySettings, run_trials
-from tests.searches.known import Known, run_known
+from tests.searches.known import Known, lookup, run_known
 
 PROMPTS = PromptSet.of([f"held-out {i}" for i in range(24)])
 
 
-def _lookup(length: int) -> SpeculativeConfig:
-    return SpeculativeConfig("prompt_lookup", length)
-
-
 def test_who_is_behind_leaves_and_a_tie_goes_to_the_simpler() -> None:
-    long, short, slow = _lookup(8), _lookup(4), _lookup(6)
+    long, short, slow = lookup(8), lookup(4), lookup(6)
     bench = Known({long: 1.5, short: 1.5, slow: 1.2})
     study = run_known(bench, long, short, slow)
     bench.asked.clear()
@@ -45,7 +39,7 @@ def test_who_is_behind_leaves_and_a_tie_goes_to_the_simpler() -> None:
 
 def test_what_seems_a_tenth_slower_does_not_tie_though_prompts_cannot_tell() -> None:
     """Where the complex one is faster by a factor on some prompts, and slower on the others."""
-    simple, complex_ = _lookup(4), _lookup(8)
+    simple, complex_ = lookup(4), lookup(8)
 
     class Mixed(Known):
         def compare(
@@ -70,7 +64,7 @@ def test_what_seems_a_tenth_slower_does_not_tie_though_prompts_cannot_tell() -> 
 
 
 def test_measuring_ends_once_one_is_left() -> None:
-    fast, slow = _lookup(4), _lookup(6)
+    fast, slow = lookup(4), lookup(6)
     bench = Known({fast: 1.5, slow: 1.2})
     study = run_known(bench, fast, slow)
     bench.asked.clear()
@@ -83,7 +77,7 @@ def test_measuring_ends_once_one_is_left() -> None:
 def test_one_that_is_left_is_measured_until_it_is_told_from_plain_decoding(
     speedups: tuple[float, float], turns: int
 ) -> None:
-    only = _lookup(4)
+    only = lookup(4)
 
     class Mixed(Known):
         def compare(
@@ -101,7 +95,7 @@ def test_one_that_is_left_is_measured_until_it_is_told_from_plain_decoding(
 
 
 def test_who_was_trained_since_takes_part_as_well() -> None:
-    closed, trained = _lookup(4), _lookup(6)  # any two, of which no trial was about the second
+    closed, trained = lookup(4), lookup(6)  # any two, of which no trial was about the second
     bench = Known({closed: 1.3, trained: 1.6})
     study = run_known(bench, closed)
     (standing,) = ranking(study)
@@ -111,16 +105,9 @@ def test_who_was_trained_since_takes_part_as_well() -> None:
     assert {finalist.config for finalist in finals.finalists} == {closed, trained}
 
 
-@pytest.fixture
-def _a_second_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows take no time here, as nothing is decoded: a clock that is looked at twice for each."""
-    ticks = itertools.count()
-    monkeypatch.setattr("searches.bench.monotonic", lambda: float(next(ticks)))
-
-
-@pytest.mark.usefixtures("_a_second_a_row")
+@pytest.mark.usefixtures("a_second_a_row")
 def test_prompts_on_which_the_machine_moved_are_measured_again(tmp_path: Path) -> None:
-    fast = _lookup(4)
+    fast = lookup(4)
     bench = Known({fast: 1.5})
     study = run_known(bench, fast)
     still = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
@@ -154,8 +141,8 @@ def test_who_learns_knows_as_much_when_a_held_out_prompt_is_measured_again() -> 
             asked.append((len(prompts), seed, [item.id for item in rest[1]]))
             return super().compare(configs, prompts, repeats, seed, *rest)
 
-    bench = Watched({_lookup(4): 1.5, _lookup(5): 1.5})
-    study = run_known(bench, _lookup(4), _lookup(5))
+    bench = Watched({lookup(4): 1.5, lookup(5): 1.5})
+    study = run_known(bench, lookup(4), lookup(5))
     first, names = bench.calls, [item.id for item in PROMPTS]
     bench.drift = lambda call: 2.0 if call == first + 24 + 7 else 1.0  # in the second repeat
     asked.clear()
@@ -174,7 +161,7 @@ def test_long_prompts_are_not_taken_for_a_slow_machine() -> None:
             sample = Known._sample(item, seconds)
             return replace(sample, prefill_seconds=0.1 + longer, decode_seconds=seconds * (1 + longer))
 
-    fast = _lookup(4)
+    fast = lookup(4)
     bench = Longer({fast: 1.5})
     prompts = PromptSet(tuple(replace(item, id=f"held-out {place}") for place, item in enumerate(PROMPTS)))
     study = run_known(Known({fast: 1.5}), fast)
@@ -184,73 +171,33 @@ def test_long_prompts_are_not_taken_for_a_slow_machine() -> None:
     assert measure_finals(study, bench, prompts, MeasureSettings(finalists=1), 0).drifted == 1
 
 
-@pytest.mark.usefixtures("_a_second_a_row")
-def test_the_report_says_what_the_winner_is_worth_and_what_it_cost() -> None:
-    fast = _lookup(4)
-    bench = Known({fast: 1.5})
-    study = run_known(bench, fast)
-    bench.speedups = {fast: 1.25}  # luck, in the search
-    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
-    text = report.summary(study, finals, Stability(0.5, 0.25, 0.125), SeedStability(3, 0.75, 0.0625))
-    assert "(95 % interval 1.25 to 1.25, for all 1 finalists at once from 1.25 on)" in report.verdict(finals)
-    seconds = report.search_seconds(study, finals)
-    assert finals.seconds == 24
-    # Plain decoding takes 0.1 seconds a token, the winner 0.08.
-    assert f"{seconds:.0f} seconds, which {seconds / 0.02:,.0f} generated tokens pay back" in text
-    assert "its speedup went from 1.50 to 1.25" in text
-    assert "By kind of work: default 1.25 (1.25 to 1.25)." in text
-    assert "50% of resampled text sets choose the same; two choices share 0.25" in text
-    assert "The best masks of 3 seeds share 0.75 of what they skip, where chance gives 0.06." in text
-
-
-@pytest.mark.usefixtures("_a_second_a_row")
-def test_a_kind_of_two_prompts_has_no_interval_worth_telling() -> None:
-    fast = _lookup(4)
-    bench = Known({fast: 1.5})
-    kinds = ["two"] * 2 + ["three"] * 3 + ["many"] * 19
-    prompts = PromptSet(tuple(replace(item, category=kind) for item, kind in zip(PROMPTS, kinds, strict=True)))
-    finals = measure_finals(run_known(bench, fast), bench, prompts, MeasureSettings(finalists=1), 0)
-    assert "By kind of work: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50." in report.summary(
-        run_known(bench, fast), finals
-    )
-
-
-def test_the_report_leaves_out_trials_that_had_nothing_left_to_measure() -> None:
-    fast, slow = _lookup(4), _lookup(6)
-    study = run_known(Known({fast: 1.5, slow: 1.2}), fast, slow, slow, slow)
-    assert ["measurement" in trial.user_attrs for trial in study.trials] == [True, True, True, False]
-    shown = [line.split("|")[1].strip() for line in report.summary(study, None).splitlines() if line.startswith("| ")]
-    assert shown == ["trial", "0", "1", "2"]
-    assert "4 trials: 0 stopped early, 1 not run (1 known already)." in report.summary(study, None)
-
-
 def test_nobody_wins_who_is_not_faster() -> None:
-    bench = Known({_lookup(4): 0.95})
-    study = run_known(bench, _lookup(4))
-    bench.speedups = {_lookup(4): 0.9}  # luck, in the search
+    bench = Known({lookup(4): 0.95})
+    study = run_known(bench, lookup(4))
+    bench.speedups = {lookup(4): 0.9}  # luck, in the search
     finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
     assert finals.winner.config == SpeculativeConfig()
     text = report.summary(study, finals)
     assert report.verdict(finals).startswith("No drafting wins") and report.verdict(finals) in text
-    assert f"The fastest finalist, {_lookup(4).label()}:\nBy kind of work: default 0.90 (0.90 to 0.90).\n" in text
+    assert f"The fastest finalist, {lookup(4).label()}:\nBy kind of work: default 0.90 (0.90 to 0.90).\n" in text
     assert "its speedup went from 0.95 to 0.90" in text
 
 
 def test_nobody_is_decoded_again_whom_plain_decoding_surely_beats() -> None:
-    bench = Known({_lookup(4): 0.9, _lookup(6): 0.9})
-    study = run_known(bench, _lookup(4), _lookup(6))
+    bench = Known({lookup(4): 0.9, lookup(6): 0.9})
+    study = run_known(bench, lookup(4), lookup(6))
     bench.calls = 0
     settings = MeasureSettings(finalists=2, held_out_repeats=3)
     assert measure_finals(study, bench, PROMPTS, settings, 0).winner.config == SpeculativeConfig()
     once = bench.calls
-    bench.speedups = {_lookup(4): 1.2, _lookup(6): 1.2}
-    assert measure_finals(study, bench, PROMPTS, settings, 0).winner.config == _lookup(4)
+    bench.speedups = {lookup(4): 1.2, lookup(6): 1.2}
+    assert measure_finals(study, bench, PROMPTS, settings, 0).winner.config == lookup(4)
     assert bench.calls == 4 * once  # who is level, and faster, is decoded three times
 
 
 def test_looks_become_rarer_as_prompts_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking after every block would let chance end a race of many prompts."""
-    fast, close = _lookup(4), _lookup(6)
+    fast, close = lookup(4), lookup(6)
     looks = []
     monkeypatch.setattr("searches.finals._is_behind", lambda rows, configs, name: looks.append(len(rows)))
     bench = Known({fast: 1.5, close: 1.5})
@@ -271,7 +218,7 @@ def test_who_learns_goes_on_learning_over_all_prompts() -> None:
             compared.append([item.id for item in prompts])
             return super().compare(configs, prompts, *rest)
 
-    fast, slow = _lookup(4), _lookup(6)
+    fast, slow = lookup(4), lookup(6)
     bench = Watched({fast: 1.5, slow: 1.2})
     many = PromptSet.of([f"held-out {i}" for i in range(30)])
     study = run_known(bench, fast, slow)
@@ -297,7 +244,7 @@ class _Changing(Known):
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_what_changes_the_output_wins_only_where_it_is_allowed(allowed: bool) -> None:
-    exact, lossy = _lookup(4), replace(_lookup(4), accept=AcceptRule("threshold", 0.25))
+    exact, lossy = lookup(4), replace(lookup(4), accept=AcceptRule("threshold", 0.25))
     bench = _Changing({exact: 1.2, lossy: 2.0})
     space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"], allow_lossy=allowed)
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())

@@ -19,15 +19,11 @@ from searches.prior import Judgement
 from searches.space import SearchSpace
 from searches.standings import Standing, configuration, ranking
 from searches.study import StudySettings, finished, foreseeing, run_trials
-from tests.searches.known import PROMPTS, SETTINGS, Known, run_known
-
-
-def _lookup(length: int) -> SpeculativeConfig:
-    return SpeculativeConfig("prompt_lookup", length)
+from tests.searches.known import PROMPTS, SETTINGS, Known, lookup, run_known
 
 
 def test_only_who_is_level_with_the_best_gets_more_prompts() -> None:
-    fast, slow, close = _lookup(4), _lookup(5), _lookup(6)
+    fast, slow, close = lookup(4), lookup(5), lookup(6)
     bench = Known({fast: 1.5, slow: 1.2, close: 1.49})
     run_known(bench, fast, slow, close)
     counts = {config: len([c for c, _ in bench.asked if c == config]) for config in (fast, slow, close)}
@@ -35,7 +31,7 @@ def test_only_who_is_level_with_the_best_gets_more_prompts() -> None:
 
 
 def test_who_still_is_level_then_is_measured_again() -> None:
-    fast, once = _lookup(4), _lookup(5)
+    fast, once = lookup(4), lookup(5)
 
     class Uneven(Known):
         """One of the two is level on the first prompts alone."""
@@ -58,7 +54,7 @@ def test_who_still_is_level_then_is_measured_again() -> None:
 
 
 def test_who_is_level_is_measured_again_where_there_are_no_more_prompts() -> None:
-    fast, slow = _lookup(4), _lookup(5)
+    fast, slow = lookup(4), lookup(5)
     bench = Known({fast: 1.5, slow: 1.2})
     space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
@@ -70,7 +66,7 @@ def test_who_is_level_is_measured_again_where_there_are_no_more_prompts() -> Non
 
 
 def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
-    config = _lookup(4)
+    config = lookup(4)
     # Three trials of five prompts teach the pace; in the fourth the machine stumbles once.
     bench = Known({config: 1.5}, drift=lambda call: 2.0 if call == 16 else 1.0)
     study = run_known(bench, config, config, config, config)
@@ -82,7 +78,7 @@ def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
 
 
 def test_who_learns_knows_as_much_when_a_prompt_is_measured_again() -> None:
-    config = _lookup(4)
+    config = lookup(4)
     told: list[list[str]] = []
 
     class Watched(Known):
@@ -102,7 +98,7 @@ def test_who_learns_knows_as_much_when_a_prompt_is_measured_again() -> None:
 
 
 def test_a_leader_is_due_after_so_many_trials_however_many_were_interrupted() -> None:
-    fast, others = _lookup(4), [_lookup(length) for length in range(5, 12)]
+    fast, others = lookup(4), [lookup(length) for length in range(5, 12)]
     bench = Known({fast: 1.5})
     space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
@@ -123,7 +119,7 @@ def test_seconds_of_an_interrupted_trial_count() -> None:
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     objective = Objective(Broken({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
     with pytest.raises(KeyboardInterrupt):
-        run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [_lookup(4)])
+        run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
 
     def foresee() -> None:
         with foreseeing(study):
@@ -136,7 +132,7 @@ def test_seconds_of_an_interrupted_trial_count() -> None:
 
 
 def test_the_leader_is_measured_again_before_all_starting_points_are_tried() -> None:
-    fast, others = _lookup(4), [_lookup(length) for length in range(5, 17)]
+    fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
     bench = Known({fast: 1.5})
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     objective = Objective(bench, SearchSpace(bench.layers, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
@@ -148,7 +144,7 @@ def test_the_leader_is_measured_again_before_all_starting_points_are_tried() -> 
 
 
 def test_what_does_not_lead_is_not_measured_a_third_time() -> None:
-    fast, slow = _lookup(4), _lookup(5)
+    fast, slow = lookup(4), lookup(5)
     bench = Known({fast: 1.5, slow: 1.2})
     study = run_known(bench, fast, slow, slow, slow)
     last = finished(study)[-1]
@@ -168,7 +164,7 @@ def test_what_was_ruled_out_once_is_judged_again() -> None:
     bench, space = Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"])
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     for _ in range(3):
-        study.enqueue_trial(space.params(_lookup(4)))
+        study.enqueue_trial(space.params(lookup(4)))
     objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, prior=Gloomy())  # type: ignore[arg-type]
     run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
     assert [trial.state for trial in finished(study)] == [TrialState.PRUNED] * 3
@@ -182,7 +178,7 @@ def test_a_leader_is_measured_whatever_was_foretold_of_it() -> None:
         def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement:
             return Judgement(0.5, 0.6, 1.0 if not finished(study) else 1.5)
 
-    fast, others = _lookup(4), [_lookup(length) for length in range(5, 17)]
+    fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
     bench = Known({fast: 1.5})
     space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
@@ -197,7 +193,7 @@ def test_a_leader_is_measured_whatever_was_foretold_of_it() -> None:
 
 def test_configurations_are_compared_on_prompts_that_both_decoded() -> None:
     """A leads on easy prompts that B never saw; B is better on all that both decoded."""
-    a, b = Standing(_lookup(4)), Standing(_lookup(5))
+    a, b = Standing(lookup(4)), Standing(lookup(5))
     table = {"prompt_id": ["1", "2", "easy"], "decode_seconds": [1.0] * 3, "baseline_tokens_per_second": [10.0] * 3}
     a.add(table | {"tokens_per_second": [12.0, 12.0, 18.0]})
     b.add({name: values[:2] for name, values in (table | {"tokens_per_second": [13.0] * 3}).items()})
@@ -218,7 +214,7 @@ def test_configurations_are_compared_on_prompts_that_both_decoded() -> None:
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:WilcoxonPruner finds steps")
 def test_who_is_behind_on_the_first_prompts_is_not_stopped_where_one_of_them_makes_the_difference() -> None:
     """Ranks alone would stop it: behind on five of five. By how much differs so that the next ones may turn it."""
-    lucky, steady, slow = _lookup(4), _lookup(5), _lookup(6)
+    lucky, steady, slow = lookup(4), lookup(5), lookup(6)
     prompts = PromptSet.of([f"prompt {i}" for i in range(24)])
     paces = dict(zip(prompts.take(None), [1.31, 6.0, 1.32, 1.33, 1.34] + [1.1] * 19, strict=True))
 
@@ -251,7 +247,7 @@ def test_plain_decoding_is_measured_once_by_itself() -> None:
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:WilcoxonPruner finds steps")
 def test_who_is_slower_than_plain_decoding_is_stopped_though_ahead_of_all_other_drafters() -> None:
-    slow, better = _lookup(4), _lookup(5)
+    slow, better = lookup(4), lookup(5)
     bench = Known({slow: 0.7, better: 0.72})
     prompts = PromptSet.of([f"prompt {i}" for i in range(24)])
     space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])

@@ -10,11 +10,7 @@ import pytest
 from layerskip import PromptSet, SpeculativeConfig
 from layerskip.measurement import Sample
 from searches.standings import Standing, contenders, ranking
-from tests.searches.known import Known, run_known
-
-
-def _lookup(length: int) -> SpeculativeConfig:
-    return SpeculativeConfig("prompt_lookup", length)
+from tests.searches.known import Known, lookup, run_known
 
 
 def test_no_prompt_weighs_more_for_having_been_decoded_more_often() -> None:
@@ -29,7 +25,7 @@ def test_no_prompt_weighs_more_for_having_been_decoded_more_often() -> None:
             "baseline_tokens_per_second": [10.0] * len(names),
         }
 
-    once, often = Standing(_lookup(4)), Standing(_lookup(5))
+    once, often = Standing(lookup(4)), Standing(lookup(5))
     once.add(table(4.0, 1.0, 1.0))
     often.add(table(4.0, 1.0, 1.0))
     for _ in range(5):
@@ -39,7 +35,7 @@ def test_no_prompt_weighs_more_for_having_been_decoded_more_often() -> None:
 
 def test_the_best_of_another_make_and_the_first_of_the_leaders_contend_where_they_are_about_as_fast() -> None:
     recycling = SpeculativeConfig("token_recycling", 4)
-    lookups = [_lookup(length) for length in range(4, 9)]
+    lookups = [lookup(length) for length in range(4, 9)]
     for pace, many in ((1.45, 3), (1.2, 2)):
         bench = Known({lookup: 1.5 + place / 100 for place, lookup in enumerate(lookups)} | {recycling: pace})
         study = run_known(bench, *lookups, recycling)
@@ -48,7 +44,7 @@ def test_the_best_of_another_make_and_the_first_of_the_leaders_contend_where_the
 
 
 def test_the_leader_is_challenged_and_its_luck_pooled() -> None:
-    lucky, solid = _lookup(4), _lookup(5)
+    lucky, solid = lookup(4), lookup(5)
 
     class Lucky(Known):
         def compare(
@@ -59,7 +55,7 @@ def test_the_leader_is_challenged_and_its_luck_pooled() -> None:
             return super().compare(configs, prompts, repeats, seed)
 
     bench = Lucky({})
-    others = [_lookup(length) for length in range(6, 12)]
+    others = [lookup(length) for length in range(6, 12)]
     study = run_known(bench, lucky, solid, *others, remeasure=3, trials=14)
     leader = ranking(study)[0]
     assert leader.config == solid
