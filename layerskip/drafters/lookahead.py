@@ -12,6 +12,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import torch
+
 from ..cache import KVCache
 from ..draft import Draft
 from ..growth import grow
@@ -85,10 +87,14 @@ class Lookahead:
     def hear(self, said: Said) -> None:
         """What the target says behind the window's last row is its next row; a full column is an n-gram."""
         asked, self._asked = self._asked, None
-        if asked is None or said.block[1:].tolist() != self._drafted:  # another's draft was verified
+        count = len(self._drafted)
+        if asked is None or said.block.shape[0] != 1 + count:
             return
-        behind = upload(asked, said.logits.device)
-        self._rows.append(most_likely(said.logits.index_select(0, behind)).tolist())
+        row = most_likely(said.logits.index_select(0, upload(asked, said.logits.device)))
+        found = torch.cat((said.block[1:], row)).tolist()  # at once, as every copy to the host waits for the device
+        if found[:count] != self._drafted:  # another's draft was verified
+            return
+        self._rows.append(found[count:])
         if len(self._rows) > self.draft_length:
             for column in zip(*self._rows, strict=True):
                 self._keep(column)

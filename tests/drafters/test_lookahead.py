@@ -70,3 +70,14 @@ def test_a_window_that_does_not_fit_stays_away_and_comes_back(limit: int) -> Non
     if limit < 3:
         drafter.hear(Said(torch.tensor([2, 3]), torch.zeros(2, 40)))  # of a pass that it asked nothing in
     assert (1, 2, 3) in _branches(drafter, context, 99)
+
+
+@pytest.mark.parametrize("verified", [(), (10,), (20, 21, 22)])
+def test_nothing_is_learnt_where_the_draft_of_another_was_verified(verified: tuple[int, ...]) -> None:
+    """Shorter ones than its own, and one as long."""
+    drafter, context = Lookahead(2, 3, 2), _context(10, 11, 12, 13, 30)
+    drafter.start((10, 11, 12, 13), None, None)  # type: ignore[arg-type]
+    window = _branches(drafter, context, 99)
+    block = torch.tensor([30, *verified])
+    drafter.hear(Said(block, torch.nn.functional.one_hot(block, 40).float()))
+    assert _branches(drafter, context, 99) == window
