@@ -91,9 +91,10 @@ class SpeculativeConfig:
             trees are taken to cost what chains do. Each round is then drafted by whoever brings most for what it takes:
             of what was looked up or recycled as many tokens are verified as pay, and nothing is drafted where nobody pays.
             Empty: it is not known, and nothing is declined; nor is it under a rule of acceptance that changes the output.
-        draft_cost: for ``cascade`` whose ``verify_cost`` is known: what each member takes to draft one token of a chain, or
-            one level of a tree, in steps of plain decoding, as :func:`~layerskip.draft_timing.time_drafting` measures; 0
-            for who runs no model. Empty: it is not known, and who runs a model is asked where nothing that was found pays.
+        draft_cost: for ``cascade`` whose ``verify_cost`` is known: what each member takes to draft one token of a chain, one
+            level of a tree, or all levels where it drafts them at once, in steps of plain decoding, as
+            :func:`~layerskip.draft_timing.time_drafting` measures; 0 for who finds drafts. Empty: it is not known, and who
+            does not find drafts is asked where nothing that was found pays.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.

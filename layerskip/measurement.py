@@ -15,7 +15,7 @@ from .lossless import Divergence, Losslessness
 from .stats import DecodeStats, Round
 
 RESAMPLES = 2000
-_LEAST_RESAMPLED = 5  # prompts
+LEAST_RESAMPLED = 5  # prompts; of fewer, resampling knows next to nothing about the next one
 CONFIDENCE = 0.95
 
 
@@ -161,7 +161,7 @@ class Measurement:
         tails = [(1 - confidence) / 2, (1 + confidence) / 2]
         # One degree of freedom is the least there is; its quantile bounds what nearly equal prompts would claim.
         student, most = (float(stdtrit(freedom, tails[1])) for freedom in (prompts - 1, 1))
-        if prompts < _LEAST_RESAMPLED:
+        if prompts < LEAST_RESAMPLED:
             return float(np.exp(ratio - student * error)), float(np.exp(ratio + student * error))
         chosen = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
         ratios, errors = _log_ratio(table[chosen])

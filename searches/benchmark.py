@@ -44,7 +44,7 @@ from .heading import heading
 from .interrupt import is_interrupt
 from .objective import MeasureSettings, check_seed
 from .peers import Peer
-from .pricing import Timer
+from .pricing import DraftCost, Timer
 from .tracking import Tracker
 
 BASELINE = "plain"
@@ -192,7 +192,7 @@ def _told(
     config: SpeculativeConfig,
     said: Mapping[str, Any],
     verifying: Callable[[], tuple[float, ...]],
-    drafting: Callable[[Sequence[SpeculativeConfig]], tuple[float, ...]],
+    drafting: DraftCost,
 ) -> SpeculativeConfig:
     """A cascade that knows what drafts and their verification cost here, as far as that was not said."""
     costs = dict(said)

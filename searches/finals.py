@@ -20,7 +20,7 @@ import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
 from layerskip.files import digest
-from layerskip.measurement import CONFIDENCE
+from layerskip.measurement import CONFIDENCE, LEAST_RESAMPLED
 
 from .bench import BASELINE, Bench, Row, go_on, kept_row, seconds_of
 from .kept import Kept
@@ -28,7 +28,6 @@ from .objective import MeasureSettings
 from .pace import moved
 from .standings import Standing, contenders, is_lossless
 
-LEAST_PROMPTS = 5  # of fewer, resampling knows next to nothing about the next one
 _HELD_OUT_SEED = 1_000_003
 _BLOCK = 6  # prompts between two looks at who is behind
 _LOOKS = 1.25  # so many times the prompts of the last look are decoded before the next one
@@ -68,7 +67,7 @@ class Finalist:
     @property
     def eligible(self) -> bool:
         """Whether it kept the output, and its interval, over enough prompts to be one, lies above 1."""
-        enough = self.held_out["prompts"] >= LEAST_PROMPTS
+        enough = self.held_out["prompts"] >= LEAST_RESAMPLED
         return self.stayed and self.keeps and enough and self.low > 1.0
 
     @property

@@ -17,6 +17,8 @@ _VERIFY_COST = "verify_cost"
 _DRAFT_COST = "draft_cost"
 
 Configs = Sequence[SpeculativeConfig]
+DraftCost = Callable[[Configs], tuple[float, ...]]
+"""What the members of a cascade take to draft."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,7 @@ def verify_cost(study: optuna.Study, measure: Callable[[], Sequence[float]]) -> 
     return tuple(study.user_attrs[_VERIFY_COST])
 
 
-def draft_cost(
-    study: optuna.Study, measure: Callable[[Configs, dict[str, float]], tuple[float, ...]]
-) -> Callable[[Configs], tuple[float, ...]]:
+def draft_cost(study: optuna.Study, measure: Callable[[Configs, dict[str, float]], tuple[float, ...]]) -> DraftCost:
     """The same of what their members take to draft, measured as one is first asked for."""
     if _DRAFT_COST not in study.user_attrs:
         study.set_user_attr(_DRAFT_COST, None if _has_cascades(study) else {})

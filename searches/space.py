@@ -5,7 +5,7 @@ The space is conditional: first the kind of drafter, then that kind's own parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import optuna
@@ -16,6 +16,7 @@ from .application import InputError, check_flag, check_list, check_whole
 from .head_drafts import head_params, suggest_head
 from .lookup_drafts import lookup_params, suggest_lookup
 from .makeup import BRIDGES
+from .pricing import DraftCost
 from .shelf import Shelf
 from .skipping import LEAST_PROBABILITY, skip_params, stop_params, suggest_skip, suggest_stop
 
@@ -107,9 +108,7 @@ class SearchSpace:
     allow_lossy: bool = False
     trees: bool = True
     verify_cost: tuple[float, ...] = ()
-    draft_cost: Callable[[Sequence[SpeculativeConfig]], tuple[float, ...]] | None = field(
-        default=None, repr=False, compare=False
-    )
+    draft_cost: DraftCost | None = field(default=None, repr=False, compare=False)
     shelf: Shelf | None = field(default=None, repr=False, compare=False)
     _bits: tuple[int, ...] = field(init=False, repr=False)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from .application import InputError
 from .bridging import BridgeLearner
 from .learner import TrainingFile
 from .makeup import Makeup
+from .pricing import DraftCost
 from .scan_oracle import ScanOracle
 from .shelf import Shelf, about
 from .standings import Standing
@@ -52,7 +53,7 @@ class TrainedBridges:
         self,
         shelf: Shelf,
         tracker: Tracker | None = None,
-        draft_cost: Callable[[Sequence[SpeculativeConfig]], tuple[float, ...]] | None = None,
+        draft_cost: DraftCost | None = None,
     ) -> None:
         self._shelf, self._target, self._tracker, self._draft_cost = shelf, shelf.target, tracker, draft_cost
         self._learning: dict[str, Any] = {name: getattr(shelf.settings, name) for name in _SETTINGS}

@@ -25,12 +25,12 @@ from tqdm import tqdm
 from layerskip import Export, Measurement, PromptSet, SpeculativeConfig, Target, load_target
 from layerskip.environment import environment, machine
 from layerskip.files import digest, write_json
+from layerskip.measurement import LEAST_RESAMPLED
 
 from .application import NOT_SHOWN, InputError, check_flag, check_whole, run
 from .bench import BASELINE, Bench, ModelBench, Row, go_on
 from .claim import Claim, Speedup, Verdict, judge, judge_plain
 from .datastore import refuse_answers_of
-from .finals import LEAST_PROMPTS
 from .interrupt import INTERRUPTED
 from .kept import Kept
 from .objective import check_seed
@@ -98,8 +98,8 @@ def verify(config: DictConfig) -> None:
     held_out = all_prompts.split()[1]
     prompts = held_out.take(settings.held_out_prompts)
     claim = Claim.of(export, held_out, prompts)
-    if len(prompts) < LEAST_PROMPTS:
-        raise InputError(f"prompts: {len(prompts)} held-out prompts say next to nothing; {LEAST_PROMPTS} are the least")
+    if len(prompts) < LEAST_RESAMPLED:
+        raise InputError(f"prompts: {len(prompts)} held-out prompts say next to nothing; {LEAST_RESAMPLED} are the least")
     target = _load(config.target, export)
     export.check(target)
     refuse_answers_of("config", export.config, target, prompts)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections import Counter
 
+import pytest
+
 from layerskip.config import AcceptRule, SpeculativeConfig, StopRule
 from layerskip.decode import decode
-from layerskip.drafters.base import Drafter
+from layerskip.drafters.base import Drafter, Finder
 from layerskip.drafters.build import build_drafter
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.draft_model import DraftModel
@@ -154,3 +156,11 @@ def test_lossy_rules_leave_the_order_to_decide() -> None:
     for rule, kind in (("exact", PricedCascade), ("typical", Cascade)):
         config = SpeculativeConfig("cascade", members=tuple(members), accept=AcceptRule(rule), **costs)  # type: ignore[arg-type]
         assert type(build_drafter(config, target_of("llama"))) is kind
+
+
+@pytest.mark.parametrize("kind", ["prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip"])
+def test_who_is_told_no_price_is_who_finds_drafts(kind: str) -> None:
+    """A configuration says so before anything is built, the drafter once it is."""
+    drafter = member_of(kind, target_of("llama"))
+    fields = {"mask": "attention:0"} if kind == "layer_skip" else {}
+    assert SpeculativeConfig.from_dict({"kind": kind} | fields).finds == (isinstance(drafter, Finder) and drafter.finds)

@@ -18,6 +18,7 @@ from searches.space import SearchSpace
 from searches.study import StudySettings, run_trials
 
 PROMPTS = PromptSet.of([f"prompt {i}" for i in range(8)])
+HELD_OUT = PromptSet.of([f"held-out {i}" for i in range(24)])
 SETTINGS = MeasureSettings(prompts=3, survivor_prompts=5, survivor_repeats=0)
 
 

@@ -20,9 +20,7 @@ from searches.objective import MeasureSettings, Objective
 from searches.space import SearchSpace
 from searches.standings import ranking
 from searches.study import StudySettings, run_trials
-from tests.searches.known import Known, lookup, run_known
-
-PROMPTS = PromptSet.of([f"held-out {i}" for i in range(24)])
+from tests.searches.known import HELD_OUT, Known, lookup, run_known
 
 
 def test_who_is_behind_leaves_and_a_tie_goes_to_the_simpler() -> None:
@@ -30,7 +28,7 @@ def test_who_is_behind_leaves_and_a_tie_goes_to_the_simpler() -> None:
     bench = Known({long: 1.5, short: 1.5, slow: 1.2})
     study = run_known(bench, long, short, slow)
     bench.asked.clear()
-    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=3, held_out_repeats=3), 0)
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=3, held_out_repeats=3), 0)
     asked = {config: sum(found == config for found, _ in bench.asked) for config in (long, short, slow)}
     assert asked == {long: 72, short: 72, slow: 12}  # ties are measured to the end of the budget
     assert finals.winner.config == short
@@ -54,13 +52,13 @@ def test_what_seems_a_tenth_slower_does_not_tie_though_prompts_cannot_tell() -> 
     bench = Mixed({})
     study = run_known(bench, simple, complex_)
     settings = MeasureSettings(finalists=2)
-    finals = measure_finals(study, bench, PROMPTS, settings, 0)
+    finals = measure_finals(study, bench, HELD_OUT, settings, 0)
     assert finals.winner.config == complex_
     rows = {finalist.config: finalist for finalist in finals.finalists}
     assert rows[simple].held_out["speedup"] < 0.96 * rows[complex_].held_out["speedup"]
     assert not rows[simple].ties
     bench.pace = 1.29  # as fast in all, within a hundredth
-    assert measure_finals(study, bench, PROMPTS, settings, 0).winner.config == simple
+    assert measure_finals(study, bench, HELD_OUT, settings, 0).winner.config == simple
 
 
 def test_measuring_ends_once_one_is_left() -> None:
@@ -68,7 +66,7 @@ def test_measuring_ends_once_one_is_left() -> None:
     bench = Known({fast: 1.5, slow: 1.2})
     study = run_known(bench, fast, slow)
     bench.asked.clear()
-    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=2, held_out_repeats=3), 0)
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=2, held_out_repeats=3), 0)
     assert sum(found == fast for found, _ in bench.asked) == 24
     assert finals.winner.config == fast
 
@@ -90,7 +88,7 @@ def test_one_that_is_left_is_measured_until_it_is_told_from_plain_decoding(
     bench = Mixed({only: 1.5})
     study = run_known(bench, only)
     bench.asked.clear()
-    measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1, held_out_repeats=3), 0)
+    measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1, held_out_repeats=3), 0)
     assert len(bench.asked) == turns * 24
 
 
@@ -100,7 +98,7 @@ def test_who_was_trained_since_takes_part_as_well() -> None:
     study = run_known(bench, closed)
     (standing,) = ranking(study)
     also = [replace(standing, config=trained)]
-    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0, also=also)
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1), 0, also=also)
     assert finals.winner.config == trained
     assert {finalist.config for finalist in finals.finalists} == {closed, trained}
 
@@ -110,23 +108,23 @@ def test_prompts_on_which_the_machine_moved_are_measured_again(tmp_path: Path) -
     fast = lookup(4)
     bench = Known({fast: 1.5})
     study = run_known(bench, fast)
-    still = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
+    still = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1), 0)
     assert "pace moved" not in report.summary(study, still)
     first = bench.calls
     bench.drift = lambda call: {first + 3: 1.5, first + 5: 0.5, first + 7: 1.2}.get(call, 1.0)
     bench.asked.clear()
-    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0, tmp_path)
-    names = [item.id for item in PROMPTS]
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1), 0, tmp_path)
+    names = [item.id for item in HELD_OUT]
     assert [name for _, name in bench.asked] == [*names, names[3], names[5]]
     assert (finals.drifted, finals.unsteady) == (2, 0)
     assert "moved on 2 held-out prompts, which were measured again." in report.summary(study, finals)
     assert (still.seconds, finals.seconds) == (24, 26)  # what was measured again was measured, too
     assert finals.baseline["decode_seconds"] == pytest.approx(still.baseline["decode_seconds"] + 0.2)  # of the one within
     bench.asked.clear()
-    assert measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0, tmp_path) == finals
+    assert measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1), 0, tmp_path) == finals
     assert not bench.asked  # an interrupted verdict measures nothing a third time
     first, bench.drift = bench.calls, lambda call: 1.5 if call in (first + 3, first + 24) else 1.0
-    unsteady = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
+    unsteady = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1), 0)
     assert (unsteady.drifted, unsteady.unsteady) == (1, 1)
     assert "measured again; it still did on 1." in report.summary(study, unsteady)
 
@@ -143,10 +141,10 @@ def test_who_learns_knows_as_much_when_a_held_out_prompt_is_measured_again() -> 
 
     bench = Watched({lookup(4): 1.5, lookup(5): 1.5})
     study = run_known(bench, lookup(4), lookup(5))
-    first, names = bench.calls, [item.id for item in PROMPTS]
+    first, names = bench.calls, [item.id for item in HELD_OUT]
     bench.drift = lambda call: 2.0 if call == first + 24 + 7 else 1.0  # in the second repeat
     asked.clear()
-    measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=2, held_out_repeats=2), 0)
+    measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=2, held_out_repeats=2), 0)
     (_, _, _), (_, begin, _), again = asked
     assert again == (1, begin + 7, names[1:7])  # as many as warm a trial; draws are seeded prompt by prompt
 
@@ -163,7 +161,7 @@ def test_long_prompts_are_not_taken_for_a_slow_machine() -> None:
 
     fast = lookup(4)
     bench = Longer({fast: 1.5})
-    prompts = PromptSet(tuple(replace(item, id=f"held-out {place}") for place, item in enumerate(PROMPTS)))
+    prompts = PromptSet(tuple(replace(item, id=f"held-out {place}") for place, item in enumerate(HELD_OUT)))
     study = run_known(Known({fast: 1.5}), fast)
     assert measure_finals(study, bench, prompts, MeasureSettings(finalists=1), 0).drifted == 0
     first = bench.calls
@@ -175,7 +173,7 @@ def test_nobody_wins_who_is_not_faster() -> None:
     bench = Known({lookup(4): 0.95})
     study = run_known(bench, lookup(4))
     bench.speedups = {lookup(4): 0.9}  # luck, in the search
-    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1), 0)
     assert finals.winner.config == SpeculativeConfig()
     text = report.summary(study, finals)
     assert report.verdict(finals).startswith("No drafting wins") and report.verdict(finals) in text
@@ -188,10 +186,10 @@ def test_nobody_is_decoded_again_whom_plain_decoding_surely_beats() -> None:
     study = run_known(bench, lookup(4), lookup(6))
     bench.calls = 0
     settings = MeasureSettings(finalists=2, held_out_repeats=3)
-    assert measure_finals(study, bench, PROMPTS, settings, 0).winner.config == SpeculativeConfig()
+    assert measure_finals(study, bench, HELD_OUT, settings, 0).winner.config == SpeculativeConfig()
     once = bench.calls
     bench.speedups = {lookup(4): 1.2, lookup(6): 1.2}
-    assert measure_finals(study, bench, PROMPTS, settings, 0).winner.config == lookup(4)
+    assert measure_finals(study, bench, HELD_OUT, settings, 0).winner.config == lookup(4)
     assert bench.calls == 4 * once  # who is level, and faster, is decoded three times
 
 
@@ -250,8 +248,8 @@ def test_what_changes_the_output_wins_only_where_it_is_allowed(allowed: bool) ->
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     for config in (exact, lossy):
         study.enqueue_trial(space.params(config))
-    objective = Objective(bench, space, PROMPTS, MeasureSettings(prompts=3), seed=0)
+    objective = Objective(bench, space, HELD_OUT, MeasureSettings(prompts=3), seed=0)
     run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None)
-    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=2), 0)
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=2), 0)
     assert finals.winner.config == (lossy if allowed else exact)
     assert ("output LOSSY" in report.verdict(finals)) == allowed

@@ -11,9 +11,7 @@ from searches import report
 from searches.finals import measure_finals
 from searches.objective import MeasureSettings
 from searches.stability import SeedStability, Stability
-from tests.searches.known import Known, lookup, run_known
-
-PROMPTS = PromptSet.of([f"held-out {i}" for i in range(24)])
+from tests.searches.known import HELD_OUT, Known, lookup, run_known
 
 
 @pytest.mark.usefixtures("a_second_a_row")
@@ -22,7 +20,7 @@ def test_the_report_says_what_the_winner_is_worth_and_what_it_cost() -> None:
     bench = Known({fast: 1.5})
     study = run_known(bench, fast)
     bench.speedups = {fast: 1.25}  # luck, in the search
-    finals = measure_finals(study, bench, PROMPTS, MeasureSettings(finalists=1), 0)
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1), 0)
     text = report.summary(study, finals, Stability(0.5, 0.25, 0.125), SeedStability(3, 0.75, 0.0625))
     assert "(95 % interval 1.25 to 1.25, for all 1 finalists at once from 1.25 on)" in report.verdict(finals)
     seconds = report.search_seconds(study, finals)
@@ -40,11 +38,11 @@ def test_a_kind_of_two_prompts_has_no_interval_worth_telling() -> None:
     fast = lookup(4)
     bench = Known({fast: 1.5})
     kinds = ["two"] * 2 + ["three"] * 3 + ["many"] * 19
-    prompts = PromptSet(tuple(replace(item, category=kind) for item, kind in zip(PROMPTS, kinds, strict=True)))
-    finals = measure_finals(run_known(bench, fast), bench, prompts, MeasureSettings(finalists=1), 0)
-    assert "By kind of work: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50." in report.summary(
-        run_known(bench, fast), finals
-    )
+    prompts = PromptSet(tuple(replace(item, category=kind) for item, kind in zip(HELD_OUT, kinds, strict=True)))
+    study = run_known(bench, fast)
+    finals = measure_finals(study, bench, prompts, MeasureSettings(finalists=1), 0)
+    kinds_told = "By kind of work: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50."
+    assert kinds_told in report.summary(study, finals)
 
 
 def test_the_report_leaves_out_trials_that_had_nothing_left_to_measure() -> None:
