@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import KVCache
+from .closeness import close
 from .forward import forward
 
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
@@ -230,13 +231,6 @@ def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         found = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     assert isinstance(found, Tensor)
     return found
-
-
-def close(one: Tensor, other: Tensor) -> bool:
-    """Equal up to the rounding of their dtype, measured against the larger entries."""
-    slack = 1e-4 if one.dtype == torch.float32 else 6e-2
-    scale = other.float().abs().amax().clamp_min(1e-6)
-    return bool((one.float() - other.float()).abs().amax() <= slack * scale)
 
 
 def _config(model: PreTrainedModel) -> Any:

@@ -97,6 +97,13 @@ def _attend(
     return output.reshape(batch, heads, count, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Transformers' mask; that a cache is empty it does not ask the device, which would wait for it."""
+    if isinstance(kwargs.get("q_offset"), Tensor):
+        kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **kwargs)
+
+
 def _rows(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """``[B, 1, n, m]``, a mask or a bias, as the bias ``[B, 1, heads * n, m]`` of all heads of a group.
 
@@ -116,4 +123,4 @@ _biases: Any = WeakIdKeyDictionary()
 _parts: Any = WeakIdKeyDictionary()
 
 AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, _mask)

@@ -32,9 +32,12 @@ class _Layer(CacheLayerMixin):
     def __init__(self, owner: KVCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
-        # transformers drops the mask of a single query unless the cache is of a kind that it would compile; with
-        # static shapes that mask is what hides the positions behind the length.
-        self.is_compileable = owner.static_shapes
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Transformers drops the mask of a single query unless the cache is of a kind that it would compile; with static
+        shapes that mask is what hides the positions behind the length."""
+        return self._owner.static_shapes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate ``[B, heads, max_length, head_dim]`` for keys and for values, as the first states ask for."""
@@ -92,6 +95,7 @@ class KVCache(Cache):
 
     Attributes:
         length: verified positions. Assign to commit or to rewind; forward passes never move it.
+        static_shapes: as above; may change from pass to pass where it was True at first.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class KVCache(Cache):
     @property
     def position(self) -> int | Tensor:
         """The length in the form that forward passes read: a 0-d int64 tensor with static shapes."""
-        return self._length if self._device_length is None else self._device_length
+        return self._device_length if self.static_shapes and self._device_length is not None else self._length
 
     def positions(self, count: int) -> Tensor:
         """``[count]`` int64: the next positions, on the device; only with static shapes."""

@@ -18,6 +18,7 @@ from .features import Features
 from .forward import forward
 from .lossy import accept_lossy
 from .prefill import Prefill
+from .recording import lend_cache, return_cache
 from .rules import EXACT, AcceptRule
 from .sampling import Chooser, Sampling, upload
 from .stats import DecodeStats, Round
@@ -55,7 +56,7 @@ def decode(
     on_prefill: Callable[[int], None] | None = None,
     seed: int | None = None,
     eos_ids: frozenset[int] | None = None,
-    static_shapes: bool = False,
+    static_shapes: bool | None = None,
     accept: AcceptRule = EXACT,
     prefill: Prefill | None = None,
 ) -> Continuation:
@@ -72,7 +73,7 @@ def decode(
         on_prefill: called once, when prefill is done, with how many new tokens are known by then: 1.
         seed: makes sampling repeatable.
         eos_ids: what ends the sequence; the target's own where None.
-        static_shapes: see :class:`~layerskip.cache.KVCache`.
+        static_shapes: see :func:`~layerskip.recording.lend_cache`.
         accept: which drafted tokens pass; any rule but the exact one changes the output.
         prefill: the prompt as the target read it before, which is not read again but for a drafter that has to see it.
 
@@ -85,19 +86,36 @@ def decode(
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
     if prefill is not None and prefill.cache.length != len(prompt):
         raise ValueError(f"prefill: is of {prefill.cache.length} tokens, the prompt has {len(prompt)}")
-    model, device = decoding_view(target.model), target.device
-    cache = KVCache(target.layers, len(prompt) + max_new_tokens + drafter.tree_tokens, static_shapes, device)
-    chooser = Chooser(sampling, target.vocabulary, device, seed)
-    chooser.observe(prompt)
+    chooser = Chooser(sampling, target.vocabulary, target.device, seed)
     ending = _Ending(target.eos_ids if eos_ids is None else eos_ids, len(prompt) + max_new_tokens, stops)
+    room = ending.length + drafter.tree_tokens
+    cache = lend_cache(target.model, target.layers, room, target.device, static_shapes)
+    try:
+        return _continue(target, drafter, prompt, cache, chooser, ending, callback, on_prefill, accept, prefill)
+    finally:
+        return_cache(target.model, cache)
 
+
+def _continue(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    cache: KVCache,
+    chooser: Chooser,
+    ending: _Ending,
+    callback: Callable[[list[int]], None] | None,
+    on_prefill: Callable[[int], None] | None,
+    accept: AcceptRule,
+    prefill: Prefill | None,
+) -> Continuation:
+    model, device = decoding_view(target.model), target.device
+    chooser.observe(prompt)
     reader = drafter if isinstance(drafter, Reader) and drafter.modules else None
-    features = Features(reader.modules if reader is not None else ())
+    features = None if reader is None else Features(reader.modules)
 
     block = upload(prompt, device)
     if prefill is None or reader is not None:
-        with features.of(model):
-            logits = forward(model, block, cache, last=1)
+        logits = forward(model, block, cache, last=1, features=features)
     else:
         logits = prefill.lay(cache)
     verdict = verify(Draft.empty(device), chooser.distribution(logits, block[-1:]), chooser.generator)
@@ -106,7 +124,7 @@ def decode(
     committed = ending.commit(context.tokens, [verdict.next_token])
     if ending.reason is None:
         drafter.start(prompt, cache, chooser)
-        if reader is not None:
+        if reader is not None and features is not None:
             reader.read(features.read())
     if on_prefill is not None:
         on_prefill(1)
@@ -122,13 +140,11 @@ def decode(
         draft = drafter.draft(context, limit) if limit > 0 else Draft.empty(device)
         block = torch.cat((context.last, draft.tokens))
         if draft.parents is None:
-            with features.of(model):
-                logits = forward(model, block, cache, last=block.shape[0])
+            logits = forward(model, block, cache, last=block.shape[0], features=features)
             distribution = chooser.distribution(logits, block)
         else:
             trees = trees or tree_model(target.model)
-            with features.of(trees.view):
-                logits = trees.run(block, draft.parents, cache)
+            logits = trees.run(block, draft.parents, cache, features)
             distribution = chooser.distribution(logits, block, draft.parents)
         if accept.lossless:
             verdict = verify(draft, distribution, chooser.generator)
@@ -142,7 +158,7 @@ def decode(
         context.last = verdict.last
         chooser.observe(committed)
         if ending.reason is None:
-            if reader is not None:
+            if reader is not None and features is not None:
                 found = features.read()
                 reader.read(found[: verdict.accepted + 1] if kept is None else found[upload(kept, device)])
             drafter.observe(verdict)

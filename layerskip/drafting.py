@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .anatomy import close
 from .bridge import Bridges
+from .closeness import close
 from .judge import Drafted, Judge
 from .mask import SkipMask
 from .memory import out_of_memory

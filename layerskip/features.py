@@ -15,11 +15,14 @@ class Features:
 
     Args:
         modules: their names; nothing is read where there are none.
+
+    Attributes:
+        parts: what each gave in the last pass.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.modules = tuple(modules)
-        self._parts: dict[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}
 
     @contextlib.contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
@@ -33,10 +36,10 @@ class Features:
 
     def read(self) -> Tensor:
         """``[n, F]``: what the last pass gave for each of its tokens, module beside module."""
-        return torch.cat([self._parts[name][0] for name in self.modules], dim=-1)
+        return torch.cat([self.parts[name][0] for name in self.modules], dim=-1)
 
     def _note(self, name: str) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._parts[name] = output if isinstance(output, Tensor) else output[0]
+            self.parts[name] = output if isinstance(output, Tensor) else output[0]
 
         return hook

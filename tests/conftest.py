@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import layerskip
+from tests.device import DEVICE
 from tests.tiny import save_tiny
 
 # A shell's background jobs ignore SIGINT, and so would every program that the tests start and interrupt.
@@ -52,10 +53,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def tiny_target(tiny_folder: Path) -> layerskip.Target:
     """The tiny Llama in float32 on the CPU."""
-    return layerskip.load_target(str(tiny_folder), dtype="float32", device="cpu")
+    return layerskip.load_target(str(tiny_folder), dtype="float32", device=DEVICE)
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> layerskip.Target:
     """The real SmolLM2-135M-Instruct in float32 on the CPU; loading it takes some 12 seconds."""
-    return layerskip.load_target("smollm2", dtype="float32", device="cpu")
+    return layerskip.load_target("smollm2", dtype="float32", device=DEVICE)

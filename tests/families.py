@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tests.device import DEVICE
+
 # Every family gets those of these fields that it has. Embeddings are untied because a tied random model likes
 # to repeat its last token, whatever its layers do.
 _SIZES: dict[str, Any] = dict(
@@ -171,4 +173,4 @@ def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
                 parameter.normal_(0.0, _VECTOR_SPREAD)
             elif parameter.dim() >= 2:
                 parameter.normal_(0.0, _MATRIX_SPREAD)
-    return model
+    return model.to(DEVICE)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def processed_scores(prefix: Sequence[int], logits: Tensor, sampling: Sampling) 
         processors.append(TopPLogitsWarper(sampling.top_p))
     if sampling.temperature > 0 and sampling.min_p > 0.0:
         processors.append(MinPLogitsWarper(sampling.min_p))
-    return processors(tensor([list(prefix)]), logits.float()[None])[0]
+    return processors(tensor([list(prefix)], device=logits.device), logits.float()[None])[0]
 
 
 def processed_probs(prefix: Sequence[int], logits: Tensor, sampling: Sampling) -> Tensor:

@@ -25,6 +25,7 @@ from layerskip.ridge import regress
 from layerskip.scan import Scanner
 from layerskip.target import Target
 from layerskip.view import skip_view
+from tests.device import DEVICE
 from tests.drafters.bridges import bridge_folder, bridge_shape, calibration
 from tests.drafters.contract import GREEDY, target_of
 from tests.families import build
@@ -131,7 +132,7 @@ def test_a_view_and_a_scan_refuse_bridges_of_another_mask(own: str) -> None:
 
 
 def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     shape = bridge_shape(target, "layers:1-2")
     save_bridges(tmp_path / "bridge", Bridges(shape), target, {})
     config = SpeculativeConfig("layer_skip", mask="layers:1-2", bridge=str(tmp_path / "bridge"))
@@ -139,7 +140,7 @@ def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
     build_drafter(config, target)
     with pytest.raises(ConfigError, match="^bridge: .* stands in for layers:1-2, not for layers:1"):
         build_drafter(replace(config, mask="layers:1"), target)
-    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device="cpu")
+    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device=DEVICE)
     with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
         build_drafter(config, other)
     (tmp_path / "bridge" / "head.safetensors").write_bytes(b"")
@@ -166,7 +167,7 @@ def test_bridges_say_whose_they_are_and_what_they_were_fitted_to(tmp_path: Path)
 
 def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
     """Moved to another machine with what lies beside it, the places where it was found gone."""
-    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     shape = bridge_shape(target, "layers:1-2")
     parts = tmp_path / "parts"
     save_bridges(parts / "bridge", Bridges(shape), target, {})
@@ -186,7 +187,7 @@ def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
     assert Path(export.config.members[1].bridge).is_relative_to(tmp_path / "elsewhere")
     plain = generate(target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
     assert generate(target, "Hello.", export.config, max_new_tokens=12).tokens == plain.tokens
-    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device="cpu")
+    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device=DEVICE)
     with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
         generate(other, "Hello.", export.config, max_new_tokens=12)
     with pytest.raises(ExportError, match=r"^config\.bridge: .* made for another target.* weights are not"):

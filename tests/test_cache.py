@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from layerskip.cache import CacheFull, KVCache
 from layerskip.forward import forward
 from layerskip.view import decoding_view
+from tests.device import DEVICE
 from tests.families import build
 
 FAMILIES = ("llama", "gpt2", "gemma3_text", "mistral")
@@ -24,7 +25,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def _tokens(seed: int, count: int = LENGTH) -> Tensor:
-    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def _fresh(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ def _close(found: Tensor, expected: Tensor) -> None:
 
 
 def _cache(model: PreTrainedModel, static_shapes: bool = False, length: int = LENGTH) -> KVCache:
-    return KVCache(model.config.num_hidden_layers, length, static_shapes)
+    return KVCache(model.config.num_hidden_layers, length, static_shapes, DEVICE)
 
 
 @pytest.fixture

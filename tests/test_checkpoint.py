@@ -24,6 +24,7 @@ from layerskip import (
     save_draft_checkpoint,
 )
 from layerskip.view import decoding_view, skip_view
+from tests.device import DEVICE
 from tests.families import build
 from tests.tiny import save_tiny
 
@@ -73,7 +74,7 @@ def _load(folder: Path) -> PreTrainedModel:
 def idle(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """Five layers, of which three hardly matter."""
     folder = save_tiny(tmp_path_factory.mktemp("idle") / "llama", num_hidden_layers=5, idle=(1, 2, 3))
-    return load_target(str(folder), dtype="float32", device="cpu")
+    return load_target(str(folder), dtype="float32", device=DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_the_target_is_left_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_keep_their_dtype(tiny_folder: Path, tmp_path: Path, dtype: str) -> None:
-    target = load_target(str(tiny_folder), dtype=dtype, device="cpu")
+    target = load_target(str(tiny_folder), dtype=dtype, device=DEVICE)
     save_draft_checkpoint(target, SkipMask.parse("layers:1", 3), tmp_path / "draft")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype="auto")
     assert str(loaded.dtype) == f"torch.{dtype}"
@@ -131,7 +132,7 @@ def test_it_drafts_as_our_draft_model(idle: Target, cut: Path) -> None:
 
 
 def test_it_is_a_target_with_the_same_words(idle: Target, cut: Path) -> None:
-    target = load_target(str(cut), dtype="float32", device="cpu")
+    target = load_target(str(cut), dtype="float32", device=DEVICE)
     assert (target.layers, target.architecture, target.eos_ids) == (2, idle.architecture, idle.eos_ids)
     assert target.encode("the rain, 雨") == idle.encode("the rain, 雨")
 
@@ -148,7 +149,7 @@ def test_a_real_model_out_of_a_gguf_file_is_cut(smollm2: Target, roomy: Path) ->
     folder = save_draft_checkpoint(smollm2, mask, roomy / "draft")
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     expected = _logits(skip_view(smollm2.model, mask), 49152)
-    loaded = load_target(str(folder), dtype="float32", device="cpu")
+    loaded = load_target(str(folder), dtype="float32", device=DEVICE)
     torch.testing.assert_close(_logits(decoding_view(loaded.model), 49152), expected)
     assert smollm2.tokenizer is not None
     assert loaded.tokenizer is not None

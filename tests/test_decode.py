@@ -24,6 +24,7 @@ from layerskip.prefill import Prefill
 from layerskip.readout import Readout
 from layerskip.sampling import Sampling
 from layerskip.target import Target
+from tests.device import DEVICE
 from tests.families import SKIPPABLE, build
 
 GREEDY = Sampling()
@@ -58,7 +59,7 @@ def _drafter(kind: str, target: Target) -> Drafter:
 
 
 def _generate(target: Target, prompt: list[int], **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=DEVICE)
     output = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

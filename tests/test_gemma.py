@@ -24,6 +24,7 @@ from layerskip.mask import SkipMask
 from layerskip.passages import continue_prompts
 from layerskip.scan import Scanner
 from layerskip.translation import Translation
+from tests.device import DEVICE
 
 NEW_TOKENS = 24
 PROMPTS = PromptSet.packaged().take(None if os.environ.get("LAYERSKIP_ALL_PROMPTS") else 3)
@@ -32,7 +33,7 @@ PROMPTS = PromptSet.packaged().take(None if os.environ.get("LAYERSKIP_ALL_PROMPT
 @pytest.fixture(scope="module")
 def gemma3() -> Target:
     try:
-        return load_target("gemma3", dtype="float32", device="cpu")
+        return load_target("gemma3", dtype="float32", device=DEVICE)
     except TargetError as error:
         pytest.skip(str(error))
 

@@ -19,6 +19,7 @@ from layerskip import (
     generate,
     load_target,
 )
+from tests.device import DEVICE
 from tests.tiny import save_tiny
 
 FRUITS = "List three fruits, one per line."
@@ -77,7 +78,7 @@ def reference() -> Reference:
 def idle_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """A tiny model whose layer 1 hardly matters, so that drafts without it are accepted."""
     folder: Path = save_tiny(tmp_path_factory.mktemp("idle") / "llama", idle=(1,))
-    return load_target(str(folder), dtype="float32", device="cpu")
+    return load_target(str(folder), dtype="float32", device=DEVICE)
 
 
 @kinds

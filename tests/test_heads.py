@@ -18,6 +18,7 @@ from layerskip.loading import load_target
 from layerskip.medusa import MedusaHeads, MedusaShape, load_medusa
 from layerskip.readout import Readout, choose_tokens
 from layerskip.target import Target
+from tests.device import DEVICE
 from tests.drafters.contract import GREEDY, target_of
 from tests.families import build
 from tests.tiny import save_tiny
@@ -25,7 +26,7 @@ from tests.tiny import save_tiny
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return load_target(str(save_tiny(tmp_path_factory.mktemp("target"))), dtype="float32", device="cpu")
+    return load_target(str(save_tiny(tmp_path_factory.mktemp("target"))), dtype="float32", device=DEVICE)
 
 
 @pytest.fixture
@@ -50,14 +51,14 @@ def test_a_head_comes_back_as_it_was(target: Target, head: EagleHead, folder: Pa
 
 def test_a_head_serves_its_target_in_any_dtype(target: Target, head: EagleHead, folder: Path) -> None:
     for dtype in ("bfloat16", "float16"):
-        same = load_target(target.name, dtype=dtype, device="cpu")
+        same = load_target(target.name, dtype=dtype, device=DEVICE)
         loaded = load_eagle(folder, same)
         assert loaded.fc.weight.dtype == getattr(torch, dtype)
         assert torch.equal(loaded.body.rotary_emb.inv_freq, head.body.rotary_emb.inv_freq)  # or far positions lie elsewhere
 
 
 def test_a_head_for_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
-    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device="cpu")
+    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device=DEVICE)
     with pytest.raises(ConfigError, match="^head: .* made for another target"):
         load_eagle(folder, other)
     with pytest.raises(ConfigError, match="^head: .* made for another target"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layerskip import Sampling, Target, load_target
 from layerskip.lossless import Divergence, Losslessness, find_divergence
+from tests.device import DEVICE
 from tests.processors import processed_scores
 from tests.tiny import save_tiny
 
@@ -24,13 +25,13 @@ PENALTY = Sampling(repetition_penalty=1.3)
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = save_tiny(tmp_path_factory.mktemp("lossless") / "model")
-    return load_target(str(folder), dtype=request.param, device="cpu")
+    return load_target(str(folder), dtype=request.param, device=DEVICE)
 
 
 @torch.inference_mode()
 def _scores(target: Target, tokens: list[int], sampling: Sampling = PLAIN) -> Tensor:
     """``[V]``: what the model says behind some tokens, without any cache."""
-    return processed_scores(tokens, target.model(torch.tensor([tokens])).logits[0, -1], sampling)
+    return processed_scores(tokens, target.model(torch.tensor([tokens], device=DEVICE)).logits[0, -1], sampling)
 
 
 def _greedy(target: Target, sampling: Sampling = PLAIN) -> list[int]:

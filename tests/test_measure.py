@@ -27,6 +27,7 @@ from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
 from layerskip.prompts import PromptItem
 from layerskip.sampling import Chooser
+from tests.device import DEVICE
 
 PROMPTS = PromptSet.of(f"Tell me about the number {i}." for i in range(6))
 TASK = Task(max_new_tokens=12)
@@ -91,7 +92,7 @@ def test_honest_drafters_are_exact_in_float32(tiny_target: Target, config: Specu
 
 
 def test_half_precision_may_tie_but_not_differ(tiny_folder: object) -> None:
-    target = load_target(str(tiny_folder), dtype="bfloat16", device="cpu")
+    target = load_target(str(tiny_folder), dtype="bfloat16", device=DEVICE)
     measured = measure(target, PROMPTS, CONFIGS[1], max_new_tokens=32)
     assert measured.lossless.verdict in ("exact", "near_tie")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import layerskip
+from tests.device import DEVICE
 from tests.tiny import save_tiny
 
 PROMISED = {
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_promised_lines_work_as_they_stand(folder: Path, tmp_path: Path) -> None:
-    target = layerskip.load_target(str(folder), dtype="float32", device="cpu")
+    target = layerskip.load_target(str(folder), dtype="float32", device=DEVICE)
     config = layerskip.SpeculativeConfig.from_dict(
         {"kind": "layer_skip", "mask": "attention:6,7-9;mlp:2", "draft_length": 4}
     )
@@ -120,7 +121,7 @@ def test_importing_it_loads_no_search_program() -> None:
 
 
 def test_generate_takes_the_defaults_of_a_plain_greedy_decoding(folder: Path) -> None:
-    target = layerskip.load_target(str(folder), dtype="float32", device="cpu")
+    target = layerskip.load_target(str(folder), dtype="float32", device=DEVICE)
     result = layerskip.generate(target, [9, 30, 31])
     tokens = torch.tensor([[9, 30, 31]])
     expected = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=64)

@@ -16,12 +16,13 @@ from layerskip.eagle import KIND, EagleHead, EagleShape, load_eagle
 from layerskip.heads import save_head
 from layerskip.loading import load_target
 from layerskip.target import Target
+from tests.device import DEVICE
 from tests.tiny import save_tiny
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return load_target(str(save_tiny(tmp_path_factory.mktemp("target"))), dtype="float32", device="cpu")
+    return load_target(str(save_tiny(tmp_path_factory.mktemp("target"))), dtype="float32", device=DEVICE)
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_a_copy_in_half_precision_is_the_targets_own(
     target: Target, embeddings: Tensor, tmp_path: Path, stored: torch.dtype, dtype: str
 ) -> None:
     embeddings[3] *= 1e-5  # where float16 has few bits
-    same = Target(load_target(target.name, dtype="float32", device="cpu").model, name="same")
+    same = Target(load_target(target.name, dtype="float32", device=DEVICE).model, name="same")
     same.model.get_input_embeddings().weight.data.copy_(embeddings)
     same.model.to(getattr(torch, dtype))
     head = _head(target)
@@ -106,7 +107,7 @@ def test_a_head_for_a_model_tuned_from_the_same_one_is_refused(
 ) -> None:
     """As Vicuna's for Llama-2-chat: sizes alike, and embeddings that moved by one small step of an optimiser, a tenth of
     them at all."""
-    other = load_target(target.name, dtype=dtype, device="cpu")
+    other = load_target(target.name, dtype=dtype, device=DEVICE)
     moved = embeddings + 2e-5 * torch.randn(embeddings.shape).sign() * (torch.arange(len(embeddings)) % 10 == 0)[:, None]
     folder = _publish(tmp_path, _head(target), moved.to(stored))
     with pytest.raises(

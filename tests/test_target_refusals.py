@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaModel, T5Config, T5ForConditionalGeneration
 
 from layerskip import SpeculativeConfig, Target, TargetError, UnsupportedModel, generate, load_target, wheels
+from tests.device import DEVICE
 from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
 
@@ -168,7 +169,7 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["mamba", "jamba"])
 @pytest.mark.parametrize("kind", ["none", "layer_skip", "prompt_lookup"])
 def test_recurrent_state_is_refused_by_every_drafter(tmp_path: Path, family: str, kind: str) -> None:
-    target = load_target(str(save_tiny(tmp_path / family, family)), dtype="float32", device="cpu")
+    target = load_target(str(save_tiny(tmp_path / family, family)), dtype="float32", device=DEVICE)
     with pytest.raises(UnsupportedModel, match=f"^{target.architecture}: .*rewind"):
         generate(target, "hello", SpeculativeConfig.from_dict({"kind": kind}), max_new_tokens=4)
 
@@ -212,6 +213,6 @@ def test_code_from_the_model_does_not_run(custom_folder: tuple[Path, Path]) -> N
 
 def test_code_from_the_model_runs_where_the_caller_says_so(custom_folder: tuple[Path, Path]) -> None:
     folder, marker = custom_folder
-    target = load_target(str(folder), dtype="float32", device="cpu", trust_remote_code=True)
+    target = load_target(str(folder), dtype="float32", device=DEVICE, trust_remote_code=True)
     assert marker.exists()
     assert target.architecture == "ToyModel"

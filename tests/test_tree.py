@@ -16,11 +16,13 @@ from layerskip.draft import Draft
 from layerskip.drafters.base import Context, Drafter, Said
 from layerskip.forward import forward
 from layerskip.loading import load_target
+from layerskip.recording import RecordedCache
 from layerskip.sampling import Chooser
 from layerskip.target import Target
 from layerskip.tree import depths_and_ancestors, path_to, tree_model
 from layerskip.verify import Verdict, verify
 from tests.chi_square import assert_follows
+from tests.device import DEVICE
 from tests.drafters.contract import DrafterContract
 from tests.families import SKIPPABLE, build
 
@@ -33,12 +35,12 @@ REFUSED_TREES = {
 }
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("family", [family for family in SKIPPABLE if family not in REFUSED_TREES])
-def test_a_branch_is_what_the_model_itself_reads(family: str, static: bool) -> None:
+def test_a_branch_is_what_the_model_itself_reads(family: str, recorded: bool) -> None:
     """Also behind the tree, once an accepted branch was moved together."""
     model = build(family)
-    tokens = torch.randint(3, 64, (PROMPT + len(PARENTS) + 3,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(3, 64, (PROMPT + len(PARENTS) + 3,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     prompt, block, more = tokens.split((PROMPT, len(PARENTS) + 1, 2))
     layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
 
@@ -47,7 +49,7 @@ def test_a_branch_is_what_the_model_itself_reads(family: str, static: bool) -> N
         torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 1e-5)
 
     with torch.inference_mode():
-        cache = KVCache(layers, tokens.shape[0] + 4, static)
+        cache = (RecordedCache if recorded else KVCache)(layers, tokens.shape[0] + 8, device=torch.device(DEVICE))
         forward(model, prompt, cache, last=1)
         cache.length = PROMPT
         logits = tree_model(model).run(block, PARENTS, cache)
@@ -158,9 +160,9 @@ class Bush:
         text = list(context.tokens)
         for node in (1, 5) if source.random() < 0.3 else (0, 3, 6, 8):
             if node < len(parents) and source.random() < 0.8:
-                tokens[node] = int(self.target.model(torch.tensor([text])).logits[0, -1].argmax())
+                tokens[node] = int(self.target.model(torch.tensor([text], device=DEVICE)).logits[0, -1].argmax())
                 text.append(tokens[node])
-        return Draft(torch.tensor(tokens), parents)
+        return Draft(torch.tensor(tokens, device=DEVICE), parents)
 
     def observe(self, verdict: Verdict) -> None:
         self.drafted = list(verdict.drafted)
@@ -186,5 +188,5 @@ class TestDeterministicTrees(DrafterContract):
 
 def test_a_real_model_in_half_precision_verifies_trees() -> None:
     """Its first tokens are special ones that nothing was trained on, where rounding is amplified beyond all bounds."""
-    target = load_target("smollm2", dtype="bfloat16", device="cpu")
+    target = load_target("smollm2", dtype="bfloat16", device=DEVICE)
     assert tree_model(target.model) is tree_model(target.model)

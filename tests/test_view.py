@@ -20,6 +20,7 @@ from layerskip.forward import forward
 from layerskip.mask import MaskError, SkipMask
 from layerskip.packing import decide
 from layerskip.view import decoding_view, skip_view
+from tests.device import DEVICE
 from tests.families import REFUSED, SKIPPABLE, build
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
@@ -36,7 +37,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def _tokens(seed: int = 0) -> Tensor:
-    return torch.randint(3, 64, (LENGTH,), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, 64, (LENGTH,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def _layers(model: PreTrainedModel) -> int:
@@ -115,7 +116,7 @@ def test_draft_and_verification_share_one_cache(model: PreTrainedModel, text: st
     """The draft reads the target's prefix as transformers' own cache would give it; verification leaves none of it."""
     mask, prefix = _mask(model, text), 13
     tokens = _tokens()
-    target, view, cache = decoding_view(model), skip_view(model, mask), KVCache(_layers(model), LENGTH)
+    target, view, cache = decoding_view(model), skip_view(model, mask), KVCache(_layers(model), LENGTH, device=DEVICE)
     forward(target, tokens[:prefix], cache, last=1)
     cache.length = prefix
     reference = model(input_ids=tokens[None, :prefix], use_cache=True).past_key_values
@@ -154,7 +155,7 @@ def test_views_do_not_keep_a_model_alive(family: str) -> None:
     """A search drops one view per trial, and a benchmark one model after the other."""
     model = build(family)
     views = [skip_view(model, _mask(model, "layers:1")), decoding_view(model)]
-    forward(views[0], _tokens(), KVCache(_layers(model), LENGTH), last=1)
+    forward(views[0], _tokens(), KVCache(_layers(model), LENGTH, device=DEVICE), last=1)
     kept = [weakref.ref(part) for part in (model, *views)]
     del model, views
     gc.collect()

@@ -20,6 +20,7 @@ from ..config import StopRule
 from ..draft import Draft
 from ..draft_head import DraftHead
 from ..forward import forward, most_positions, readable
+from ..recording import RecordedCache, lend_cache, return_cache
 from ..sampling import Chooser, upload, widen
 from ..translation import Translation, common_prefix
 from ..verify import Verdict
@@ -58,6 +59,7 @@ class CrossTokenizer(Stopped):
         self.model, self.layers, self.vocabulary = model, layers, vocabulary
         self.translation, self.draft_length, self._head = translation, draft_length, head
         self.stopper, self._most = Stopper(stop), most_positions(model)
+        self._lent: KVCache | None = None
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt as it spells it."""
@@ -67,13 +69,15 @@ class CrossTokenizer(Stopped):
         self._law = _Shared(chooser, self.vocabulary, self.translation, device)
         self._heard, self._known = len(prompt), self.translation.to_draft(prompt)
         self._spelled = list(self._known)  # all that the text was ever spelled with: its last tokens are spelled anew
-        self._prefill(cache.max_length - len(prompt), cache.static_shapes, device)
+        self._prefill(cache.max_length - len(prompt), isinstance(cache, RecordedCache), device)
         self.stopper.start()
 
-    def _prefill(self, new_tokens: int, static_shapes: bool, device: torch.device) -> None:
+    def _prefill(self, new_tokens: int, recorded: bool, device: torch.device) -> None:
         room = len(self._known) + _SPELLED_LONGER * (new_tokens + self.draft_length)
         room = min(room, self._most or room)  # behind it nothing is drafted
-        self._cache = KVCache(self.layers, room, static_shapes, device)
+        if self._lent is not None:
+            return_cache(self.model, self._lent)
+        self._cache = self._lent = lend_cache(self.model, self.layers, room, device, recorded)
         self._fed = self._known[:-1] if len(self._known) <= room else []
         if self._fed:
             forward(self.model, readable(self.model, upload(self._fed, device)), self._cache, last=1)

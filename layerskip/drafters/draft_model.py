@@ -15,6 +15,7 @@ from ..config import StopRule
 from ..draft import Draft
 from ..draft_head import DraftHead
 from ..forward import forward, most_positions, readable
+from ..recording import RecordedCache, lend_cache, return_cache
 from ..sampling import Chooser, upload
 from ..verify import Verdict
 from .base import Context, Said
@@ -43,6 +44,7 @@ class DraftModel(Stopped):
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
         self._head, self._most = head, most_positions(model)
+        self._lent: KVCache | None = None
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt."""
@@ -50,7 +52,10 @@ class DraftModel(Stopped):
         if self._head is not None:
             self._head.begin()
         self._device = next(self.model.parameters()).device
-        self._cache = KVCache(self.layers, cache.max_length, cache.static_shapes, self._device)
+        if self._lent is not None:
+            return_cache(self.model, self._lent)
+        recorded = isinstance(cache, RecordedCache)
+        self._cache = self._lent = lend_cache(self.model, self.layers, cache.max_length, self._device, recorded)
         if self._reach(len(prompt)) > 0:
             forward(self.model, readable(self.model, upload(prompt, self._device)), self._cache, last=1)
         self._cache.length = self._verified = len(prompt)

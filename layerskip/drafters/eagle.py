@@ -64,7 +64,7 @@ class Eagle(Stopped):
         self._chooser = chooser
         device = self.head.fc.weight.device
         room = cache.max_length + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
-        self._cache = KVCache(1, room, cache.static_shapes, device)
+        self._cache = KVCache(1, room, device=device)
         self._pending: list[Tensor] = []
         self.readout.begin()
         self.stopper.start()
@@ -146,9 +146,8 @@ class Eagle(Stopped):
     def _feed(self, told: Tensor, features: Tensor, ways: list[list[int]], begin: int, level: int) -> Tensor:
         """Hidden states behind some nodes of one level, each seeing the sequence and its own branch."""
         cache, count, device = self._cache, told.shape[0], features.device
-        keys = cache.max_length if cache.static_shapes else cache.length + count
         rows = [[begin + row for row in way] + [cache.length + place] for place, way in enumerate(ways)]
-        seen = torch.zeros(count, keys, dtype=torch.bool)
+        seen = torch.zeros(count, cache.length + count, dtype=torch.bool)
         seen[:, :begin] = True
         for place, row in enumerate(rows):
             seen[place, row] = True

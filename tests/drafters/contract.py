@@ -20,6 +20,7 @@ from layerskip.target import Target
 from layerskip.tree import path_to
 from layerskip.verify import Verdict
 from tests.chi_square import assert_follows
+from tests.device import DEVICE
 from tests.drafters.exact_law import exact_law
 from tests.families import build
 
@@ -76,7 +77,7 @@ TOY_PROMPT = (4, 2, 1, 3, 1, 1, 3)
 @functools.cache
 def generated(family: str, prompt: Tokens, length: int, penalty: float = 1.0, eos_ids: Tokens = ()) -> list[int]:
     """The new tokens of transformers' own greedy ``generate``."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=DEVICE)
     output = target_of(family).model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

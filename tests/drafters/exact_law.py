@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from layerskip.sampling import Sampling
+from tests.device import DEVICE
 from tests.processors import processed_probs
 
 
@@ -18,7 +19,7 @@ def exact_law(
     law: dict[tuple[int, ...], float] = {}
     open_ones: dict[tuple[int, ...], float] = {(): 1.0}
     for position in range(length):
-        batch = torch.tensor([[*prompt, *prefix] for prefix in open_ones])
+        batch = torch.tensor([[*prompt, *prefix] for prefix in open_ones], device=DEVICE)
         with torch.inference_mode():
             logits = model(input_ids=batch, use_cache=False).logits[:, -1]
         grown: dict[tuple[int, ...], float] = {}

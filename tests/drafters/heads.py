@@ -16,6 +16,7 @@ from layerskip.readout import Readout
 from layerskip.sampling import Sampling
 from layerskip.target import Target
 from layerskip.training import Batch, foretell, loss_of, stored_modules
+from tests.device import DEVICE
 from tests.drafters.contract import deep_toy, target_of, toy_target
 
 UNROLL = 3
@@ -46,7 +47,7 @@ def eagle_head(family: str, three_layers: bool = False, vocabulary: int | None =
     """A trained one."""
     tokens = None if vocabulary is None else torch.arange(tiny(family).vocabulary - vocabulary, tiny(family).vocabulary)
     torch.manual_seed(0)
-    head = EagleHead(EagleShape.of(tiny(family), three_layers, vocabulary, lookback), tokens)
+    head = EagleHead(EagleShape.of(tiny(family), three_layers, vocabulary, lookback), tokens).to(DEVICE)
     readout = Readout(tiny(family), head.tokens)
     said = torch.cat([text.tokens for text in thoughts(family, three_layers)])
     induce(head, tiny(family).model.get_input_embeddings(), readout, said)
@@ -58,7 +59,7 @@ def medusa_heads(family: str) -> MedusaHeads:
     """Trained ones."""
     target = tiny(family)
     width = int(target.model.config.get_text_config(decoder=True).hidden_size)
-    return _trained(family, MedusaHeads(MedusaShape(width, UNROLL, read_modules(target))))
+    return _trained(family, MedusaHeads(MedusaShape(width, UNROLL, read_modules(target))).to(DEVICE))
 
 
 def _trained(family: str, head: EagleHead | MedusaHeads, three_layers: bool = False):  # type: ignore[no-untyped-def]

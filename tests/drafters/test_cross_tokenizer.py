@@ -23,6 +23,7 @@ from layerskip.sampling import Chooser, Sampling
 from layerskip.target import Target, TargetError
 from layerskip.translation import Translation, UnalignedTokenizers
 from layerskip.view import twin
+from tests.device import DEVICE
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, target_of, toy_target
 from tests.drafters.test_draft_model import _like
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
@@ -180,7 +181,7 @@ def test_learnt_positions_end_drafting_and_not_decoding(monkeypatch: pytest.Monk
 
 
 def test_a_configuration_names_the_draft(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device="cpu")
+    target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device=DEVICE)
     draft = save_tiny(tmp_path / "draft", seed=2)
     config = SpeculativeConfig.from_dict({"kind": "cross_tokenizer", "draft": str(draft), "draft_length": 2})
     plain = decode(target, build_drafter(SpeculativeConfig(), target), target.encode("Hello there"), GREEDY, 12)
@@ -190,8 +191,8 @@ def test_a_configuration_names_the_draft(tmp_path: Path) -> None:
 
 
 def test_a_configuration_names_the_drafts_own_tokens(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device="cpu")
-    draft = load_target(str(save_tiny(tmp_path / "draft", seed=2)), dtype="float32", device="cpu")
+    target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device=DEVICE)
+    draft = load_target(str(save_tiny(tmp_path / "draft", seed=2)), dtype="float32", device=DEVICE)
     prompt = target.encode("Hello there")
     plain = decode(target, build_drafter(SpeculativeConfig(), target), prompt, GREEDY, 12)
     common = torch.arange(0, draft.vocabulary, 3)
@@ -218,7 +219,7 @@ def test_a_configuration_names_the_drafts_own_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path, family: str, kind: str) -> None:
     """Of one family transformers cannot make a tokenizer out of nothing, of the other it makes an empty one."""
-    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     bare = without_tokenizer(save_tiny(tmp_path / "bare", family))
     for _ in range(2):  # loaded once, it is refused again
         with pytest.raises(TargetError, match=rf"^draft: {bare} has no tokenizer, and what it reads cannot be known$"):
@@ -227,7 +228,7 @@ def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path, family: str, kin
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_target_without_a_tokenizer_has_no_draft_of_another(tmp_path: Path, family: str) -> None:
-    target = load_target(str(without_tokenizer(save_tiny(tmp_path / "target", family))), dtype="float32", device="cpu")
+    target = load_target(str(without_tokenizer(save_tiny(tmp_path / "target", family))), dtype="float32", device=DEVICE)
     draft = save_tiny(tmp_path / "draft")
     with pytest.raises(TargetError, match=f"^draft: {target.name} has no tokenizer"):
         build_drafter(SpeculativeConfig("cross_tokenizer", draft=str(draft)), target)
@@ -237,8 +238,8 @@ def test_a_target_without_a_tokenizer_has_no_draft_of_another(tmp_path: Path, fa
 def test_tokenizers_that_share_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnalignedTokenizers, match="share no token"):
         Translation(_spelling("abc"), _spelling("xyz"))
-    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device="cpu")
-    draft = load_target(str(save_tiny(tmp_path / "draft")), dtype="float32", device="cpu")
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
+    draft = load_target(str(save_tiny(tmp_path / "draft")), dtype="float32", device=DEVICE)
     target.drafts["greek"] = Target(draft.model, _spelling("αβγδ"), "greek")
     with pytest.raises(ConfigError, match="^draft: greek cannot draft for .*share no token"):
         build_drafter(SpeculativeConfig("cross_tokenizer", draft="greek"), target)

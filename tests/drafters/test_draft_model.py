@@ -22,6 +22,7 @@ from layerskip.loading import load_target
 from layerskip.sampling import Sampling
 from layerskip.target import Target, TargetError
 from layerskip.view import twin
+from tests.device import DEVICE
 from tests.drafters.bridges import most_tokens
 from tests.drafters.contract import (
     FAMILIES,
@@ -157,10 +158,10 @@ def _config(draft: str) -> SpeculativeConfig:
 
 
 def test_a_configuration_names_a_draft_model_that_is_loaded_once(tmp_path: Path) -> None:
-    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device="cpu")
+    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device=DEVICE)
     draft = _saved(tmp_path / "draft", "gpt2", 14, num_hidden_layers=2)
     prompt = [3, 5, 7]
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=DEVICE)
     expected = target.model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=0
     )
@@ -172,13 +173,13 @@ def test_a_configuration_names_a_draft_model_that_is_loaded_once(tmp_path: Path)
 
 
 def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device="cpu")
+    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device=DEVICE)
     with pytest.raises(TargetError, match="^draft: .*tokenizer"):
         build_drafter(_config(_saved(tmp_path / "draft", "llama", 13)), target)
 
 
 def test_a_recurrent_draft_model_is_refused(tmp_path: Path) -> None:
-    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device="cpu")
+    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device=DEVICE)
     with pytest.raises(UnsupportedModel, match="^draft: MambaForCausalLM: .*rewind"):
         build_drafter(_config(_saved(tmp_path / "draft", "mamba", 14)), target)
 

@@ -13,6 +13,7 @@ from layerskip.drafters.base import Drafter
 from layerskip.drafters.build import build_drafter
 from layerskip.sampling import Sampling
 from layerskip.target import Target
+from tests.device import DEVICE
 from tests.drafters.bridges import FEW_PROMPT, bridge_folder, few_tokens, head_folder, most_tokens
 from tests.drafters.contract import (
     FAMILIES,
@@ -143,7 +144,9 @@ def test_siblings_are_the_runners_up_of_an_unsure_draft() -> None:
         result = decode(target, drafter, prompt, Sampling(), LENGTH)
         assert any(round.drafted > 3 for round in result.stats.rounds)
         with torch.inference_mode():
-            logits = target.model(input_ids=torch.tensor([[*prompt, *result.tokens]]), use_cache=False).logits[0]
+            logits = target.model(
+                input_ids=torch.tensor([[*prompt, *result.tokens]], device=DEVICE), use_cache=False
+            ).logits[0]
         for context, branches in drafter.drafts:
             chain = [branch for branch in branches if branch == max(branches, key=len)[: len(branch)]]
             expected = []
@@ -175,7 +178,9 @@ def test_a_threshold_stops_behind_the_first_token_of_low_confidence(threshold: f
         drafter = _drafter(target, "", "", draft_length=5, stop=stop)
         result = decode(target, drafter, prompt, Sampling(), LENGTH)
         with torch.inference_mode():
-            logits = target.model(input_ids=torch.tensor([[*prompt, *result.tokens]]), use_cache=False).logits[0]
+            logits = target.model(
+                input_ids=torch.tensor([[*prompt, *result.tokens]], device=DEVICE), use_cache=False
+            ).logits[0]
         confidence = logits.softmax(-1).amax(-1)[len(prompt) - 1 :].tolist()  # entry i: of new token i
         expected, done = [], 1
         while done < LENGTH:

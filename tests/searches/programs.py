@@ -22,11 +22,13 @@ from mlflow.tracking import MlflowClient
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
+from tests.device import DEVICE
+
 REPOSITORY = Path(__file__).parents[2]
 QUICK = (
     "target=local",
     "target.dtype=float32",
-    "target.device=cpu",
+    f"target.device={DEVICE}",
     "space.protect_first=0",
     "space.protect_last=0",
     "measure.max_new_tokens=8",

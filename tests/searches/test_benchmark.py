@@ -19,6 +19,7 @@ from layerskip.measure import interleave
 from searches.application import CONF
 from searches.benchmark import _contenders, benchmark
 from searches.benchmark_table import table
+from tests.device import DEVICE
 from tests.searches.programs import execute, runs, sqlite
 from tests.tiny import save_tiny
 
@@ -69,7 +70,7 @@ def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  #
 
 def test_who_cannot_draft_for_a_target_is_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-Neo's attention takes no mask of a tree's branches."""
-    target = load_target(str(save_tiny(tmp_path / "model", "gpt_neo")), dtype="float32", device="cpu")
+    target = load_target(str(save_tiny(tmp_path / "model", "gpt_neo")), dtype="float32", device=DEVICE)
     skip = "{kind:layer_skip,mask:'layers:1',siblings:1}"
     fanned = f"+contenders.fanned={{kind:cascade,members:[{{kind:prompt_lookup}},{skip}]}}"
     with initialize_config_dir(CONF, version_base="1.3"):
@@ -94,7 +95,7 @@ def test_cascades_know_what_drafts_and_their_verification_cost(record: dict) -> 
 
 
 def test_what_drafts_and_their_verification_cost_can_be_said(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device="cpu")
+    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device=DEVICE)
     others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model")]
     with initialize_config_dir(CONF, version_base="1.3"):
         costs = "+contenders.cascade.verify_cost=[1.5]", "+contenders.cascade.draft_cost=[0.0,0.25]"

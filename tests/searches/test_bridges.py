@@ -19,6 +19,7 @@ from layerskip.scan import Scanner
 from searches.application import run
 from searches.bench import ModelBench
 from searches.bridges import bridges
+from tests.device import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import runs, sqlite, tracked
 from tests.tiny import save_tiny
@@ -74,7 +75,7 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch:
     (run,) = runs(sqlite(tmp_path), "bridges")
     history = MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, "agreement_bridged")
     assert sorted(metric.value for metric in history) == pytest.approx(sorted(point["agreement"] for point in whole))
-    target = load_target(str(folder), dtype="float32", device="cpu")
+    target = load_target(str(folder), dtype="float32", device=DEVICE)
     (best,) = tmp_path.glob("bridges-*/best.json")
     export = Export.load(best, target)
     assert export.config.kind == record["winner"]["kind"] == "none"  # of two prompts nobody knows better
@@ -126,7 +127,7 @@ def test_bridges_that_win_are_exported_whole(
     assert record["winner"]["bridge"] in {point["config"].get("bridge") for point in record["points"]}
     (folder,) = outputs.glob("bridges-*")
     folder.rename(tmp_path / "elsewhere")
-    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
     config = Export.load(tmp_path / "elsewhere" / "best.json", target).config
     assert config.bridge and Path(config.bridge).is_relative_to(tmp_path / "elsewhere")
     said = [generate(target, "Say 99.", config=one, max_new_tokens=24).tokens for one in (config, SpeculativeConfig())]

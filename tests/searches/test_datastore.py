@@ -12,6 +12,7 @@ from layerskip.drafters.build import build_drafter
 from layerskip.prompts import PromptItem
 from searches.application import InputError
 from searches.datastore import refuse_answers
+from tests.device import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick
 
@@ -32,7 +33,7 @@ def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path
     done = launch("datastore", *_common(tiny_folder, tmp_path), *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'the cat sat' occurs 2 times" in done.stdout
-    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
     config = SpeculativeConfig("retrieval", datastore=str(store))
     assert build_drafter(config, target).tree_tokens == config.tree_tokens
     about = json.loads((store / "datastore.json").read_text())
@@ -94,7 +95,7 @@ def test_prompts_are_told_by_what_they_say(tiny_folder: Path, tmp_path: Path, la
     own = ["own=true", "prompts=jsonl", f"prompts.path={tmp_path / 'mine.jsonl'}", "max_new_tokens=6"]
     done = launch("datastore", *_common(tiny_folder, tmp_path), *own, f"output={tmp_path / 'store'}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
     others, renamed = (PromptSet((PromptItem(name, "x", text),)) for name, text in (("1", "the sun"), ("7", "the rain")))
     refuse_answers("datastore", str(tmp_path / "store"), target, others)
     with pytest.raises(InputError, match="own answers to 1 of the measured prompts"):

@@ -15,6 +15,7 @@ from layerskip.heads import save_head
 from searches import plan
 from searches.application import CONF, InputError
 from searches.plan import Plan, describe
+from tests.device import DEVICE
 from tests.drafters.test_cross_tokenizer import _spelling
 from tests.searches.programs import quick
 from tests.tiny import save_tiny
@@ -33,7 +34,7 @@ def test_another_draft_or_head_under_the_same_name_is_another_study(tmp_path: Pa
     def described(kinds: str, *overrides: str) -> dict[str, object]:
         with initialize_config_dir(CONF, version_base="1.3"):
             config = compose("layerskip", [*quick(model, tmp_path / "outputs"), f"space.kinds=[none,{kinds}]", *overrides])
-        return describe(config, load_target(str(model), dtype="float32", device="cpu"), PromptSet.of(["x", "y"]))
+        return describe(config, load_target(str(model), dtype="float32", device=DEVICE), PromptSet.of(["x", "y"]))
 
     found = []
     for idle in ((), (0,)):
@@ -51,7 +52,7 @@ def test_another_draft_or_head_under_the_same_name_is_another_study(tmp_path: Pa
 def test_where_no_tree_can_be_verified_a_head_drafts_chains(family: str, tmp_path: Path) -> None:
     """And heads that draft trees alone are not even opened."""
     model = save_tiny(tmp_path / "model", family)
-    target = load_target(str(model), dtype="float32", device="cpu")
+    target = load_target(str(model), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(target))
     save_head(tmp_path / "head", KIND, head.shape.to_dict(), head.weights(), target, {})
     heads = f"space.eagle_heads=[{tmp_path / 'head'}]", "space.medusa_heads=[/there/is/none]"
@@ -123,7 +124,7 @@ def test_kinds_without_a_head_or_a_draft_are_said_to_be_left_out(
 
 def test_what_bounds_memory_is_no_part_of_what_a_study_is(tiny_folder: Path) -> None:
     """One that was begun under another bound, or before there was any, goes on."""
-    target, prompts, found = load_target(str(tiny_folder), dtype="float32", device="cpu"), PromptSet.of(["x", "y"]), []
+    target, prompts, found = load_target(str(tiny_folder), dtype="float32", device=DEVICE), PromptSet.of(["x", "y"]), []
     for size in (1000, 10**9):
         with initialize_config_dir(CONF, version_base="1.3"):
             config = compose("layerskip", [*quick(tiny_folder, tiny_folder / "outputs"), f"scan.text_bytes={size}"])

@@ -11,6 +11,7 @@ from layerskip import load_target
 from layerskip.datastore import Datastore
 from layerskip.eagle import KIND, EagleHead, EagleShape
 from layerskip.heads import save_head
+from tests.device import DEVICE
 from tests.drafters.test_cross_tokenizer import _spelling
 from tests.searches.conftest import Launch
 from tests.searches.programs import QUICK
@@ -18,14 +19,14 @@ from tests.tiny import save_tiny, without_tokenizer
 
 
 def _foreign_head(folder: Path) -> Path:
-    other = load_target(str(save_tiny(folder / "other", seed=5)), dtype="float32", device="cpu")
+    other = load_target(str(save_tiny(folder / "other", seed=5)), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(other))
     save_head(folder / "head", KIND, head.shape.to_dict(), head.weights(), other, {})
     return folder / "head"
 
 
 def _damaged_store(folder: Path) -> Path:
-    target = load_target(str(save_tiny(folder / "target")), dtype="float32", device="cpu")
+    target = load_target(str(save_tiny(folder / "target")), dtype="float32", device=DEVICE)
     Datastore.build([[5, 6, 7, 8]], target).save(folder / "store")
     tokens = folder / "store" / "tokens.npy"
     tokens.write_bytes(tokens.read_bytes()[:-4])

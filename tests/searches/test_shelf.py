@@ -25,6 +25,7 @@ from searches.oracle import Choices
 from searches.scan_oracle import ScanOracle
 from searches.shelf import BridgingSettings, Shelf
 from searches.space import SearchSpace
+from tests.device import DEVICE
 from tests.families import build
 from tests.searches.conftest import Launch
 from tests.searches.programs import journal_study, quick, tracked
@@ -214,7 +215,7 @@ def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path, launch: Launch
     fitted = [json.loads(path.read_text()) for path in kept if not path.parent.name.startswith(("head", "trained"))]
     widths = {(about["shape"]["kind"], about["shape"]["width"], about["training"]["width"]) for about in fitted}
     assert widths == {("linear", 0, 0), ("mlp", 8, 8)}
-    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
     found = Export.load(tmp_path / "one" / "best.json", target).config
     plain = generate(target, "a prompt", SpeculativeConfig(), max_new_tokens=12)
     assert generate(target, "a prompt", found, max_new_tokens=12).tokens == plain.tokens

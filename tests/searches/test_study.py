@@ -16,6 +16,7 @@ from mlflow.tracking import MlflowClient
 from optuna.trial import TrialState
 
 import layerskip
+from tests.device import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import (
     command,
@@ -67,7 +68,7 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
     assert {"speedup", "speedup_low", "speedup_high", "tokens_per_second", "losslessness"} <= export["evidence"].keys()
     assert export["evidence"]["max_new_tokens"] == 8
     assert (folder / "report.png").stat().st_size > 10_000
-    target = layerskip.load_target(str(tiny_folder), dtype="float32", device="cpu")
+    target = layerskip.load_target(str(tiny_folder), dtype="float32", device=DEVICE)
     loaded = layerskip.Export.load(folder / "best.json", target)
     expected = layerskip.generate(target, "a prompt", max_new_tokens=12).tokens
     assert layerskip.generate(target, "a prompt", loaded.config, max_new_tokens=12).tokens == expected

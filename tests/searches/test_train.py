@@ -23,6 +23,7 @@ from layerskip.heads import save_head
 from searches.application import InputError
 from searches.bridging import shape_of
 from searches.learner import Learner, room
+from tests.device import DEVICE
 from tests.disk import fill
 from tests.searches.conftest import Launch
 from tests.searches.programs import command, environment, execute, runs, sqlite, tracked
@@ -58,7 +59,7 @@ def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path
     assert len(about["shape"].get("modules", "1")) == (3 if three_layers else 1)
     assert about["shape"].get("lookback", 0) == (2 if kind == "eagle" else 0)
     weights = (tmp_path / "h" / "head.safetensors").read_bytes()
-    target = load_target(str(model), dtype="float32", device="cpu")
+    target = load_target(str(model), dtype="float32", device=DEVICE)
     config = SpeculativeConfig.from_dict({"kind": kind, "head": str(tmp_path / "h"), "draft_length": 2})
     plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=24)
     made = generate(target, "Tell me more.", config, max_new_tokens=24)
@@ -109,7 +110,7 @@ def test_bridges_are_trained_and_draft(model: Path, tmp_path: Path, launch: Laun
     about = json.loads((tmp_path / "b" / "head.json").read_text())
     assert about["training"]["steps_done"] == 30
     assert about["training"]["held_out"][0] == pytest.approx(rates[1], abs=1e-3)
-    target = load_target(str(model), dtype="float32", device="cpu")
+    target = load_target(str(model), dtype="float32", device=DEVICE)
     heads = {"bridge": str(tmp_path / "b"), "draft_head": str(tmp_path / "b" / "draft_head")}
     config = SpeculativeConfig.from_dict({"kind": "layer_skip", "mask": "layers:1-2", "draft_length": 2} | heads)
     plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=24)
@@ -145,7 +146,7 @@ def test_bridges_of_what_cannot_be_scanned_are_refused_before_texts_are_written(
 
 
 def test_a_head_that_was_not_trained_here_is_not_overwritten(model: Path, tmp_path: Path, launch: Launch) -> None:
-    target = load_target(str(model), dtype="float32", device="cpu")
+    target = load_target(str(model), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(target))
     save_head(tmp_path / "theirs", "eagle", head.shape.to_dict(), head.weights(), target, {})
     done = launch(
@@ -236,7 +237,7 @@ def test_the_disk_must_hold_what_a_training_writes(
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: feature_bytes: 1,000,000 do not fit")
-    head = EagleHead(EagleShape.of(load_target(str(model), dtype="float32", device="cpu"), vocabulary=64, lookback=2))
+    head = EagleHead(EagleShape.of(load_target(str(model), dtype="float32", device=DEVICE), vocabulary=64, lookback=2))
     needed += room(head)
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

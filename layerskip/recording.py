@@ -1,0 +1,204 @@
+"""How does a GPU run a pass without being told every kernel? A pass is recorded once, and replayed from then on.
+
+A small model's pass is a thousand kernels of a few microseconds each, and telling the device of them takes longer than
+running them. CUDA graphs (CUDA C++ Programming Guide, "CUDA Graphs") hold them all. They need shapes and addresses that
+never change, so caches are lent again to the next prompt, with what was recorded on them, and recorded passes read a cache's
+whole buffers under a mask. All else, as a prompt's first pass, reads the part in use and runs as it is.
+
+Not every model can be recorded. One that asks the device for a value, as some mixtures of experts do, is found out in a pass
+that forbids it; one that reckons with the shapes of keys, by comparing what the first pass of each shape says. They run as
+they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .cache import KVCache
+from .closeness import close
+from .features import Features
+from .memory import out_of_memory
+
+Compute = Callable[..., Tensor]
+"""Inputs, tensors on the device, to logits."""
+
+_WIDEST = 64  # tokens of a recorded pass
+_LEAST, _MOST = 256, 8192  # positions; behind so many, reading what is masked takes longer than telling of kernels
+_KEPT = 2  # caches of a model that wait to be lent again
+
+
+class RecordedCache(KVCache):
+    """A cache that remembers the passes which ran on it.
+
+    Args:
+        layers: how many decoder layers write to it.
+        max_length: positions to allocate.
+        device: where.
+    """
+
+    def __init__(self, layers: int, max_length: int, device: torch.device) -> None:
+        super().__init__(layers, max_length, static_shapes=True, device=device)
+        self.static_shapes = False
+        self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Pass]] = weakref.WeakKeyDictionary()
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def records(self, model: nn.Module, width: int) -> bool:
+        """Whether passes over so many tokens are recorded here, behind what is in the cache."""
+        fits = width <= _WIDEST and self.length + width <= self.max_length
+        return self.length > 0 and fits and torch.is_inference_mode_enabled() and _may_be_recorded(model)
+
+    def knows(self, model: nn.Module, kind: str, inputs: Sequence[Tensor], features: Features | None) -> bool:
+        """Whether such a pass was recorded; see :meth:`replay`."""
+        return _key(kind, inputs, features) in self._passes.get(model, ())
+
+    def replay(
+        self, model: nn.Module, kind: str, inputs: Sequence[Tensor], features: Features | None, compute: Compute
+    ) -> Tensor | None:
+        """A pass behind ``length``, which is recorded if it is the first of its shapes.
+
+        Args:
+            model: whose pass it is.
+            kind: what tells it from others of the same shapes.
+            inputs: what differs from pass to pass, and the cache's length.
+            features: read in it.
+            compute: makes the pass of the inputs, and takes all else that differs from the device.
+
+        Returns:
+            What ``compute`` returns; None where that cannot be recorded.
+        """
+        key = _key(kind, inputs, features)
+        passes = self._passes.setdefault(model, {})
+        if key in passes:
+            with self._static():
+                return passes[key].replay(inputs, features, compute)
+        expected = compute(*inputs)
+        with self._static():
+            made = _Anew() if self._pool is None else _record(self._pool, inputs, features, compute)
+            found = None if made is None else made.replay(inputs, features, compute)
+        if made is None or found is None or not close(found, expected):
+            _refused.add(model)
+            return None
+        passes[key] = made
+        return found
+
+    @contextlib.contextmanager
+    def _static(self) -> Iterator[None]:
+        self.static_shapes = True
+        try:
+            yield
+        finally:
+            self.static_shapes = False
+
+
+def _key(kind: str, inputs: Sequence[Tensor], features: Features | None) -> tuple[object, ...]:
+    return kind, features.modules if features is not None else (), *(part.shape for part in inputs)
+
+
+class _Pass(Protocol):
+    """A recorded pass."""
+
+    def replay(self, inputs: Sequence[Tensor], features: Features | None, compute: Compute) -> Tensor:
+        """Run it on other inputs of the same shapes."""
+
+
+class _Anew:
+    """Where there are no graphs: the same shapes, computed each time."""
+
+    def replay(self, inputs: Sequence[Tensor], features: Features | None, compute: Compute) -> Tensor:
+        """Run it."""
+        return compute(*inputs)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A CUDA graph.
+
+    Args:
+        graph: the kernels.
+        inputs: where it reads them.
+        logits: where it writes them.
+        parts: where it writes what is read of the model's modules.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    logits: Tensor
+    parts: dict[str, Tensor]
+
+    def replay(self, inputs: Sequence[Tensor], features: Features | None, compute: Compute) -> Tensor:
+        """Run it; what it says is copied, as the next replay writes there again."""
+        for place, part in zip(self.inputs, inputs, strict=True):
+            place.copy_(part)
+        self.graph.replay()
+        if features is not None:
+            features.parts = {name: part.clone() for name, part in self.parts.items()}
+        return self.logits.clone()
+
+
+def _record(pool: Any, inputs: Sequence[Tensor], features: Features | None, compute: Compute) -> _Graph | None:
+    """A pass as a graph; None where it waits for the device, which no graph can."""
+    places = tuple(part.clone() for part in inputs)
+    waits = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        compute(*places)
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise
+        return None
+    finally:
+        torch.cuda.set_sync_debug_mode(waits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        logits = compute(*places)
+    return _Graph(graph, places, logits, {} if features is None else dict(features.parts))
+
+
+def lend_cache(
+    model: nn.Module, layers: int, positions: int, device: torch.device, static_shapes: bool | None = None
+) -> KVCache:
+    """A cache of length 0, perhaps one that was lent before, with the passes that were recorded on it.
+
+    Args:
+        model: whose.
+        layers: how many write to it.
+        positions: room for at least so many.
+        device: where.
+        static_shapes: whether passes are recorded; None: where they gain by it, on CUDA. Elsewhere recorded passes are
+            computed again, in the same shapes.
+    """
+    if static_shapes is None:
+        static_shapes = device.type == "cuda" and positions <= _MOST
+    if not static_shapes:
+        return KVCache(layers, positions, device=device)
+    room = max(_LEAST, 1 << (positions - 1).bit_length())
+    waiting = _waiting.setdefault(model, [])
+    for place, cache in enumerate(waiting):
+        if cache.max_length == room:
+            del waiting[place]
+            cache.length = 0
+            return cache
+    return RecordedCache(layers, room, device)
+
+
+def return_cache(model: nn.Module, cache: KVCache) -> None:
+    """Let a cache be lent again; nobody may use it any more."""
+    if isinstance(cache, RecordedCache):
+        _waiting[model] = [cache, *_waiting.get(model, ())][:_KEPT]
+
+
+def _may_be_recorded(model: nn.Module) -> bool:
+    """A narrowed output layer grows with the text, at other addresses."""
+    layer = getattr(model, "get_output_embeddings", lambda: None)()
+    return model not in _refused and (layer is None or isinstance(layer, nn.Linear))
+
+
+_waiting: weakref.WeakKeyDictionary[nn.Module, list[RecordedCache]] = weakref.WeakKeyDictionary()
+_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -1,0 +1,192 @@
+"""Recorded passes say what unrecorded ones say, on graphs where there are graphs, and whatever came between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from layerskip.cache import CacheFull, KVCache
+from layerskip.config import StopRule
+from layerskip.decode import decode
+from layerskip.draft_head import DraftHead
+from layerskip.drafters.base import Context, NoDraft
+from layerskip.drafters.layer_skip import LayerSkip
+from layerskip.features import Features
+from layerskip.forward import forward
+from layerskip.mask import SkipMask
+from layerskip.recording import RecordedCache, lend_cache, return_cache
+from layerskip.sampling import Chooser, Sampling
+from layerskip.target import Target
+from layerskip.view import decoding_view, skip_view
+from tests.device import DEVICE
+from tests.families import SKIPPABLE, build
+
+LAYERS = 4
+PLACE = torch.device(DEVICE)
+on_a_gpu = pytest.mark.skipif(PLACE.type != "cuda", reason="needs graphs")
+
+
+def _tokens(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def _lent(model: nn.Module, positions: int = 40) -> RecordedCache:
+    cache = lend_cache(model, LAYERS, positions, PLACE, static_shapes=True)
+    assert isinstance(cache, RecordedCache)
+    return cache
+
+
+def _close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 3e-5)
+
+
+@pytest.mark.parametrize("family", SKIPPABLE)
+@torch.inference_mode()
+def test_recorded_passes_say_what_passes_say(family: str) -> None:
+    """Over blocks of every width, wide ones first, on a cache that is rewound and lent again."""
+    model = build(family)
+    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    target, source = decoding_view(model), _tokens(60)
+    for prompt in (17, 9):
+        cache, plain = lend_cache(model, layers, 60, PLACE, True), KVCache(layers, 60, device=DEVICE)
+        for width in (prompt, 5, 1, 3, 5, 2, 1, 7):
+            block = source[cache.length : cache.length + width]
+            found, expected = (forward(target, block, held, last=width) for held in (cache, plain))
+            _close(found, expected)
+            kept = max(1, width - 1)
+            cache.length += kept
+            plain.length += kept
+        return_cache(model, cache)
+
+
+@torch.inference_mode()
+def test_the_skips_of_a_view_are_recorded_apart_from_the_target() -> None:
+    model, tokens = build("llama"), _tokens(20)
+    views = [decoding_view(model), skip_view(model, SkipMask.parse("attention:1;mlp:2", LAYERS))]
+    cache, plain = _lent(model), KVCache(LAYERS, 40, device=DEVICE)
+    for held in (cache, plain):
+        forward(views[0], tokens[:16], held, last=1)
+        held.length = 16
+    for _ in range(2):
+        for view in views:
+            _close(forward(view, tokens[16:18], cache, last=2), forward(view, tokens[16:18], plain, last=2))
+
+
+@torch.inference_mode()
+def test_features_are_those_of_the_pass() -> None:
+    model, tokens = build("llama"), _tokens(20)
+    view, read = decoding_view(model), Features(("model.layers.1", "model.layers.3"))
+    cache, plain = _lent(model), KVCache(LAYERS, 40, device=DEVICE)
+    for held in (cache, plain):
+        forward(view, tokens[:10], held, last=1)
+        held.length = 10
+    for start in (10, 13, 11):
+        forward(view, tokens[start : start + 3], cache, last=3, features=read)
+        found = read.read()
+        forward(view, tokens[start : start + 3], plain, last=3, features=read)
+        _close(found, read.read())
+
+
+def test_a_cache_is_lent_to_one_at_a_time_and_then_again() -> None:
+    model = build("llama")
+    first, second = _lent(model), _lent(model)
+    assert first is not second
+    first.length = 7
+    return_cache(model, first)
+    again = _lent(model, 50)
+    assert again is first and again.length == 0
+    assert _lent(build("llama", 1)) is not first
+    assert _lent(model, first.max_length + 1).max_length > first.max_length
+
+
+def test_a_cache_that_records_nothing_is_as_long_as_asked_for_and_never_lent_again() -> None:
+    model = build("llama")
+    cache = lend_cache(model, LAYERS, 40, PLACE, static_shapes=False)
+    assert type(cache) is KVCache and cache.max_length == 40
+    return_cache(model, cache)
+    assert lend_cache(model, LAYERS, 40, PLACE, static_shapes=False) is not cache
+
+
+def test_passes_are_recorded_on_a_gpu_unless_the_context_is_long() -> None:
+    model = build("llama")
+    assert isinstance(lend_cache(model, LAYERS, 40, PLACE), RecordedCache) == (PLACE.type == "cuda")
+    assert type(lend_cache(model, LAYERS, 100_000, PLACE)) is KVCache
+
+
+@torch.inference_mode()
+def test_writing_behind_the_last_position_is_refused() -> None:
+    model = build("llama")
+    cache, view = RecordedCache(LAYERS, 10, PLACE), decoding_view(model)
+    forward(view, _tokens(8), cache, last=1)
+    cache.length = 8
+    forward(view, _tokens(2), cache, last=2)
+    cache.length = 9
+    with pytest.raises(CacheFull, match="11 positions are needed, 10 are there"):
+        forward(view, _tokens(2), cache, last=2)
+
+
+@torch.inference_mode()
+def test_a_draft_head_that_grows_with_the_text_is_not_recorded() -> None:
+    """What it says behind a text has the text's tokens in it."""
+    model = build("llama")
+    view, head = skip_view(model, SkipMask.parse("mlp:2", LAYERS)), DraftHead(model, torch.arange(8), 64)
+    head.narrow(view)
+    drafter = LayerSkip(view, 3, StopRule(), head=head)
+    cache, tokens = _lent(model), _tokens(20)
+    forward(decoding_view(model), tokens[:10], cache, last=1)
+    cache.length = 10
+    chooser = Chooser(Sampling(), 64, PLACE)
+    drafter.start(tokens[:10].tolist(), cache, chooser)
+    for known in (10, 14, 18):
+        drafter.draft(Context(tokens[:known].tolist(), tokens[known - 1 : known]), 3)
+        drafted = forward(view, tokens[known - 1 : known], cache, last=1)
+        assert drafted.shape[-1] == len({*range(8), *tokens[:known].tolist()})
+
+
+@torch.inference_mode()
+def test_nothing_of_a_view_is_kept_once_it_is_gone() -> None:
+    model = build("llama")
+    cache, target = _lent(model), decoding_view(model)
+    forward(target, _tokens(8), cache, last=1)
+    cache.length = 8
+    for seed in range(3):
+        view = skip_view(model, SkipMask.parse(f"mlp:{seed}", LAYERS))
+        forward(view, _tokens(1), cache, last=1)
+        assert len(cache._passes) == 1
+        del view
+
+
+class _Asks(nn.Module):
+    """A sub-layer that asks the device for a value, as routing to experts may."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.inner(hidden) * (1.0 if float(hidden.sum()) > 0 else 0.5)
+
+
+@on_a_gpu
+def test_a_model_that_asks_the_device_is_not_recorded() -> None:
+    def asking() -> PreTrainedModel:
+        model = build("llama")
+        model.model.layers[1].mlp = _Asks(model.model.layers[1].mlp)
+        return model
+
+    prompt = _tokens(9).tolist()
+    found, expected = (
+        decode(Target(model), NoDraft(), prompt, Sampling(), 20, static_shapes=static).tokens
+        for model, static in ((asking(), True), (asking(), False))
+    )
+    assert found == expected
+    # The device is as well as before.
+    model = build("llama")
+    recorded, plain = (
+        decode(Target(model), NoDraft(), prompt, Sampling(), 20, static_shapes=static).tokens for static in (True, False)
+    )
+    assert recorded == plain
