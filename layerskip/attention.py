@@ -23,6 +23,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "layerskip_grouped"
+PLAIN = "layerskip_plain"
+"""Transformers' own attention, with a mask that asks the device nothing."""
+
 _MOST_QUERIES = 64
 """Beyond it, copying is cheap beside the attention itself."""
 
@@ -123,4 +126,6 @@ _biases: Any = WeakIdKeyDictionary()
 _parts: Any = WeakIdKeyDictionary()
 
 AttentionInterface.register(NAME, _attend)
+AttentionInterface.register(PLAIN, sdpa_attention_forward)
 AttentionMaskInterface.register(NAME, _mask)
+AttentionMaskInterface.register(PLAIN, _mask)

@@ -106,7 +106,7 @@ class KVCache(Cache):
         self._layers = [_Layer(self) for _ in range(layers)]
         super().__init__(layers=list(self._layers))
         self._device_length = torch.zeros((), dtype=torch.int64, device=device) if static_shapes else None
-        self._length = 0
+        self._told = self._length = 0
 
     @property
     def length(self) -> int:
@@ -117,18 +117,24 @@ class KVCache(Cache):
         if not 0 <= value <= self.max_length:
             raise CacheFull(f"cache: length {value} is not within 0 to {self.max_length}")
         self._length = value
-        if self._device_length is not None:
-            self._device_length.fill_(value)
 
     @property
     def position(self) -> int | Tensor:
         """The length in the form that forward passes read: a 0-d int64 tensor with static shapes."""
-        return self._device_length if self.static_shapes and self._device_length is not None else self._length
+        return self._on_device() if self.static_shapes else self._length
+
+    def _on_device(self) -> Tensor:
+        """The length as a 0-d tensor, told only where it is read, as telling takes the host time."""
+        assert self._device_length is not None
+        if self._told != self._length:
+            self._device_length.fill_(self._length)
+            self._told = self._length
+        return self._device_length
 
     def positions(self, count: int) -> Tensor:
         """``[count]`` int64: the next positions, on the device; only with static shapes."""
-        assert self._device_length is not None
-        return torch.arange(count, device=self._device_length.device) + self._device_length
+        length = self._on_device()
+        return torch.arange(count, device=length.device) + length
 
     def take(self, parts: Sequence[tuple[KVCache, int]]) -> None:
         """Fill the cache with the first positions of others, one behind the other, and set the length to their end.

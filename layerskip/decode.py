@@ -14,7 +14,7 @@ import torch
 from .cache import KVCache
 from .draft import Draft
 from .drafters.base import Context, Drafter, Reader, Said
-from .features import Features
+from .features import NOTHING, Features
 from .forward import forward
 from .lossy import accept_lossy
 from .prefill import Prefill
@@ -111,7 +111,7 @@ def _continue(
     model, device = decoding_view(target.model), target.device
     chooser.observe(prompt)
     reader = drafter if isinstance(drafter, Reader) and drafter.modules else None
-    features = None if reader is None else Features(reader.modules)
+    features = NOTHING if reader is None else Features(reader.modules)
 
     block = upload(prompt, device)
     if prefill is None or reader is not None:
@@ -124,7 +124,7 @@ def _continue(
     committed = ending.commit(context.tokens, [verdict.next_token])
     if ending.reason is None:
         drafter.start(prompt, cache, chooser)
-        if reader is not None and features is not None:
+        if reader is not None:
             reader.read(features.read())
     if on_prefill is not None:
         on_prefill(1)
@@ -158,7 +158,7 @@ def _continue(
         context.last = verdict.last
         chooser.observe(committed)
         if ending.reason is None:
-            if reader is not None and features is not None:
+            if reader is not None:
                 found = features.read()
                 reader.read(found[: verdict.accepted + 1] if kept is None else found[upload(kept, device)])
             drafter.observe(verdict)

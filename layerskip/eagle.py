@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaModel
 
 from .anatomy import anatomy
+from .attention import PLAIN
 from .cache import KVCache
 from .config import ConfigError
 from .heads import load_head
@@ -160,7 +161,7 @@ class EagleHead(nn.Module):
             rms_norm_eps=shape.rms_norm_eps,
             attention_bias=shape.attention_bias,
         )
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = PLAIN
         self.fuse = nn.Linear(width * shape.hidden, shape.hidden, bias=False) if width > 1 else nn.Identity()
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
         self.body = LlamaModel(config)

@@ -6,7 +6,6 @@ keys and values behind ``cache.length`` and does not move it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from .features import Features
+from .features import NOTHING, Features
 from .recording import RecordedCache
 
 _OFFSET = 2  # rows that some families, OPT's for one, have before that of their first position
@@ -27,7 +26,7 @@ def forward(
     cache: Cache,
     last: int,
     positions: Tensor | None = None,
-    features: Features | None = None,
+    features: Features = NOTHING,
 ) -> Tensor:
     """The logits behind the last tokens of a block that stands at position ``cache.length``.
 
@@ -42,31 +41,43 @@ def forward(
     Returns:
         ``[last, V]`` in the model's dtype.
     """
-    if positions is None and isinstance(cache, RecordedCache) and cache.records(model, tokens.shape[0]):
+    if positions is None and isinstance(cache, RecordedCache) and _may_be_recorded(model):
         found = _recorded(model, tokens, cache, last, features)
         if found is not None:
             return found
-    with contextlib.nullcontext() if features is None else features.of(model):
+    with features.of(model):
         return _pass(model, tokens, cache, last, positions)
 
 
-def _recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache, last: int, features: Features | None) -> Tensor | None:
+def _recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache, last: int, features: Features) -> Tensor | None:
     """The same from a record of such passes; those over narrower blocks are recorded with the first of a width.
 
     How much there is of a draft differs from round to round, and what is being timed should not have to record.
     """
-    size = tokens.shape[0]
+    size, found = tokens.shape[0], None
+    whole = last == size
 
-    def compute(block: Tensor) -> Tensor:
-        with contextlib.nullcontext() if features is None else features.of(model):
-            return _pass(model, block, cache, block.shape[0] if last == size else last)
+    def compute(block: Tensor) -> tuple[Tensor, ...]:
+        with features.of(model):
+            logits = _pass(model, block, cache, block.shape[0] if whole else last)
+        return logits, *features.parts
 
-    kind, found = "all" if last == size else f"last {last}", None
-    for width in range(1, size + 1) if last == size and not cache.knows(model, kind, (tokens,), features) else (size,):
-        found = cache.replay(model, kind, (tokens[:width],), features, compute)
+    if not cache.records(model, size):
+        return None
+    kind = None if whole else last, features.modules
+    for width in range(1, size + 1) if whole and not cache.knows(model, kind, (tokens,)) else (size,):
+        found = cache.replay(model, kind, (tokens[:width],), compute)
         if found is None:
-            break
-    return found
+            return None
+    assert found is not None
+    logits, *parts = found
+    features.parts = tuple(parts)
+    return logits
+
+
+def _may_be_recorded(model: nn.Module) -> bool:
+    """Not heads, which are told more than tokens; nor where the output layer grows with the text, at other addresses."""
+    return isinstance(model, PreTrainedModel) and isinstance(model.get_output_embeddings(), nn.Linear)
 
 
 def _pass(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:

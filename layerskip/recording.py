@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from .cache import KVCache
 from .closeness import close
-from .features import Features
 from .memory import out_of_memory
 
-Compute = Callable[..., Tensor]
-"""Inputs, tensors on the device, to logits."""
+Compute = Callable[..., tuple[Tensor, ...]]
+"""Inputs, tensors on the device, to what a pass says; all else that differs from pass to pass is read from the device."""
 
 _WIDEST = 64  # tokens of a recorded pass
 _LEAST, _MOST = 256, 8192  # positions; behind so many, reading what is masked takes longer than telling of kernels
@@ -52,37 +51,37 @@ class RecordedCache(KVCache):
     def records(self, model: nn.Module, width: int) -> bool:
         """Whether passes over so many tokens are recorded here, behind what is in the cache."""
         fits = width <= _WIDEST and self.length + width <= self.max_length
-        return self.length > 0 and fits and torch.is_inference_mode_enabled() and _may_be_recorded(model)
+        return self.length > 0 and fits and torch.is_inference_mode_enabled() and model not in _refused
 
-    def knows(self, model: nn.Module, kind: str, inputs: Sequence[Tensor], features: Features | None) -> bool:
+    def knows(self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor]) -> bool:
         """Whether such a pass was recorded; see :meth:`replay`."""
-        return _key(kind, inputs, features) in self._passes.get(model, ())
+        return _key(kind, inputs) in self._passes.get(model, ())
 
     def replay(
-        self, model: nn.Module, kind: str, inputs: Sequence[Tensor], features: Features | None, compute: Compute
-    ) -> Tensor | None:
+        self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor], compute: Compute
+    ) -> tuple[Tensor, ...] | None:
         """A pass behind ``length``, which is recorded if it is the first of its shapes.
 
         Args:
             model: whose pass it is.
             kind: what tells it from others of the same shapes.
-            inputs: what differs from pass to pass, and the cache's length.
-            features: read in it.
-            compute: makes the pass of the inputs, and takes all else that differs from the device.
+            inputs: what differs from pass to pass, beside the cache.
+            compute: makes the pass of the inputs.
 
         Returns:
             What ``compute`` returns; None where that cannot be recorded.
         """
-        key = _key(kind, inputs, features)
+        key = _key(kind, inputs)
         passes = self._passes.setdefault(model, {})
+        self._on_device()  # before anything is recorded, which would record the telling
         if key in passes:
             with self._static():
-                return passes[key].replay(inputs, features, compute)
+                return passes[key].replay(inputs, compute)
         expected = compute(*inputs)
         with self._static():
-            made = _Anew() if self._pool is None else _record(self._pool, inputs, features, compute)
-            found = None if made is None else made.replay(inputs, features, compute)
-        if made is None or found is None or not close(found, expected):
+            made = _Anew() if self._pool is None else _record(self._pool, inputs, compute)
+            found = None if made is None else made.replay(inputs, compute)
+        if made is None or found is None or not all(map(close, found, expected)):
             _refused.add(model)
             return None
         passes[key] = made
@@ -97,21 +96,21 @@ class RecordedCache(KVCache):
             self.static_shapes = False
 
 
-def _key(kind: str, inputs: Sequence[Tensor], features: Features | None) -> tuple[object, ...]:
-    return kind, features.modules if features is not None else (), *(part.shape for part in inputs)
+def _key(kind: Hashable, inputs: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    return kind, *(part.shape for part in inputs)
 
 
 class _Pass(Protocol):
     """A recorded pass."""
 
-    def replay(self, inputs: Sequence[Tensor], features: Features | None, compute: Compute) -> Tensor:
+    def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
         """Run it on other inputs of the same shapes."""
 
 
 class _Anew:
     """Where there are no graphs: the same shapes, computed each time."""
 
-    def replay(self, inputs: Sequence[Tensor], features: Features | None, compute: Compute) -> Tensor:
+    def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
         """Run it."""
         return compute(*inputs)
 
@@ -123,26 +122,22 @@ class _Graph:
     Args:
         graph: the kernels.
         inputs: where it reads them.
-        logits: where it writes them.
-        parts: where it writes what is read of the model's modules.
+        found: where it writes what it says.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
-    logits: Tensor
-    parts: dict[str, Tensor]
+    found: tuple[Tensor, ...]
 
-    def replay(self, inputs: Sequence[Tensor], features: Features | None, compute: Compute) -> Tensor:
+    def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
         """Run it; what it says is copied, as the next replay writes there again."""
         for place, part in zip(self.inputs, inputs, strict=True):
             place.copy_(part)
         self.graph.replay()
-        if features is not None:
-            features.parts = {name: part.clone() for name, part in self.parts.items()}
-        return self.logits.clone()
+        return tuple(part.clone() for part in self.found)
 
 
-def _record(pool: Any, inputs: Sequence[Tensor], features: Features | None, compute: Compute) -> _Graph | None:
+def _record(pool: Any, inputs: Sequence[Tensor], compute: Compute) -> _Graph | None:
     """A pass as a graph; None where it waits for the device, which no graph can."""
     places = tuple(part.clone() for part in inputs)
     waits = torch.cuda.get_sync_debug_mode()
@@ -157,8 +152,8 @@ def _record(pool: Any, inputs: Sequence[Tensor], features: Features | None, comp
         torch.cuda.set_sync_debug_mode(waits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        logits = compute(*places)
-    return _Graph(graph, places, logits, {} if features is None else dict(features.parts))
+        found = compute(*places)
+    return _Graph(graph, places, found)
 
 
 def lend_cache(
@@ -192,12 +187,6 @@ def return_cache(model: nn.Module, cache: KVCache) -> None:
     """Let a cache be lent again; nobody may use it any more."""
     if isinstance(cache, RecordedCache):
         _waiting[model] = [cache, *_waiting.get(model, ())][:_KEPT]
-
-
-def _may_be_recorded(model: nn.Module) -> bool:
-    """A narrowed output layer grows with the text, at other addresses."""
-    layer = getattr(model, "get_output_embeddings", lambda: None)()
-    return model not in _refused and (layer is None or isinstance(layer, nn.Linear))
 
 
 _waiting: weakref.WeakKeyDictionary[nn.Module, list[RecordedCache]] = weakref.WeakKeyDictionary()

@@ -8,7 +8,6 @@ hands its attention sub-layers that mask, so no family's code is copied.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from .anatomy import UnsupportedModel, anatomy
 from .cache import KVCache
 from .closeness import close
 from .draft import Draft
-from .features import Features
+from .features import NOTHING, Features
 from .forward import forward
 from .recording import RecordedCache
 from .sampling import upload
@@ -86,7 +85,7 @@ class TreeModel:
         # What stands behind the block is hidden from a chain of its length, hence in these rows, too.
         return rows.index_copy(3, columns, torch.where(ancestors, own, hidden))
 
-    def run(self, block: Tensor, parents: Sequence[int], cache: KVCache, features: Features | None = None) -> Tensor:
+    def run(self, block: Tensor, parents: Sequence[int], cache: KVCache, features: Features = NOTHING) -> Tensor:
         """One pass; writes the block's keys and values behind ``cache.length``, which it leaves where it is.
 
         Args:
@@ -98,28 +97,31 @@ class TreeModel:
         Returns:
             ``[n + 1, V]`` logits behind each of them.
         """
-        size, found = block.shape[0], None
+        size = block.shape[0]
         wide = -(-size // _RECORDED) * _RECORDED
         if isinstance(cache, RecordedCache) and cache.records(self.view, wide):
             # Few widths are recorded: behind the tree come further children of the root, of which nothing is read.
             padded = (*parents, *(-1,) * (wide - size))
             inputs = pad(block, (0, wide - size)), *depths_and_ancestors(padded, block.device)
-            found = cache.replay(self.view, "tree", inputs, features, functools.partial(self._pass, cache, features))
-        if found is None:
-            found = self._pass(cache, features, block, *depths_and_ancestors(tuple(parents), block.device))
-        elif features is not None:
-            features.parts = {name: part[:, :size] for name, part in features.parts.items()}
-        return found[:size]
+            found = cache.replay(self.view, features.modules, inputs, functools.partial(self._pass, cache, features))
+            if found is not None:
+                logits, *parts = (part[..., :size, :] for part in found)
+                features.parts = tuple(parts)
+                return logits
+        return self._pass(cache, features, block, *depths_and_ancestors(tuple(parents), block.device))[0]
 
-    def _pass(self, cache: KVCache, features: Features | None, block: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
+    def _pass(
+        self, cache: KVCache, features: Features, block: Tensor, depths: Tensor, ancestors: Tensor
+    ) -> tuple[Tensor, ...]:
         columns = torch.arange(block.shape[0], device=block.device) + cache.position
         self._shape, self._masks = (depths, ancestors, columns), {}
         self._keys = cache.get_mask_sizes(block.shape[0], 0)[0]
         try:
-            with contextlib.nullcontext() if features is None else features.of(self.view):
-                return forward(self.view, block, cache, block.shape[0], depths + cache.position)
+            with features.of(self.view):
+                logits = forward(self.view, block, cache, block.shape[0], depths + cache.position)
         finally:
             self._shape, self._masks = None, {}
+        return logits, *features.parts
 
     @torch.inference_mode()
     def _check(self, model: PreTrainedModel) -> None:

@@ -145,10 +145,10 @@ def test_static_shapes_read_positions_from_the_device() -> None:
     position = cache.position
     assert isinstance(position, Tensor)
     cache.length = 6
-    assert int(position) == 6
+    assert cache.position is position and int(position) == 6
     assert cache.positions(3).tolist() == [6, 7, 8]
     cache.length = 2
-    assert int(position) == 2 and cache.position is position
+    assert cache.position is position and int(position) == 2
 
 
 @torch.inference_mode()

@@ -19,6 +19,7 @@ from ..config import StopRule
 from ..draft import Draft
 from ..eagle import EagleHead
 from ..readout import Readout
+from ..recording import RecordedCache, lend_cache, return_cache
 from ..sampling import Chooser, upload
 from ..verify import Verdict
 from .base import Context, Said
@@ -58,13 +59,16 @@ class Eagle(Stopped):
         self.tree_tokens = tree_tokens if candidates > 1 else 0
         self.stopper = Stopper(stop)
         self._step = _Step(head, embeddings, readout)
+        self._lent: KVCache | None = None
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin with an empty cache; the prompt's hidden states are read next."""
         self._chooser = chooser
         device = self.head.fc.weight.device
         room = cache.max_length + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
-        self._cache = KVCache(1, room, device=device)
+        if self._lent is not None:
+            return_cache(self.head, self._lent)
+        self._cache = self._lent = lend_cache(self.head, 1, room, device, isinstance(cache, RecordedCache))
         self._pending: list[Tensor] = []
         self.readout.begin()
         self.stopper.start()
@@ -105,8 +109,7 @@ class Eagle(Stopped):
         ``told`` are the last tokens of the text, of which ``count`` are new to the head.
         """
         cache, width = self._cache, self.candidates
-        embedded = self.head.look(self.embeddings(told)[None], count)
-        hidden = self.head(embedded, self._step.features[None], cache)[0, -1:]
+        hidden = self._step.run(told, self._step.features, cache)[-1:]
         cache.length += count
         begin = cache.length
         ending = list(text[max(0, len(text) - self.head.shape.lookback) :])
@@ -116,12 +119,14 @@ class Eagle(Stopped):
         endings: list[list[int]] = []  # the last tokens up to each node
         front, chances = [-1], [1.0]
         for level in range(depth):
-            probs, places = self.readout(hidden).float().softmax(-1).topk(min(width, self.readout.weight.shape[0]), dim=-1)
+            chosen = self.readout(hidden).float().softmax(-1).topk(min(width, self.readout.weight.shape[0]), dim=-1)
+            # At once, as every copy to the host waits for the device; float32 holds every place.
+            found_all = torch.cat((chosen.values, chosen.indices.float()), -1).tolist()
             born: list[int] = []
-            for parent, chance, found, successors in zip(front, chances, probs.tolist(), places.tolist(), strict=True):
+            for parent, chance, row in zip(front, chances, found_all, strict=True):
                 way = [] if parent < 0 else [*ways[parent], fed[parent]]
                 before = ending if parent < 0 else endings[parent]
-                for probability, place in zip(found, successors, strict=True):
+                for probability, place in zip(row[: len(row) // 2], map(int, row[len(row) // 2 :]), strict=True):
                     if chance * probability >= self.least_probability:
                         born.append(len(nodes))
                         token = self.readout.token(place)
@@ -147,15 +152,15 @@ class Eagle(Stopped):
         """Hidden states behind some nodes of one level, each seeing the sequence and its own branch."""
         cache, count, device = self._cache, told.shape[0], features.device
         rows = [[begin + row for row in way] + [cache.length + place] for place, way in enumerate(ways)]
-        seen = torch.zeros(count, cache.length + count, dtype=torch.bool)
+        seen = torch.zeros(count, cache.max_length, dtype=torch.bool)
         seen[:, :begin] = True
         for place, row in enumerate(rows):
             seen[place, row] = True
-        positions = torch.full((1, count), begin + level, device=device)
-        embedded = self.head.look(self.embeddings(told), 1).transpose(0, 1)
-        hidden: Tensor = self.head(embedded, features[None], cache, positions, seen[None, None].to(device))
+        positions = torch.full((count,), begin + level, device=device)
+        visible = seen if device.type == "cpu" else seen.pin_memory().to(device, non_blocking=True)
+        hidden = self._step.run(told, features, cache, positions, visible)
         cache.length += count
-        return hidden[0]
+        return hidden
 
 
 class _Step(nn.Module):
@@ -169,8 +174,37 @@ class _Step(nn.Module):
 
     def forward(self, input_ids: Tensor, past_key_values: KVCache, **_: Any) -> SimpleNamespace:
         """``[1, n]`` tokens to ``[1, 1, v]`` logits behind the last of them."""
-        head, embeddings, readout = self._parts
-        told, count = torch.cat((self.before, input_ids[0])), input_ids.shape[1]
-        hidden = head(head.look(embeddings(told)[None], count), self.features[None], past_key_values)[0, -1:]
+        head, readout = self._parts[0], self._parts[2]
+        told = torch.cat((self.before, input_ids[0]))
+        hidden = self.run(told, self.features, past_key_values)[-1:]
         self.features, self.before = hidden, told[max(0, told.shape[0] - head.shape.lookback) :]
         return SimpleNamespace(logits=readout(hidden)[None])
+
+    def run(self, told: Tensor, features: Tensor, cache: KVCache, *where: Tensor) -> Tensor:
+        """Hidden states behind some tokens.
+
+        Args:
+            told: ``[m]`` int64: one behind the other, and those that the head looks back at before them; or ``[n, m]``: each
+                behind its own.
+            features: ``[n, H]`` before each.
+            cache: the head's.
+            where: ``[n]`` int64 positions and ``[n, max_length]`` bool, what each sees, if not one behind the other.
+
+        Returns:
+            ``[n, H]``.
+        """
+        head, embeddings, _ = self._parts
+
+        def compute(told: Tensor, features: Tensor, *where: Tensor) -> tuple[Tensor, ...]:
+            count = features.shape[0]
+            if not where:
+                return (head(head.look(embeddings(told)[None], count), features[None], cache)[0],)
+            positions, visible = where
+            keys = cache.get_mask_sizes(count, 0)[0]
+            embedded = head.look(embeddings(told), 1).transpose(0, 1)
+            return (head(embedded, features[None], cache, positions[None], visible[None, None, :, :keys])[0],)
+
+        found = None
+        if isinstance(cache, RecordedCache) and cache.records(head, features.shape[0]):
+            found = cache.replay(head, None, (told, features, *where), compute)
+        return (compute(told, features, *where) if found is None else found)[0]
