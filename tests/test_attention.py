@@ -10,6 +10,7 @@ from layerskip import attention
 from layerskip.cache import KVCache
 from layerskip.forward import forward
 from layerskip.view import decoding_view
+from tests.device import DEVICE
 from tests.families import build
 
 
@@ -18,11 +19,11 @@ from tests.families import build
 def test_a_block_behind_a_prefix_equals_a_pass_without_any_cache(family: str, length: int) -> None:
     model = build(family)
     implementation = model.config._attn_implementation
-    tokens = torch.randint(3, 60, (length + 6,), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(3, 60, (length + 6,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     with torch.inference_mode():
         expected = model(input_ids=tokens[None]).logits[0, -6:]
         view = decoding_view(model)
-        cache = KVCache(model.config.num_hidden_layers, length + 6)
+        cache = KVCache(model.config.num_hidden_layers, length + 6, device=DEVICE)
         forward(view, tokens[:length], cache, last=1)
         cache.length = length
         block = forward(view, tokens[length:], cache, last=6)

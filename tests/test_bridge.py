@@ -64,7 +64,7 @@ def test_a_map_of_lower_rank_adds_most_of_what_the_full_map_adds() -> None:
 def test_a_map_of_full_rank_is_the_full_map() -> None:
     target = target_of("llama")
     hidden = int(target.model.config.hidden_size)
-    states = torch.randn(5, hidden)
+    states = torch.randn(5, hidden, device=DEVICE)
     full, ranked = (
         calibration("llama").fit(bridge_shape(target, "layers:1-2", "linear", rank)).bridges.of(Gap("layers", 1, 2))
         for rank in (0, hidden)

@@ -11,6 +11,7 @@ from layerskip.bridge_fit import Calibration
 from layerskip.mask import Gap, SkipMask
 from layerskip.target import Target
 from layerskip.view import skip_view
+from tests.device import DEVICE
 from tests.drafters.bridges import bridge_shape, drawn_passages
 from tests.families import build
 
@@ -25,7 +26,7 @@ def test_a_run_is_fitted_to_the_targets_own_states(kind: str) -> None:
     fit = Calibration(target, passages, 2**24).fit(bridge_shape(target, "layers:1-2", kind))
     before, behind = [], []
     for passage in passages:
-        tokens = torch.tensor([[*passage.prompt, *passage.tokens]])
+        tokens = torch.tensor([[*passage.prompt, *passage.tokens]], device=DEVICE)
         with torch.no_grad():
             states = target.model(input_ids=tokens, output_hidden_states=True).hidden_states
         here = slice(len(passage.prompt), tokens.shape[1] - 1)
@@ -85,14 +86,14 @@ def test_gaps_are_fitted_on_the_drafts_own_stream() -> None:
     starts = [(passage, s) for passage in passages for s in range(passage.starts)]
     starts = starts[: len(starts) - int(0.2 * len(starts))]  # the others are for judging
     for gap, earlier in ((gaps[1], "layers:1-2"), (gaps[2], "layers:1-2;attention:3")):
-        bridges = Bridges(bridge_shape(target, earlier))
+        bridges = Bridges(bridge_shape(target, earlier)).to(DEVICE)
         for before, bridge in bridges.parts():
             bridge.load_state_dict(fit.bridges.of(before).state_dict())
         view = skip_view(target.model, SkipMask.parse(earlier, target.layers), bridges)
         draft, own = _Seen(view, gap), _Seen(target.model, gap)
         reads, wants = [], []
         for passage, s in starts:
-            tokens = torch.tensor([[*passage.prompt, *passage.tokens[: s + 1]]])
+            tokens = torch.tensor([[*passage.prompt, *passage.tokens[: s + 1]]], device=DEVICE)
             with torch.no_grad():
                 cache = target.model(input_ids=tokens[:, :-1], use_cache=True).past_key_values
                 view(input_ids=tokens[:, -1:], past_key_values=cache)
@@ -117,7 +118,7 @@ def test_what_fitting_says_of_bridges_is_what_drafts_do(family: str, mask: str) 
     for bridges, said in ((None, found.empty), (found.bridges, found.bridged)):
         view, right = skip_view(target.model, SkipMask.parse(mask, target.layers), bridges), 0
         for p, s in last:
-            tokens = torch.tensor([[*passages[p].prompt, *passages[p].tokens[: s + 1]]])
+            tokens = torch.tensor([[*passages[p].prompt, *passages[p].tokens[: s + 1]]], device=DEVICE)
             with torch.no_grad():
                 cache = target.model(input_ids=tokens[:, :-1], use_cache=True).past_key_values
                 drafted = view(input_ids=tokens[:, -1:], past_key_values=cache).logits[0, -1].argmax()

@@ -15,6 +15,7 @@ from layerskip.rows import RowModel
 from layerskip.target import Target
 from layerskip.text import Memory
 from layerskip.view import skip_view
+from tests.device import DEVICE
 from tests.drafters.bridges import bridge_shape, calibration, drawn_passages
 from tests.families import build
 
@@ -27,7 +28,7 @@ def _bridges(target: Target, mask: str = MASK) -> Bridges:
     with torch.no_grad():
         for parameter in bridges.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
-    return bridges
+    return bridges.to(DEVICE)
 
 
 def _drafted_one_by_one(target: Target, bridges: Bridges, passages: list[Passage], tokens: torch.Tensor) -> float:
@@ -38,10 +39,12 @@ def _drafted_one_by_one(target: Target, bridges: Bridges, passages: list[Passage
         for s in range(passage.starts):
             known = [*passage.prompt, *passage.tokens[: s + 1]]
             with torch.no_grad():
-                cache = target.model(input_ids=torch.tensor([known[:-1]]), use_cache=True).past_key_values
+                cache = target.model(input_ids=torch.tensor([known[:-1]], device=DEVICE), use_cache=True).past_key_values
                 for place in range(2):
-                    logits = view(input_ids=torch.tensor([[known[-1]]]), past_key_values=cache).logits[0, -1, tokens]
-                    own = target.model(input_ids=torch.tensor([known])).logits[0, -1].softmax(-1)[tokens]
+                    logits = view(input_ids=torch.tensor([[known[-1]]], device=DEVICE), past_key_values=cache).logits[
+                        0, -1, tokens
+                    ]
+                    own = target.model(input_ids=torch.tensor([known], device=DEVICE)).logits[0, -1].softmax(-1)[tokens]
                     sums[place] -= float((own * logits.log_softmax(-1)).sum())
                     counts[place] += 1
                     answer = passage.tokens[s + 1]
@@ -58,14 +61,14 @@ def test_the_loss_is_that_of_drafts_made_one_by_one(family: str) -> None:
     target = Target(build(family))
     passages, bridges = [*drawn_passages(target)[:3]], _bridges(target)
     passages = [_greedy(target, passage) for passage in passages]
-    tokens = torch.arange(3, target.vocabulary)
+    tokens = torch.arange(3, target.vocabulary, device=DEVICE)
     loss = BridgeTraining(target, bridges, tokens, 2).loss(passages)
     assert float(loss.detach()) == pytest.approx(_drafted_one_by_one(target, bridges, passages, tokens), rel=1e-3)
 
 
 def _greedy(target: Target, passage: Passage) -> Passage:
     """The same prompt, continued by the target, so that drafts are right now and then."""
-    ids = torch.tensor([passage.prompt])
+    ids = torch.tensor([passage.prompt], device=DEVICE)
     made = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
     return Passage(passage.prompt_id, "own", passage.prompt, tuple(made[0, ids.shape[1] :].tolist()), 12)
 
@@ -125,7 +128,11 @@ def test_training_makes_drafts_better() -> None:
 
 def test_a_text_that_is_remembered_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(build("gemma3_text"))  # whose layers see different parts of a text
-    bridges, tokens, passages = _bridges(target), torch.arange(3, target.vocabulary), drawn_passages(target)[:3]
+    bridges, tokens, passages = (
+        _bridges(target),
+        torch.arange(3, target.vocabulary, device=DEVICE),
+        drawn_passages(target)[:3],
+    )
     afresh = float(BridgeTraining(target, bridges, tokens, 2).loss(passages).detach())
     of_each = [float(BridgeTraining(target, bridges, tokens, 2).loss([passage]).detach()) for passage in passages]
     read: list[int] = []

@@ -67,7 +67,7 @@ def _logits(model: nn.Module, vocabulary: int) -> Tensor:
 
 
 def _load(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval().to(DEVICE)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def _drafter(kind: str, target: Target) -> Drafter:
         return DraftModel(decoding_view(model), 2, 3, StopRule())
     if kind == "eagle":
         torch.manual_seed(0)
-        head = EagleHead(EagleShape.of(target)).eval()
+        head = EagleHead(EagleShape.of(target)).to(DEVICE).eval()
         return Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
     fields = {
         "none": {},
@@ -252,7 +252,7 @@ def test_a_prompt_that_was_read_before_is_not_read_again(target: Target) -> None
     prefill = Prefill.of(target, PROMPT)
     other = torch.zeros_like(prefill.logits)
     for token in (3, 7):
-        said = replace(prefill, logits=other.index_fill(-1, torch.tensor([token]), 1.0))
+        said = replace(prefill, logits=other.index_fill(-1, torch.tensor([token], device=DEVICE), 1.0))
         assert decode(target, NoDraft(), PROMPT, GREEDY, 1, prefill=said).tokens == [token]
     with pytest.raises(ValueError, match="^prefill: is of 8 tokens, the prompt has 7"):
         decode(target, NoDraft(), PROMPT[1:], GREEDY, 1, prefill=prefill)

@@ -8,6 +8,7 @@ import torch
 from layerskip.distillation import cross_entropy, drafted
 from layerskip.readout import Readout
 from layerskip.target import Target
+from tests.device import DEVICE
 from tests.families import build
 
 
@@ -18,8 +19,8 @@ def test_loss_and_gradient_are_those_of_all_rows_at_once(family: str, tokens: tu
     target = Target(build(family, 0))
     readout = Readout(target, None if tokens is None else torch.tensor(tokens))
     torch.manual_seed(0)
-    made = (4 * torch.randn(rows, target.hidden)).requires_grad_()
-    final = 4 * torch.randn(rows, target.hidden)
+    made = (4 * torch.randn(rows, target.hidden, device=DEVICE)).requires_grad_()
+    final = 4 * torch.randn(rows, target.hidden, device=DEVICE)
     expected = torch.nn.functional.cross_entropy(readout(made), readout(final).softmax(-1))
     (slope,) = torch.autograd.grad(3 * expected, made)
     found = cross_entropy(readout, made, final)

@@ -15,6 +15,7 @@ from layerskip.draft_head import DraftHead, load_draft_tokens, save_draft_tokens
 from layerskip.drafters.build import build_drafter
 from layerskip.mask import SkipMask
 from layerskip.view import skip_view
+from tests.device import DEVICE
 from tests.drafters.bridges import head_folder
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, generated, target_of
 
@@ -42,7 +43,7 @@ def test_a_draft_has_the_tokens_of_its_head_and_of_the_text_alone(kind: str, tmp
     head = DraftHead(target.model, torch.tensor(tokens), target.vocabulary)
     view = skip_view(target.model, SkipMask.none(target.layers))
     head.narrow(view)
-    ids = torch.tensor([PROMPTS[1]])
+    ids = torch.tensor([PROMPTS[1]], device=DEVICE)
     with torch.no_grad():
         few, whole = view(input_ids=ids).logits[0], target.model(input_ids=ids).logits[0]
     assert torch.allclose(few, whole[:, list(tokens)], atol=1e-5)

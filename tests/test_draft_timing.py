@@ -29,7 +29,7 @@ def passes() -> list[Any]:
 @pytest.fixture
 def target(passes: list[Any], monkeypatch: pytest.MonkeyPatch) -> Target:
     """Whose passes, and those of its views, are counted."""
-    model = build("llama", 1, vocab_size=VOCABULARY)
+    model = build("llama", 1, vocab_size=VOCABULARY).cpu()  # a GPU runs recorded passes without the model
     model.get_input_embeddings().register_forward_pre_hook(lambda *given: passes.append(given))
     monkeypatch.setattr(draft_timing, "now", lambda device: float(len(passes)))
     return Target(model, None, "toy")

@@ -32,7 +32,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 @pytest.fixture
 def head(target: Target) -> EagleHead:
     torch.manual_seed(0)
-    return EagleHead(EagleShape.of(target, vocabulary=40), torch.arange(60, 100))
+    return EagleHead(EagleShape.of(target, vocabulary=40), torch.arange(60, 100)).to(DEVICE)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def folder(target: Target, head: EagleHead, tmp_path: Path) -> Path:
 def test_a_head_comes_back_as_it_was(target: Target, head: EagleHead, folder: Path) -> None:
     loaded = load_eagle(folder, target)
     assert loaded.shape == head.shape
-    states = torch.randn(1, 5, head.shape.hidden)
+    states = torch.randn(1, 5, head.shape.hidden, device=DEVICE)
     assert torch.equal(loaded(states, states), head.eval()(states, states))
     assert loaded.tokens.tolist() == list(range(60, 100))
 
@@ -195,7 +195,7 @@ def test_drafted_tokens_are_the_commonest_and_those_that_end() -> None:
 def test_a_readout_is_the_targets_own_output_layer(family: str) -> None:
     """Some families scale or cap what it says."""
     model = build(family)
-    target, tokens = Target(model), torch.tensor([[3, 4, 5, 6]])
+    target, tokens = Target(model), torch.tensor([[3, 4, 5, 6]], device=DEVICE)
     with torch.no_grad():
         hidden = model.base_model(input_ids=tokens).last_hidden_state
         assert torch.allclose(Readout(target, None)(hidden), model(input_ids=tokens).logits, atol=1e-5)
@@ -204,6 +204,6 @@ def test_a_readout_is_the_targets_own_output_layer(family: str) -> None:
 def test_a_readout_says_the_tokens_that_are_drafted_from_alone(target: Target) -> None:
     chosen = torch.tensor([3, 8, 50])
     part, whole = Readout(target, chosen), Readout(target, None)
-    hidden = torch.randn(2, 32)
+    hidden = torch.randn(2, 32, device=DEVICE)
     assert torch.allclose(part(hidden), whole(hidden)[:, chosen], atol=1e-6)
     assert [part.token(place) for place in range(3)] == [3, 8, 50]

@@ -14,6 +14,7 @@ from layerskip.draft import Draft
 from layerskip.drafters.base import Context, NoDraft
 from layerskip.measure import Decoder, Task, interleave
 from layerskip.prompts import PromptItem
+from tests.device import DEVICE
 
 PROMPTS = PromptSet.of(f"Tell me about the number {i}." for i in range(2))
 TASK = Task(max_new_tokens=12)
@@ -76,6 +77,7 @@ class _Slow(NoDraft):
         return super().draft(context, limit)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the clock of a GPU does not see the host sleep")
 def test_what_drafts_take_is_part_of_what_decoding_takes(tiny_target: Target) -> None:
     contenders = {"baseline": Decoder(tiny_target, NoDraft()), "candidate": Decoder(tiny_target, _Slow())}
     measurement = Measurement.of(interleave(tiny_target, PROMPTS, contenders, TASK), "baseline", "candidate")

@@ -51,7 +51,7 @@ def _resized(model: PreTrainedModel, vocabulary: int) -> PreTrainedModel:
     """The same model with its vocabulary padded to, or cut down to, another width."""
     old = model.config.vocab_size
     fields = model.config.to_diff_dict() | {"vocab_size": vocabulary}
-    other = type(model)(type(model.config)(**fields)).eval()
+    other = type(model)(type(model.config)(**fields)).eval().to(DEVICE)
     weights = model.state_dict()
     for name, ours in other.state_dict().items():
         shared = min(old, vocabulary) if ours.shape != weights[name].shape else ours.shape[0]
@@ -126,7 +126,7 @@ def test_learnt_positions_end_drafting_and_not_decoding() -> None:
     """The table of positions ends inside one prompt's output, and before another prompt does."""
     target = Target(build("gpt2", vocab_size=12))
     fields = target.model.config.to_diff_dict() | {"n_positions": 20}
-    short = type(target.model)(type(target.model.config)(**fields)).eval()
+    short = type(target.model)(type(target.model.config)(**fields)).eval().to(DEVICE)
     weights = target.model.state_dict()
     with torch.no_grad():
         for name, ours in short.state_dict().items():
