@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from .upload import upload
+
 
 class CacheFull(ValueError):
     """A forward pass would write behind the cache's last position."""
@@ -166,7 +168,7 @@ class KVCache(Cache):
         if list(places) == list(range(len(places))):
             return
         device = next((layer.keys.device for layer in self._layers if layer.keys is not None), None)
-        self.repeat(len(self._layers), torch.tensor(places, device=device) + self._length)
+        self.repeat(len(self._layers), upload(places, device or torch.device("cpu")) + self._length)
 
     def repeat(self, layers: int, places: Tensor) -> None:
         """Write behind the length, in the first layers, what stands at some positions; the length stays.

@@ -20,10 +20,11 @@ from .lossy import accept_lossy
 from .prefill import Prefill
 from .recording import lend_cache, return_cache
 from .rules import EXACT, AcceptRule
-from .sampling import Chooser, Sampling, upload
+from .sampling import Chooser, Sampling
 from .stats import DecodeStats, Round
 from .target import Target
 from .tree import TreeModel, depth, tree_model
+from .upload import upload
 from .verify import verify
 from .view import decoding_view
 

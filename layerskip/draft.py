@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .sampling import upload
+from .upload import upload
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from .closeness import close
 from .judge import Drafted, Judge
 from .mask import SkipMask
 from .memory import out_of_memory
-from .sampling import upload
 from .texts import Pack, Texts, runs_of
+from .upload import upload
 
 Row = tuple[int, int, int]
 """The number of what drafts, of a passage, and the start in it."""

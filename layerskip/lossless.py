@@ -16,8 +16,9 @@ import torch
 
 from .cache import KVCache
 from .forward import forward
-from .sampling import Chooser, Sampling, upload
+from .sampling import Chooser, Sampling
 from .target import Target
+from .upload import upload
 
 NEAR_TIE_ULPS = 4
 """Rounding steps, at the size of the largest logit, within which two logits count as equal in half precision."""

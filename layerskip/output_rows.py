@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .packing import lay_out, multiply_by
-from .sampling import upload
+from .upload import upload
 
 _ROOM = 256  # rows for tokens of a text, before all are copied again
 

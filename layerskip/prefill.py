@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .cache import KVCache
 from .forward import forward
-from .sampling import upload
 from .target import Target
+from .upload import upload
 from .view import decoding_view
 
 

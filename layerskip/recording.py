@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from .cache import KVCache
 from .closeness import close
 from .memory import out_of_memory
+from .upload import upload
 
 Compute = Callable[..., tuple[Tensor, ...]]
 """Inputs, tensors on the device, to what a pass says; all else that differs from pass to pass is read from the device."""
 
 _WIDEST = 64  # tokens of a recorded pass
 _LEAST, _MOST = 256, 8192  # positions; behind so many, reading what is masked takes longer than telling of kernels
+_MOVED = 8  # positions are moved by multiples of so many
 _KEPT = 2  # caches of a model that wait to be lent again
 
 
@@ -45,6 +47,9 @@ class RecordedCache(KVCache):
     def __init__(self, layers: int, max_length: int, device: torch.device) -> None:
         super().__init__(layers, max_length, static_shapes=True, device=device)
         self.static_shapes = False
+        self._device = device
+        self._places: dict[int, Tensor] = {}  # the next ones, by how many; of one pass
+        self._moves: dict[int, _Pass] = {}
         self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Pass]] = weakref.WeakKeyDictionary()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -71,21 +76,55 @@ class RecordedCache(KVCache):
         Returns:
             What ``compute`` returns; None where that cannot be recorded.
         """
+
+        def afresh(*inputs: Tensor) -> tuple[Tensor, ...]:
+            self._places = {}  # else a graph would read those of the pass before
+            return compute(*inputs)
+
         key = _key(kind, inputs)
         passes = self._passes.setdefault(model, {})
         self._on_device()  # before anything is recorded, which would record the telling
         if key in passes:
             with self._static():
-                return passes[key].replay(inputs, compute)
-        expected = compute(*inputs)
+                return passes[key].replay(inputs, afresh)
+        expected = afresh(*inputs)
         with self._static():
-            made = _Anew() if self._pool is None else _record(self._pool, inputs, compute)
-            found = None if made is None else made.replay(inputs, compute)
+            made = self._make(inputs, afresh)
+            found = None if made is None else made.replay(inputs, afresh)
         if made is None or found is None or not all(map(close, found, expected)):
             _refused.add(model)
             return None
         passes[key] = made
         return found
+
+    def positions(self, count: int) -> Tensor:
+        """The same for all layers of a pass."""
+        if count not in self._places:
+            self._places[count] = super().positions(count)
+        return self._places[count]
+
+    def gather(self, places: Sequence[int]) -> None:
+        """In one go; what stays where it is fills the number up to one of few."""
+        width = -(-len(places) // _MOVED) * _MOVED
+        stay = list(range(width))
+        if self.length + width > self.max_length:
+            super().gather(places)
+        elif list(places) != stay[: len(places)]:
+            self._on_device()
+            with self._static():
+                if width not in self._moves:  # what stays can be moved as often as recording asks for
+                    self._moves[width] = self._make((upload(stay, self._device),), self._move) or _Anew()
+                self._moves[width].replay((upload([*places, *stay[len(places) :]], self._device),), self._move)
+
+    def _move(self, places: Tensor) -> tuple[Tensor, ...]:
+        self._places = {}
+        here = self.positions(places.shape[0])
+        for states in (part for layer in self.states() for part in layer if part is not None):
+            states.index_copy_(2, here, states.index_select(2, self._on_device() + places))
+        return ()
+
+    def _make(self, inputs: Sequence[Tensor], compute: Compute) -> _Pass | None:
+        return _Anew() if self._pool is None else _record(self._pool, inputs, compute)
 
     @contextlib.contextmanager
     def _static(self) -> Iterator[None]:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .upload import upload
+
 
 class SamplingError(ValueError):
     """A sampling parameter out of its range; the message names the field."""
@@ -223,9 +225,3 @@ class Chooser:
             row, column = (upload(list(part), block.device) for part in zip(*pairs, strict=True))
         seen[row, block[column]] = True
         return seen if tokens is None else seen.index_select(1, tokens)
-
-
-def upload(tokens: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """``[n]`` or ``[n, m]`` int64 on the device, without waiting for it."""
-    host = torch.tensor(tokens, dtype=torch.int64)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

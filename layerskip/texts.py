@@ -20,8 +20,9 @@ from .drafters.stopping import confidence, portions
 from .passages import Passage
 from .reading import read
 from .rows import RowModel
-from .sampling import Sampling, upload
+from .sampling import Sampling
 from .text import Likely, Memory, Text
+from .upload import upload
 
 Start = tuple[int, int]
 """A passage's number, and the position in its continuation whose token is the last committed one."""

@@ -24,7 +24,7 @@ from .draft import Draft
 from .features import NOTHING, Features
 from .forward import forward
 from .recording import RecordedCache
-from .sampling import upload
+from .upload import upload
 from .view import OncePerModel, twin
 
 _RECORDED = 8  # widths of recorded passes are multiples of it

@@ -13,9 +13,10 @@ from .clock import now
 from .draft import Draft
 from .forward import forward
 from .recording import lend_cache
-from .sampling import Chooser, Sampling, upload
+from .sampling import Chooser, Sampling
 from .target import Target
 from .tree import tree_model
+from .upload import upload
 from .verify import verify
 from .view import decoding_view
 

@@ -16,7 +16,8 @@ from ..draft import Draft
 from ..draft_head import DraftHead
 from ..forward import forward, most_positions, readable
 from ..recording import RecordedCache, lend_cache, return_cache
-from ..sampling import Chooser, upload
+from ..sampling import Chooser
+from ..upload import upload
 from ..verify import Verdict
 from .base import Context, Said
 from .chain import draft_chain

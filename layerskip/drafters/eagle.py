@@ -20,7 +20,8 @@ from ..draft import Draft
 from ..eagle import EagleHead
 from ..readout import Readout
 from ..recording import RecordedCache, lend_cache, return_cache
-from ..sampling import Chooser, upload
+from ..sampling import Chooser
+from ..upload import upload
 from ..verify import Verdict
 from .base import Context, Said
 from .chain import draft_chain
@@ -157,8 +158,7 @@ class Eagle(Stopped):
         for place, row in enumerate(rows):
             seen[place, row] = True
         positions = torch.full((count,), begin + level, device=device)
-        visible = seen if device.type == "cpu" else seen.pin_memory().to(device, non_blocking=True)
-        hidden = self._step.run(told, features, cache, positions, visible)
+        hidden = self._step.run(told, features, cache, positions, upload(seen, device))
         cache.length += count
         return hidden
 

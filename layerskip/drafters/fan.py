@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..draft import Draft
-from ..sampling import Chooser, draw, upload, widen
+from ..sampling import Chooser, draw, widen
+from ..upload import upload
 from .stopping import portions
 
 

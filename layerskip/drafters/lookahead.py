@@ -17,7 +17,8 @@ import torch
 from ..cache import KVCache
 from ..draft import Draft
 from ..growth import grow
-from ..sampling import Chooser, most_likely, upload
+from ..sampling import Chooser, most_likely
+from ..upload import upload
 from ..verify import Verdict
 from .base import Context, Said
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from ..cache import KVCache
 from ..draft import Draft
-from ..sampling import Chooser, upload
+from ..sampling import Chooser
+from ..upload import upload
 from ..verify import Verdict
 from .base import Context, Said
 from .expectation import LONG
