@@ -16,9 +16,9 @@ from .draft import Draft
 from .drafters.base import Context, Drafter, Reader, Said
 from .features import NOTHING, Features
 from .forward import forward
+from .lending import lend_cache, return_cache
 from .lossy import accept_lossy
 from .prefill import Prefill
-from .recording import lend_cache, return_cache
 from .rules import EXACT, AcceptRule
 from .sampling import Chooser, Sampling
 from .stats import DecodeStats, Round
@@ -74,7 +74,7 @@ def decode(
         on_prefill: called once, when prefill is done, with how many new tokens are known by then: 1.
         seed: makes sampling repeatable.
         eos_ids: what ends the sequence; the target's own where None.
-        static_shapes: see :func:`~layerskip.recording.lend_cache`.
+        static_shapes: see :func:`~layerskip.lending.lend_cache`.
         accept: which drafted tokens pass; any rule but the exact one changes the output.
         prefill: the prompt as the target read it before, which is not read again but for a drafter that has to see it.
 

@@ -7,7 +7,8 @@ from collections.abc import MutableMapping, Sequence
 
 import torch
 
-from .clock import Clocked, now
+from .clock import now
+from .clocked import Clocked
 from .config import SpeculativeConfig
 from .decode import decode
 from .draft import Draft

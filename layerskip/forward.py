@@ -54,7 +54,7 @@ def _recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache, last: int,
 
     How much there is of a draft differs from round to round, and what is being timed should not have to record.
     """
-    size, found = tokens.shape[0], None
+    size = tokens.shape[0]
     whole = last == size
 
     def compute(block: Tensor) -> tuple[Tensor, ...]:
@@ -65,11 +65,12 @@ def _recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache, last: int,
     if not cache.records(model, size):
         return None
     kind = None if whole else last, features.modules
-    for width in range(1, size + 1) if whole and not cache.knows(model, kind, (tokens,)) else (size,):
-        found = cache.replay(model, kind, (tokens[:width],), compute)
-        if found is None:
+    for width in range(1, size) if whole and not cache.knows(model, kind, (tokens,)) else ():
+        if not cache.record(model, kind, (tokens[:width],), compute):
             return None
-    assert found is not None
+    found = cache.replay(model, kind, (tokens,), compute)
+    if found is None:
+        return None
     logits, *parts = found
     features.parts = tuple(parts)
     return logits

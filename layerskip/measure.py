@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .clock import Clocked, now
+from .clock import now
+from .clocked import Clocked
 from .config import SpeculativeConfig
 from .decode import Continuation, decode
 from .drafters.base import Drafter, Learner
@@ -22,6 +23,7 @@ from .lossless import Losslessness, find_divergence
 from .measurement import Measurement, Sample
 from .memory import PeakMemory, held_bytes
 from .prompts import PromptError, PromptItem, PromptSet
+from .recording import seconds_recording
 from .rules import EXACT, AcceptRule
 from .sampling import Sampling
 from .target import Target
@@ -246,9 +248,13 @@ def _timed(
 ) -> tuple[Continuation, Sample]:
     memory = PeakMemory(target.device)
     known: list[tuple[float, int]] = []
-    start = now(target.device)
-    continuation = contender(prompt, task, lambda count: known.append((now(target.device), count)))
-    end = now(target.device)
+
+    def clock() -> float:
+        return now(target.device) - seconds_recording()
+
+    start = clock()
+    continuation = contender(prompt, task, lambda count: known.append((clock(), count)))
+    end = clock()
     prefilled, count = known[0]
     sample = Sample(
         prompt_id=item.id,

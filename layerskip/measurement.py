@@ -29,7 +29,7 @@ class Sample:
         tokens: new tokens in all.
         decoded_tokens: those that prefill did not give, which ``decode_seconds`` were spent on.
         prefill_seconds: until prefill was done and its token known.
-        decode_seconds: from then on.
+        decode_seconds: from then on; what recording passes took, which is done once, is left out.
         peak_memory_bytes: device memory on CUDA, process memory on a CPU.
         stats: the rounds.
         lossless: compared with the reference's output.

@@ -2,8 +2,8 @@
 
 A small model's pass is a thousand kernels of a few microseconds each, and telling the device of them takes longer than
 running them. CUDA graphs (CUDA C++ Programming Guide, "CUDA Graphs") hold them all. They need shapes and addresses that
-never change, so caches are lent again to the next prompt, with what was recorded on them, and recorded passes read a cache's
-whole buffers under a mask. All else, as a prompt's first pass, reads the part in use and runs as it is.
+never change, so recorded passes read a cache's whole buffers under a mask, and :mod:`layerskip.lending` keeps the caches.
+All else, as a prompt's first pass, reads the part in use and runs as it is.
 
 Not every model can be recorded. One that asks the device for a value, as some mixtures of experts do, is found out in a pass
 that forbids it; one that reckons with the shapes of keys, by comparing what the first pass of each shape says. They run as
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import KVCache
+from .clock import now
 from .closeness import close
 from .memory import out_of_memory
 from .upload import upload
@@ -30,9 +31,7 @@ Compute = Callable[..., tuple[Tensor, ...]]
 """Inputs, tensors on the device, to what a pass says; all else that differs from pass to pass is read from the device."""
 
 _WIDEST = 64  # tokens of a recorded pass
-_LEAST, _MOST = 256, 8192  # positions; behind so many, reading what is masked takes longer than telling of kernels
 _MOVED = 8  # positions are moved by multiples of so many
-_KEPT = 2  # caches of a model that wait to be lent again
 
 
 class RecordedCache(KVCache):
@@ -62,6 +61,33 @@ class RecordedCache(KVCache):
         """Whether such a pass was recorded; see :meth:`replay`."""
         return _key(kind, inputs) in self._passes.get(model, ())
 
+    def record(self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor], compute: Compute) -> bool:
+        """Record a pass unless it was; see :meth:`replay`. Returns whether it can be."""
+        key, passes = _key(kind, inputs), self._passes.setdefault(model, {})
+        if key in passes:
+            return True
+        afresh = self._afresh(compute)
+        with self._recording():
+            expected = afresh(*inputs)
+            made = self._made(inputs, afresh, expected)
+        if made is None:
+            _refused.add(model)
+            return False
+        passes[key] = made
+        return True
+
+    def _made(self, inputs: Sequence[Tensor], compute: Compute, expected: tuple[Tensor, ...]) -> _Pass | None:
+        """A recorded pass that says what is expected; None where there is none."""
+        try:
+            with self._static():
+                made = self._make(inputs, compute)
+                found = made.replay(inputs, compute)
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
+            return None
+        return made if all(map(close, found, expected)) else None
+
     def replay(
         self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor], compute: Compute
     ) -> tuple[Tensor, ...] | None:
@@ -76,26 +102,18 @@ class RecordedCache(KVCache):
         Returns:
             What ``compute`` returns; None where that cannot be recorded.
         """
+        if not self.record(model, kind, inputs, compute):
+            return None
+        self._on_device()
+        with self._static():
+            return self._passes[model][_key(kind, inputs)].replay(inputs, self._afresh(compute))
 
-        def afresh(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def _afresh(self, compute: Compute) -> Compute:
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             self._places = {}  # else a graph would read those of the pass before
             return compute(*inputs)
 
-        key = _key(kind, inputs)
-        passes = self._passes.setdefault(model, {})
-        self._on_device()  # before anything is recorded, which would record the telling
-        if key in passes:
-            with self._static():
-                return passes[key].replay(inputs, afresh)
-        expected = afresh(*inputs)
-        with self._static():
-            made = self._make(inputs, afresh)
-            found = None if made is None else made.replay(inputs, afresh)
-        if made is None or found is None or not all(map(close, found, expected)):
-            _refused.add(model)
-            return None
-        passes[key] = made
-        return found
+        return run
 
     def positions(self, count: int) -> Tensor:
         """The same for all layers of a pass."""
@@ -110,10 +128,11 @@ class RecordedCache(KVCache):
         if self.length + width > self.max_length:
             super().gather(places)
         elif list(places) != stay[: len(places)]:
+            if width not in self._moves:  # what stays can be moved as often as recording asks for
+                with self._recording(), self._static():
+                    self._moves[width] = self._make((upload(stay, self._device),), self._move)
             self._on_device()
             with self._static():
-                if width not in self._moves:  # what stays can be moved as often as recording asks for
-                    self._moves[width] = self._make((upload(stay, self._device),), self._move) or _Anew()
                 self._moves[width].replay((upload([*places, *stay[len(places) :]], self._device),), self._move)
 
     def _move(self, places: Tensor) -> tuple[Tensor, ...]:
@@ -123,8 +142,18 @@ class RecordedCache(KVCache):
             states.index_copy_(2, here, states.index_select(2, self._on_device() + places))
         return ()
 
-    def _make(self, inputs: Sequence[Tensor], compute: Compute) -> _Pass | None:
+    def _make(self, inputs: Sequence[Tensor], compute: Compute) -> _Pass:
         return _Anew() if self._pool is None else _record(self._pool, inputs, compute)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        global _seconds
+        start = now(self._device)
+        self._on_device()  # else the telling would be recorded
+        try:
+            yield
+        finally:
+            _seconds += now(self._device) - start
 
     @contextlib.contextmanager
     def _static(self) -> Iterator[None]:
@@ -176,17 +205,13 @@ class _Graph:
         return tuple(part.clone() for part in self.found)
 
 
-def _record(pool: Any, inputs: Sequence[Tensor], compute: Compute) -> _Graph | None:
-    """A pass as a graph; None where it waits for the device, which no graph can."""
+def _record(pool: Any, inputs: Sequence[Tensor], compute: Compute) -> _Graph:
+    """A pass as a graph; a RuntimeError where it waits for the device, which no graph can."""
     places = tuple(part.clone() for part in inputs)
     waits = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         compute(*places)
-    except RuntimeError as error:
-        if out_of_memory(error):
-            raise
-        return None
     finally:
         torch.cuda.set_sync_debug_mode(waits)
     graph = torch.cuda.CUDAGraph()
@@ -195,38 +220,10 @@ def _record(pool: Any, inputs: Sequence[Tensor], compute: Compute) -> _Graph | N
     return _Graph(graph, places, found)
 
 
-def lend_cache(
-    model: nn.Module, layers: int, positions: int, device: torch.device, static_shapes: bool | None = None
-) -> KVCache:
-    """A cache of length 0, perhaps one that was lent before, with the passes that were recorded on it.
-
-    Args:
-        model: whose.
-        layers: how many write to it.
-        positions: room for at least so many.
-        device: where.
-        static_shapes: whether passes are recorded; None: where they gain by it, on CUDA. Elsewhere recorded passes are
-            computed again, in the same shapes.
-    """
-    if static_shapes is None:
-        static_shapes = device.type == "cuda" and positions <= _MOST
-    if not static_shapes:
-        return KVCache(layers, positions, device=device)
-    room = max(_LEAST, 1 << (positions - 1).bit_length())
-    waiting = _waiting.setdefault(model, [])
-    for place, cache in enumerate(waiting):
-        if cache.max_length == room:
-            del waiting[place]
-            cache.length = 0
-            return cache
-    return RecordedCache(layers, room, device)
+def seconds_recording() -> float:
+    """What recording has taken in this process, which every user pays once and no measurement of decoding should show."""
+    return _seconds
 
 
-def return_cache(model: nn.Module, cache: KVCache) -> None:
-    """Let a cache be lent again; nobody may use it any more."""
-    if isinstance(cache, RecordedCache):
-        _waiting[model] = [cache, *_waiting.get(model, ())][:_KEPT]
-
-
-_waiting: weakref.WeakKeyDictionary[nn.Module, list[RecordedCache]] = weakref.WeakKeyDictionary()
+_seconds = 0.0
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -12,7 +12,7 @@ from torch import Tensor
 from .clock import now
 from .draft import Draft
 from .forward import forward
-from .recording import lend_cache
+from .lending import lend_cache
 from .sampling import Chooser, Sampling
 from .target import Target
 from .tree import tree_model

@@ -48,11 +48,12 @@ def test_a_run_is_fitted_to_the_targets_own_states(kind: str) -> None:
 
 def _least_squares(read: torch.Tensor, wanted: torch.Tensor, ridge: float) -> torch.Tensor:
     """What a ridge regression gives: ordinary least squares over further rows of the root of its constant."""
+    read, wanted = read.cpu(), wanted.cpu()
     read = read / read.square().mean(-1, keepdim=True).sqrt()
     scaled = ((read - read.mean(0)) / read.std(0)).numpy()
     padded = np.concatenate([scaled, np.sqrt(ridge * len(scaled)) * np.eye(scaled.shape[1])])
     told = np.concatenate([(wanted - wanted.mean(0)).numpy(), np.zeros((scaled.shape[1], wanted.shape[1]))])
-    return torch.from_numpy(scaled @ np.linalg.lstsq(padded, told, rcond=None)[0]) + wanted.mean(0)
+    return (torch.from_numpy(scaled @ np.linalg.lstsq(padded, told, rcond=None)[0]) + wanted.mean(0)).to(DEVICE)
 
 
 class _Seen:

@@ -121,7 +121,7 @@ def test_a_round_that_learns_from_what_was_said_waits_twice(
 ) -> None:
     drafter = _drafter(kind, target)
     with _counted(monkeypatch) as waits:
-        result = decode(target, drafter, PROMPT, GREEDY, 20)
+        result = decode(target, drafter, PROMPT, GREEDY, 20, static_shapes=False)
     # Nobody learns from the last round.
     assert waits == {"tolist": 2 * len(result.stats.rounds)}
     assert result.stats.drafted > 0
@@ -132,7 +132,7 @@ def test_waits_are_seen(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
     stop = StopRule(kind="threshold", threshold=0.0)
     drafter = DraftModel(target.model, target.layers, 3, stop)
     with _counted(monkeypatch) as waits:
-        result = decode(target, drafter, PROMPT, GREEDY, 20)
+        result = decode(target, drafter, PROMPT, GREEDY, 20, static_shapes=False)
     # The last token of a draft needs no confidence; here the rounds draft 3 tokens, the last one 2.
     assert waits == {"tolist": 1 + 5, "layerskip": 4 * 2 + 1}
     assert len(result.stats.rounds) == 5

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,15 +13,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.cache import CacheFull, KVCache
-from layerskip.config import StopRule
+from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decode import decode
 from layerskip.draft_head import DraftHead
 from layerskip.drafters.base import Context, NoDraft
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.features import Features
 from layerskip.forward import forward
+from layerskip.lending import lend_cache, return_cache
 from layerskip.mask import SkipMask
-from layerskip.recording import RecordedCache, lend_cache, return_cache
+from layerskip.measure import measure
+from layerskip.recording import RecordedCache, seconds_recording
 from layerskip.sampling import Chooser, Sampling
 from layerskip.target import Target
 from layerskip.view import decoding_view, skip_view
@@ -158,6 +163,26 @@ def test_nothing_of_a_view_is_kept_once_it_is_gone() -> None:
         forward(view, _tokens(1), cache, last=1)
         assert len(cache._passes) == 1
         del view
+
+
+def test_what_recording_takes_is_no_part_of_decoding(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts passes: one for each of three drafted tokens, though all that is recorded took some, too."""
+    passes: list[Any] = []
+    model = copy.deepcopy(tiny_target.model).cpu()
+    model.get_input_embeddings().register_forward_pre_hook(lambda *given: passes.append(given))
+    target = Target(model, tiny_target.tokenizer)
+    monkeypatch.setattr("time.perf_counter", lambda: float(len(passes)))
+    measuring = sys.modules["layerskip.measure"]  # the package has a function of its name
+    monkeypatch.setattr(measuring, "decode", partial(decode, static_shapes=True))
+    monkeypatch.setattr(measuring, "_warm_up", lambda *_: None)
+    before = seconds_recording()
+    found = measure(target, ["One."], SpeculativeConfig("layer_skip", 3, mask=""), max_new_tokens=13)
+    assert seconds_recording() - before >= 2 * 4  # widths of one to four
+    (plain,), (drafted,) = found.baseline, found.candidate
+    assert (plain.decode_seconds, drafted.decode_seconds, drafted.draft_seconds) == (12.0, 12.0, 9.0)
+    again = seconds_recording()
+    measure(target, ["One."], SpeculativeConfig(), max_new_tokens=13)
+    assert seconds_recording() == again
 
 
 class _Asks(nn.Module):

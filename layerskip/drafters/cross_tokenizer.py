@@ -20,7 +20,8 @@ from ..config import StopRule
 from ..draft import Draft
 from ..draft_head import DraftHead
 from ..forward import forward, most_positions, readable
-from ..recording import RecordedCache, lend_cache, return_cache
+from ..lending import lend_cache, return_cache
+from ..recording import RecordedCache
 from ..sampling import Chooser, widen
 from ..translation import Translation, common_prefix
 from ..upload import upload

@@ -15,7 +15,8 @@ from ..config import StopRule
 from ..draft import Draft
 from ..draft_head import DraftHead
 from ..forward import forward, most_positions, readable
-from ..recording import RecordedCache, lend_cache, return_cache
+from ..lending import lend_cache, return_cache
+from ..recording import RecordedCache
 from ..sampling import Chooser
 from ..upload import upload
 from ..verify import Verdict

@@ -18,8 +18,9 @@ from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
 from ..eagle import EagleHead
+from ..lending import lend_cache, return_cache
 from ..readout import Readout
-from ..recording import RecordedCache, lend_cache, return_cache
+from ..recording import RecordedCache
 from ..sampling import Chooser
 from ..upload import upload
 from ..verify import Verdict

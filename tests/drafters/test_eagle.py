@@ -17,6 +17,7 @@ from layerskip.feature_store import Thought, read_features, think
 from layerskip.readout import Readout
 from layerskip.target import Target
 from layerskip.training import Batch, acceptance, foretell, stored_modules
+from tests.device import DEVICE
 from tests.drafters.contract import (
     GREEDY,
     LENGTH,
@@ -162,7 +163,7 @@ def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth
 
     def think_of(branch: Tokens) -> torch.Tensor:
         own = [think_of(branch[:level]) for level in range(len(branch))]
-        embedded = embeddings(torch.tensor([*context, *branch]))[None]
+        embedded = embeddings(torch.tensor([*context, *branch], device=DEVICE))[None]
         found: torch.Tensor = head(head.look(embedded, embedded.shape[1] - 1), torch.stack([*known, *own])[None])
         return found[0, -1]
 
