@@ -97,13 +97,14 @@ class KVCache(Cache):
 
     Attributes:
         length: verified positions. Assign to commit or to rewind; forward passes never move it.
+        room: positions that were asked for; there may be more.
         static_shapes: as above; may change from pass to pass where it was True at first.
     """
 
     def __init__(
         self, layers: int, max_length: int, static_shapes: bool = False, device: torch.device | str = "cpu"
     ) -> None:
-        self.max_length = max_length
+        self.max_length = self.room = max_length
         self.static_shapes = static_shapes
         self._layers = [_Layer(self) for _ in range(layers)]
         super().__init__(layers=list(self._layers))

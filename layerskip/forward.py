@@ -50,25 +50,16 @@ def forward(
 
 
 def _recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache, last: int, features: Features) -> Tensor | None:
-    """The same from a record of such passes; those over narrower blocks are recorded with the first of a width.
-
-    How much there is of a draft differs from round to round, and what is being timed should not have to record.
-    """
-    size = tokens.shape[0]
-    whole = last == size
+    """The same from a record of such passes; None where there can be none."""
 
     def compute(block: Tensor) -> tuple[Tensor, ...]:
         with features.of(model):
-            logits = _pass(model, block, cache, block.shape[0] if whole else last)
+            logits = _pass(model, block, cache, last)
         return logits, *features.parts
 
-    if not cache.records(model, size):
+    if not cache.records(model, tokens.shape[0]):
         return None
-    kind = None if whole else last, features.modules
-    for width in range(1, size) if whole and not cache.knows(model, kind, (tokens,)) else ():
-        if not cache.record(model, kind, (tokens[:width],), compute):
-            return None
-    found = cache.replay(model, kind, (tokens,), compute)
+    found = cache.replay(model, (last, features.modules), (tokens,), compute)
     if found is None:
         return None
     logits, *parts = found

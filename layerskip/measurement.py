@@ -29,12 +29,13 @@ class Sample:
         tokens: new tokens in all.
         decoded_tokens: those that prefill did not give, which ``decode_seconds`` were spent on.
         prefill_seconds: until prefill was done and its token known.
-        decode_seconds: from then on; what recording passes took, which is done once, is left out.
+        decode_seconds: from then on; what recording passes took, which is done once, is left out of both.
         peak_memory_bytes: device memory on CUDA, process memory on a CPU.
         stats: the rounds.
         lossless: compared with the reference's output.
         draft_seconds: those of ``decode_seconds`` that drafting took; 0.0 for a peer, who does not say.
-        decoding_bytes: how far device memory rose above what was allocated before; None on a CPU, where nobody can tell.
+        decoding_bytes: how far device memory rose above what was allocated before, as caches are that are lent again; None on a
+            CPU, where nobody can tell.
     """
 
     prompt_id: str

@@ -11,7 +11,7 @@ import gc
 import os
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -96,11 +96,21 @@ def total_bytes() -> int:
 
 def release() -> None:
     """Give back what nothing holds any more; not while an error that it was lost in is handled, as that holds it."""
+    for let_go in _held:
+        let_go()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
+def on_release(let_go: Callable[[], None]) -> None:
+    """Have something that is only kept for later be let go of when memory is to be given back."""
+    _held.append(let_go)
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a card or on the host."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+
+
+_held: list[Callable[[], None]] = []

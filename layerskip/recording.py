@@ -7,16 +7,18 @@ All else, as a prompt's first pass, reads the part in use and runs as it is.
 
 Not every model can be recorded. One that asks the device for a value, as some mixtures of experts do, is found out in a pass
 that forbids it; one that reckons with the shapes of keys, by comparing what the first pass of each shape says. They run as
-they are.
+they are. While a pass is recorded, no other thread may ask a device for anything.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,6 @@ from torch import Tensor, nn
 from .cache import KVCache
 from .clock import now
 from .closeness import close
-from .memory import out_of_memory
 from .upload import upload
 
 Compute = Callable[..., tuple[Tensor, ...]]
@@ -41,52 +42,27 @@ class RecordedCache(KVCache):
         layers: how many decoder layers write to it.
         max_length: positions to allocate.
         device: where.
+
+    Attributes:
+        made_for: what it was made for, of which everything recorded holds.
     """
 
     def __init__(self, layers: int, max_length: int, device: torch.device) -> None:
         super().__init__(layers, max_length, static_shapes=True, device=device)
+        self.made_for: Hashable = None
         self.static_shapes = False
         self._device = device
         self._places: dict[int, Tensor] = {}  # the next ones, by how many; of one pass
         self._moves: dict[int, _Pass] = {}
         self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Pass]] = weakref.WeakKeyDictionary()
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._recorder = _Recorder(device) if device.type == "cuda" else None
 
     def records(self, model: nn.Module, width: int) -> bool:
         """Whether passes over so many tokens are recorded here, behind what is in the cache."""
-        fits = width <= _WIDEST and self.length + width <= self.max_length
-        return self.length > 0 and fits and torch.is_inference_mode_enabled() and model not in _refused
-
-    def knows(self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor]) -> bool:
-        """Whether such a pass was recorded; see :meth:`replay`."""
-        return _key(kind, inputs) in self._passes.get(model, ())
-
-    def record(self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor], compute: Compute) -> bool:
-        """Record a pass unless it was; see :meth:`replay`. Returns whether it can be."""
-        key, passes = _key(kind, inputs), self._passes.setdefault(model, {})
-        if key in passes:
-            return True
-        afresh = self._afresh(compute)
-        with self._recording():
-            expected = afresh(*inputs)
-            made = self._made(inputs, afresh, expected)
-        if made is None:
-            _refused.add(model)
+        if not 0 < self.length <= self.max_length - width or width > _WIDEST or model in _refused:
             return False
-        passes[key] = made
-        return True
-
-    def _made(self, inputs: Sequence[Tensor], compute: Compute, expected: tuple[Tensor, ...]) -> _Pass | None:
-        """A recorded pass that says what is expected; None where there is none."""
-        try:
-            with self._static():
-                made = self._make(inputs, compute)
-                found = made.replay(inputs, compute)
-        except RuntimeError as error:
-            if out_of_memory(error):
-                raise
-            return None
-        return made if all(map(close, found, expected)) else None
+        # What autocast has converted is gone when it ends, and gradients are nobody's who decodes.
+        return torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(self._device.type)
 
     def replay(
         self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor], compute: Compute
@@ -102,18 +78,35 @@ class RecordedCache(KVCache):
         Returns:
             What ``compute`` returns; None where that cannot be recorded.
         """
-        if not self.record(model, kind, inputs, compute):
-            return None
-        self._on_device()
-        with self._static():
-            return self._passes[model][_key(kind, inputs)].replay(inputs, self._afresh(compute))
 
-    def _afresh(self, compute: Compute) -> Compute:
-        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        def afresh(*inputs: Tensor) -> tuple[Tensor, ...]:
             self._places = {}  # else a graph would read those of the pass before
             return compute(*inputs)
 
-        return run
+        key = kind, *(part.shape for part in inputs)
+        passes = self._passes.setdefault(model, {})
+        if key not in passes:
+            with self._recording():
+                made = self._made(inputs, afresh, expected=afresh(*inputs))
+            if made is None:
+                _refused.add(model)
+                _log.warning("%s: its passes cannot be recorded, and run as they are", type(model).__name__)
+                return None
+            passes[key] = made
+        self._on_device()
+        with self._static():
+            return passes[key].replay(inputs, afresh)
+
+    def _made(self, inputs: Sequence[Tensor], compute: Compute, expected: tuple[Tensor, ...]) -> _Pass | None:
+        """A recorded pass that says what is expected; None where there is none, or no memory for it."""
+        try:
+            with self._static():
+                made = self._make(inputs, compute)
+                made.blank()
+                found = made.replay(inputs, compute)
+            return made if all(map(close, found, expected)) else None
+        except (RuntimeError, MemoryError):
+            return None
 
     def positions(self, count: int) -> Tensor:
         """The same for all layers of a pass."""
@@ -143,7 +136,14 @@ class RecordedCache(KVCache):
         return ()
 
     def _make(self, inputs: Sequence[Tensor], compute: Compute) -> _Pass:
-        return _Anew() if self._pool is None else _record(self._pool, inputs, compute)
+        return _Anew() if self._recorder is None else self._recorder.record(inputs, compute)
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Be as new, but for what was recorded: no number of an earlier text is left, as masked ones are read, too."""
+        self.length = 0
+        for part in (part for layer in self.states() for part in layer if part is not None):
+            part.zero_()
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
@@ -164,15 +164,15 @@ class RecordedCache(KVCache):
             self.static_shapes = False
 
 
-def _key(kind: Hashable, inputs: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    return kind, *(part.shape for part in inputs)
-
-
 class _Pass(Protocol):
     """A recorded pass."""
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
         """Run it on other inputs of the same shapes."""
+        ...
+
+    def blank(self) -> None:
+        """Forget what it said when it was recorded."""
 
 
 class _Anew:
@@ -181,6 +181,9 @@ class _Anew:
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
         """Run it."""
         return compute(*inputs)
+
+    def blank(self) -> None:
+        """There is nothing."""
 
 
 @dataclass(frozen=True)
@@ -204,20 +207,36 @@ class _Graph:
         self.graph.replay()
         return tuple(part.clone() for part in self.found)
 
+    def blank(self) -> None:
+        """Nothing but the graph itself can say again what recording said."""
+        for part in self.found:
+            part.fill_(float("nan"))
 
-def _record(pool: Any, inputs: Sequence[Tensor], compute: Compute) -> _Graph:
-    """A pass as a graph; a RuntimeError where it waits for the device, which no graph can."""
-    places = tuple(part.clone() for part in inputs)
-    waits = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        compute(*places)
-    finally:
-        torch.cuda.set_sync_debug_mode(waits)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        found = compute(*places)
-    return _Graph(graph, places, found)
+
+class _Recorder:
+    """Records passes on one GPU, in one pool of memory, one by one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, inputs: Sequence[Tensor], compute: Compute) -> _Graph:
+        """A pass as a graph; a RuntimeError where it waits for the device, which no graph can."""
+        places = tuple(part.clone() for part in inputs)
+        waits = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a prototype, each time
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                compute(*places)
+            finally:
+                torch.cuda.set_sync_debug_mode(waits)
+        graph = torch.cuda.CUDAGraph()
+        # A graph that cannot be ended would leave its stream the current one.
+        here = torch.cuda.stream(torch.cuda.current_stream(self._device))
+        within = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), here, within:
+            found = compute(*places)
+        return _Graph(graph, places, found)
 
 
 def seconds_recording() -> float:
@@ -226,4 +245,5 @@ def seconds_recording() -> float:
 
 
 _seconds = 0.0
+_log = logging.getLogger(__name__)
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -52,11 +52,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def tiny_target(tiny_folder: Path) -> layerskip.Target:
-    """The tiny Llama in float32 on the CPU."""
+    """The tiny Llama in float32."""
     return layerskip.load_target(str(tiny_folder), dtype="float32", device=DEVICE)
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> layerskip.Target:
-    """The real SmolLM2-135M-Instruct in float32 on the CPU; loading it takes some 12 seconds."""
+    """The real SmolLM2-135M-Instruct in float32; loading it takes some 12 seconds."""
     return layerskip.load_target("smollm2", dtype="float32", device=DEVICE)

@@ -23,7 +23,8 @@ from layerskip.forward import forward
 from layerskip.lending import lend_cache, return_cache
 from layerskip.mask import SkipMask
 from layerskip.measure import measure
-from layerskip.recording import RecordedCache, seconds_recording
+from layerskip.memory import release
+from layerskip.recording import RecordedCache, _refused, seconds_recording
 from layerskip.sampling import Chooser, Sampling
 from layerskip.target import Target
 from layerskip.view import decoding_view, skip_view
@@ -65,6 +66,10 @@ def test_recorded_passes_say_what_passes_say(family: str) -> None:
             kept = max(1, width - 1)
             cache.length += kept
             plain.length += kept
+        assert isinstance(cache, RecordedCache)
+        # GPT-Neo cuts its windows by how many keys there are; on a GPU some mixtures of experts ask for values, too.
+        if family == "gpt_neo" or PLACE.type == "cpu":
+            assert any(cache._passes.values()) == (family != "gpt_neo")
         return_cache(model, cache)
 
 
@@ -103,7 +108,11 @@ def test_a_cache_is_lent_to_one_at_a_time_and_then_again() -> None:
     first.length = 7
     return_cache(model, first)
     again = _lent(model, 50)
-    assert again is first and again.length == 0
+    assert again is first and (again.length, again.room) == (0, 50)
+    return_cache(model, again)
+    return_cache(model, again)  # twice by mistake
+    assert _lent(model) is first
+    assert _lent(model) is not first
     assert _lent(build("llama", 1)) is not first
     assert _lent(model, first.max_length + 1).max_length > first.max_length
 
@@ -114,6 +123,51 @@ def test_a_cache_that_records_nothing_is_as_long_as_asked_for_and_never_lent_aga
     assert type(cache) is KVCache and cache.max_length == 40
     return_cache(model, cache)
     assert lend_cache(model, LAYERS, 40, PLACE, static_shapes=False) is not cache
+
+
+@torch.inference_mode()
+def test_nothing_of_an_earlier_text_is_left_in_a_lent_cache() -> None:
+    """Masked positions are read, too, and what is no number stays none whatever it is multiplied by."""
+    model = build("llama")
+    view, outputs = decoding_view(model), []
+    for spoilt in (False, True):
+        cache = _lent(model)
+        assert cache.is_written == spoilt
+        for _ in range(2):
+            forward(view, _tokens(8), cache, last=1)
+            cache.length = 8
+            outputs.append(forward(view, _tokens(1), cache, last=1))
+        for states in (part for layer in cache.states() for part in layer if part is not None):
+            states[:, :, 20:] = float("nan")
+        return_cache(model, cache)
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_a_cache_of_other_weights_is_not_lent_again() -> None:
+    model = build("llama")
+    first = _lent(model)
+    return_cache(model, first)
+    model.to(torch.float64)
+    assert _lent(model) is not first
+
+
+def test_what_waits_to_be_lent_is_let_go_where_memory_is_short() -> None:
+    model = build("llama")
+    first = _lent(model)
+    return_cache(model, first)
+    release()
+    assert _lent(model) is not first
+
+
+@torch.inference_mode()
+def test_what_autocast_converts_is_not_recorded() -> None:
+    model = build("llama")
+    cache = _lent(model)
+    forward(decoding_view(model), _tokens(8), cache, last=1)
+    cache.length = 8
+    with torch.autocast(PLACE.type, torch.bfloat16):
+        forward(decoding_view(model), _tokens(1), cache, last=1)
+    assert not any(cache._passes.values())
 
 
 def test_passes_are_recorded_on_a_gpu_unless_the_context_is_long() -> None:
@@ -161,7 +215,7 @@ def test_nothing_of_a_view_is_kept_once_it_is_gone() -> None:
     for seed in range(3):
         view = skip_view(model, SkipMask.parse(f"mlp:{seed}", LAYERS))
         forward(view, _tokens(1), cache, last=1)
-        assert len(cache._passes) == 1
+        assert len(cache._passes) == 1 and all(cache._passes.values())
         del view
 
 
@@ -177,7 +231,7 @@ def test_what_recording_takes_is_no_part_of_decoding(tiny_target: Target, monkey
     monkeypatch.setattr(measuring, "_warm_up", lambda *_: None)
     before = seconds_recording()
     found = measure(target, ["One."], SpeculativeConfig("layer_skip", 3, mask=""), max_new_tokens=13)
-    assert seconds_recording() - before >= 2 * 4  # widths of one to four
+    assert seconds_recording() - before >= 2 * 3  # a step, a drafted token and their verification, computed and recorded
     (plain,), (drafted,) = found.baseline, found.candidate
     assert (plain.decode_seconds, drafted.decode_seconds, drafted.draft_seconds) == (12.0, 12.0, 9.0)
     again = seconds_recording()
@@ -209,6 +263,7 @@ def test_a_model_that_asks_the_device_is_not_recorded() -> None:
         for model, static in ((asking(), True), (asking(), False))
     )
     assert found == expected
+    assert any(isinstance(part, _Asks) for model in _refused for part in model.modules())
     # The device is as well as before.
     model = build("llama")
     recorded, plain = (

@@ -12,14 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from layerskip import Target, TargetError, generate, load_target, loading
 from layerskip.loading import load_draft
-from tests.device import DEVICE
 from tests.tiny import VOCABULARY, save_gguf, save_tiny, without_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
 
 
 def test_a_folder_is_loaded_as_transformers_loads_it(tiny_folder: Path) -> None:
-    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
     tokens = torch.arange(3, 23)[None]
     with torch.inference_mode():
@@ -31,7 +30,7 @@ def test_a_folder_is_loaded_as_transformers_loads_it(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_have_the_dtype_that_was_asked_for(tiny_folder: Path, dtype: str) -> None:
-    target = load_target(str(tiny_folder), dtype=dtype, device=DEVICE)
+    target = load_target(str(tiny_folder), dtype=dtype, device="cpu")
     assert {str(weight.dtype) for weight in target.model.parameters()} == {f"torch.{dtype}"}
     assert target.dtype == dtype
 
@@ -54,7 +53,7 @@ def test_smollm2_comes_out_of_its_wheel(smollm2: Target) -> None:
 
 
 def test_a_gguf_file_is_the_model_that_was_written_to_it(tiny_folder: Path, tiny_target: Target, tmp_path: Path) -> None:
-    target = load_target(str(save_gguf(tiny_folder, tmp_path / "tiny.gguf")), dtype="float32", device=DEVICE)
+    target = load_target(str(save_gguf(tiny_folder, tmp_path / "tiny.gguf")), dtype="float32", device="cpu")
     text = "the moon, é and 🌙"
     assert (target.architecture, target.layers, target.eos_ids) == ("LlamaForCausalLM", 3, {1})
     assert target.encode(text) == tiny_target.encode(text)
@@ -81,7 +80,7 @@ def test_special_tokens_are_left_out_of_text(tiny_target: Target) -> None:
 
 
 def test_without_a_chat_template_a_text_is_just_its_tokens(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "plain", chat=False)), device=DEVICE)
+    target = load_target(str(save_tiny(tmp_path / "plain", chat=False)), device="cpu")
     plain = AutoTokenizer.from_pretrained(tmp_path / "plain")
     assert target.encode("on the moon") == plain("on the moon")["input_ids"]
     assert target.decode(target.encode(MESSAGES)) == "Be brief.\n\nName a colour."
@@ -106,7 +105,7 @@ def test_a_folder_without_a_tokenizer_is_a_target_without_one(tmp_path: Path, fa
     """Whatever transformers makes of it for the family."""
     folder = without_tokenizer(save_tiny(tmp_path / family, family))
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')  # names words that nobody spells
-    target = load_target(str(folder), dtype="float32", device=DEVICE)
+    target = load_target(str(folder), dtype="float32", device="cpu")
     assert (target.tokenizer, target.tokenizer_digest) == (None, None)
     assert generate(target, [7, 8, 9], max_new_tokens=4).tokens
     with pytest.raises(TargetError, match=r"^prompt: this target has no tokenizer"):
@@ -117,18 +116,18 @@ def test_a_tokenizer_of_special_tokens_alone_is_none(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "m")
     spelling = Tokenizer(models.BPE({"<eos>": 0}, []))
     PreTrainedTokenizerFast(tokenizer_object=spelling, eos_token="<eos>").save_pretrained(folder)
-    assert load_target(str(folder), dtype="float32", device=DEVICE).tokenizer is None
+    assert load_target(str(folder), dtype="float32", device="cpu").tokenizer is None
 
 
 def test_several_tokens_may_end_a_sequence(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "m", eos_token_id=[1, 70])), dtype="float32", device=DEVICE)
+    target = load_target(str(save_tiny(tmp_path / "m", eos_token_id=[1, 70])), dtype="float32", device="cpu")
     assert target.eos_ids == {1, 70}
     target.model.generation_config.eos_token_id = 80
     assert target.eos_ids == {80}
 
 
 def test_a_target_ends_where_any_of_its_end_tokens_comes(tiny_folder: Path, tmp_path: Path) -> None:
-    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
     free = generate(target, "hello", max_new_tokens=24)
     assert free.finish == "length"
     chosen = free.tokens[9]
@@ -138,7 +137,7 @@ def test_a_target_ends_where_any_of_its_end_tokens_comes(tiny_folder: Path, tmp_
 
 
 def test_a_draft_has_the_targets_dtype_and_is_loaded_once(tiny_folder: Path, tmp_path: Path) -> None:
-    target = load_target(str(tiny_folder), dtype="bfloat16", device=DEVICE)
+    target = load_target(str(tiny_folder), dtype="bfloat16", device="cpu")
     folder = str(save_tiny(tmp_path / "draft", seed=1, num_hidden_layers=1))
     draft = load_draft(target, folder)
     assert (draft.dtype, draft.layers) == ("bfloat16", 1)
@@ -146,7 +145,7 @@ def test_a_draft_has_the_targets_dtype_and_is_loaded_once(tiny_folder: Path, tmp
 
 
 def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
     folder = save_tiny(tmp_path / "draft")
     words = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = words["model"]["vocab"]

@@ -20,7 +20,7 @@ from ..config import StopRule
 from ..draft import Draft
 from ..draft_head import DraftHead
 from ..forward import forward, most_positions, readable
-from ..lending import lend_cache, return_cache
+from ..lending import lend_cache
 from ..recording import RecordedCache
 from ..sampling import Chooser, widen
 from ..translation import Translation, common_prefix
@@ -71,15 +71,13 @@ class CrossTokenizer(Stopped):
         self._law = _Shared(chooser, self.vocabulary, self.translation, device)
         self._heard, self._known = len(prompt), self.translation.to_draft(prompt)
         self._spelled = list(self._known)  # all that the text was ever spelled with: its last tokens are spelled anew
-        self._prefill(cache.max_length - len(prompt), isinstance(cache, RecordedCache), device)
+        self._prefill(cache.room - len(prompt), isinstance(cache, RecordedCache), device)
         self.stopper.start()
 
     def _prefill(self, new_tokens: int, recorded: bool, device: torch.device) -> None:
         room = len(self._known) + _SPELLED_LONGER * (new_tokens + self.draft_length)
         room = min(room, self._most or room)  # behind it nothing is drafted
-        if self._lent is not None:
-            return_cache(self.model, self._lent)
-        self._cache = self._lent = lend_cache(self.model, self.layers, room, device, recorded)
+        self._cache = self._lent = lend_cache(self.model, self.layers, room, device, recorded, self._lent)
         self._fed = self._known[:-1] if len(self._known) <= room else []
         if self._fed:
             forward(self.model, readable(self.model, upload(self._fed, device)), self._cache, last=1)
@@ -92,7 +90,7 @@ class CrossTokenizer(Stopped):
         self._spelled += known[common_prefix(self._known, known) :]
         self._heard, self._known = len(context.tokens), known
         length = min(limit, self.draft_length)
-        if not known or len(known) + length > self._cache.max_length:
+        if not known or len(known) + length > self._cache.room:
             return Draft.empty(device)
         self._cache.length = min(common_prefix(self._fed, known), len(known) - 1)
         pending = readable(self.model, upload(known[self._cache.length :], device))

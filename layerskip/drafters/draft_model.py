@@ -15,7 +15,7 @@ from ..config import StopRule
 from ..draft import Draft
 from ..draft_head import DraftHead
 from ..forward import forward, most_positions, readable
-from ..lending import lend_cache, return_cache
+from ..lending import lend_cache
 from ..recording import RecordedCache
 from ..sampling import Chooser
 from ..upload import upload
@@ -54,10 +54,8 @@ class DraftModel(Stopped):
         if self._head is not None:
             self._head.begin()
         self._device = next(self.model.parameters()).device
-        if self._lent is not None:
-            return_cache(self.model, self._lent)
         recorded = isinstance(cache, RecordedCache)
-        self._cache = self._lent = lend_cache(self.model, self.layers, cache.max_length, self._device, recorded)
+        self._cache = self._lent = lend_cache(self.model, self.layers, cache.room, self._device, recorded, self._lent)
         if self._reach(len(prompt)) > 0:
             forward(self.model, readable(self.model, upload(prompt, self._device)), self._cache, last=1)
         self._cache.length = self._verified = len(prompt)

@@ -18,7 +18,7 @@ from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
 from ..eagle import EagleHead
-from ..lending import lend_cache, return_cache
+from ..lending import lend_cache
 from ..readout import Readout
 from ..recording import RecordedCache
 from ..sampling import Chooser
@@ -67,10 +67,8 @@ class Eagle(Stopped):
         """Begin with an empty cache; the prompt's hidden states are read next."""
         self._chooser = chooser
         device = self.head.fc.weight.device
-        room = cache.max_length + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
-        if self._lent is not None:
-            return_cache(self.head, self._lent)
-        self._cache = self._lent = lend_cache(self.head, 1, room, device, isinstance(cache, RecordedCache))
+        room = cache.room + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
+        self._cache = self._lent = lend_cache(self.head, 1, room, device, isinstance(cache, RecordedCache), self._lent)
         self._pending: list[Tensor] = []
         self.readout.begin()
         self.stopper.start()
