@@ -34,8 +34,8 @@ class Sample:
         stats: the rounds.
         lossless: compared with the reference's output.
         draft_seconds: those of ``decode_seconds`` that drafting took; 0.0 for a peer, who does not say.
-        decoding_bytes: how far device memory rose above what was allocated before, as caches are that are lent again; None on a
-            CPU, where nobody can tell.
+        decoding_bytes: how far device memory rose above what was allocated before, as caches are that are lent again; None
+            on a CPU, where nobody can tell.
     """
 
     prompt_id: str
