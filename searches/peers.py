@@ -8,12 +8,14 @@ scikit-learn installed the threshold learns.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.utils import _speculative_sampling
 
 from layerskip import DecodeStats, Round, Target
 from layerskip.decode import Continuation
@@ -23,6 +25,8 @@ from layerskip.memory import held_bytes
 
 from .application import InputError
 
+# Earlier releases (5.17 does, 5.23 does not) ask in every round whether a draft would end the output.
+_ASKS_OF_DRAFTS = "is_done_candidate" in inspect.signature(_speculative_sampling).parameters
 METHODS = ("plain", "prompt_lookup", "early_exit", "assistant", "universal")
 
 
@@ -63,7 +67,7 @@ class Peer:
         """Generate, and note after every round how far the output has come."""
         model = self.target.model
         inputs: Any = torch.tensor([list(prompt)], device=model.device)
-        watch = _Watch(len(prompt), on_prefill)
+        watch = _Watch(len(prompt), on_prefill, _ASKS_OF_DRAFTS and self.method != "plain")
         torch.manual_seed(task.seed)
         with self._assistant() as options:
             output: Any = model.generate(  # type: ignore[operator]
@@ -100,16 +104,24 @@ class Peer:
 
 
 class _Watch(StoppingCriteria):
-    """Stops nothing; notes the length after prefill and after every round."""
+    """Stops nothing; notes the length after prefill and after every round.
 
-    def __init__(self, prompt_length: int, on_prefill: Callable[[int], None]) -> None:
+    Args:
+        prompt_length: where it begins.
+        on_prefill: is told how many tokens are known by then.
+        of_drafts: whether it is asked of every draft, too, before that is verified.
+    """
+
+    def __init__(self, prompt_length: int, on_prefill: Callable[[int], None], of_drafts: bool) -> None:
         self._lengths = [prompt_length]
-        self._on_prefill = on_prefill
+        self._on_prefill, self._of_drafts, self._drafted = on_prefill, of_drafts, False
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
-        if len(self._lengths) == 1:
-            self._on_prefill(input_ids.shape[1] - self._lengths[0])
-        self._lengths.append(input_ids.shape[1])
+        self._drafted = self._of_drafts and not self._drafted
+        if not self._drafted:
+            if len(self._lengths) == 1:
+                self._on_prefill(input_ids.shape[1] - self._lengths[0])
+            self._lengths.append(input_ids.shape[1])
         return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
 
     def rounds(self) -> list[Round]:
