@@ -188,11 +188,14 @@ class KVCache(Cache):
         """Every layer's keys and values, ``[B, heads, max_length, head_dim]``; None where it keeps none."""
         return [(layer.keys, layer.values) for layer in self._layers]
 
+    def buffers(self) -> list[Tensor]:
+        """All keys and values that there are, layer by layer."""
+        return [part for layer in self.states() for part in layer if part is not None]
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""
-        states = [t for layer in self._layers for t in (layer.keys, layer.values) if t is not None]
-        return sum(t.numel() * t.element_size() for t in states)
+        return sum(t.numel() * t.element_size() for t in self.buffers())
 
     @property
     def is_written(self) -> bool:

@@ -41,35 +41,29 @@ def forward(
     Returns:
         ``[last, V]`` in the model's dtype.
     """
-    if positions is None and isinstance(cache, RecordedCache) and _may_be_recorded(model):
-        found = _recorded(model, tokens, cache, last, features)
-        if found is not None:
-            return found
+    if positions is None and isinstance(cache, RecordedCache) and _may_be_recorded(model, tokens, cache):
+        return _recorded(model, tokens, cache, last, features)
     with features.of(model):
         return _pass(model, tokens, cache, last, positions)
 
 
-def _recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache, last: int, features: Features) -> Tensor | None:
-    """The same from a record of such passes; None where there can be none."""
+def _recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache, last: int, features: Features) -> Tensor:
+    """The same from a record of such passes."""
 
     def compute(block: Tensor) -> tuple[Tensor, ...]:
         with features.of(model):
             logits = _pass(model, block, cache, last)
         return logits, *features.parts
 
-    if not cache.records(model, tokens.shape[0]):
-        return None
-    found = cache.replay(model, (last, features.modules), (tokens,), compute)
-    if found is None:
-        return None
-    logits, *parts = found
+    logits, *parts = cache.replay(model, (last, features.modules), (tokens,), compute)
     features.parts = tuple(parts)
     return logits
 
 
-def _may_be_recorded(model: nn.Module) -> bool:
+def _may_be_recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache) -> bool:
     """Not heads, which are told more than tokens; nor where the output layer grows with the text, at other addresses."""
-    return isinstance(model, PreTrainedModel) and isinstance(model.get_output_embeddings(), nn.Linear)
+    known = isinstance(model, PreTrainedModel) and isinstance(model.get_output_embeddings(), nn.Linear)
+    return known and cache.records(model, tokens.shape[0])
 
 
 def _pass(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:

@@ -32,7 +32,12 @@ Compute = Callable[..., tuple[Tensor, ...]]
 """Inputs, tensors on the device, to what a pass says; all else that differs from pass to pass is read from the device."""
 
 _WIDEST = 64  # tokens of a recorded pass
-_MOVED = 8  # positions are moved by multiples of so many
+_STEP = 8  # tokens
+
+
+def widened(count: int) -> int:
+    """As many or a few more tokens, so that few numbers of them are recorded."""
+    return -(-count // _STEP) * _STEP
 
 
 class RecordedCache(KVCache):
@@ -64,19 +69,17 @@ class RecordedCache(KVCache):
         # What autocast has converted is gone when it ends, and gradients are nobody's who decodes.
         return torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(self._device.type)
 
-    def replay(
-        self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor], compute: Compute
-    ) -> tuple[Tensor, ...] | None:
-        """A pass behind ``length``, which is recorded if it is the first of its shapes.
+    def replay(self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
+        """A pass behind ``length``, which is recorded if it is the first of its shapes and can be.
 
         Args:
-            model: whose pass it is.
+            model: whose pass it is; one that :meth:`records` says passes of.
             kind: what tells it from others of the same shapes.
             inputs: what differs from pass to pass, beside the cache.
             compute: makes the pass of the inputs.
 
         Returns:
-            What ``compute`` returns; None where that cannot be recorded.
+            What ``compute`` returns.
         """
 
         def afresh(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -91,7 +94,7 @@ class RecordedCache(KVCache):
             if made is None:
                 _refused.add(model)
                 _log.warning("%s: its passes cannot be recorded, and run as they are", type(model).__name__)
-                return None
+                return afresh(*inputs)
             passes[key] = made
         self._on_device()
         with self._static():
@@ -116,7 +119,7 @@ class RecordedCache(KVCache):
 
     def gather(self, places: Sequence[int]) -> None:
         """In one go; what stays where it is fills the number up to one of few."""
-        width = -(-len(places) // _MOVED) * _MOVED
+        width = widened(len(places))
         stay = list(range(width))
         if self.length + width > self.max_length:
             super().gather(places)
@@ -131,7 +134,7 @@ class RecordedCache(KVCache):
     def _move(self, places: Tensor) -> tuple[Tensor, ...]:
         self._places = {}
         here = self.positions(places.shape[0])
-        for states in (part for layer in self.states() for part in layer if part is not None):
+        for states in self.buffers():
             states.index_copy_(2, here, states.index_select(2, self._on_device() + places))
         return ()
 
@@ -142,8 +145,8 @@ class RecordedCache(KVCache):
     def clear(self) -> None:
         """Be as new, but for what was recorded: no number of an earlier text is left, as masked ones are read, too."""
         self.length = 0
-        for part in (part for layer in self.states() for part in layer if part is not None):
-            part.zero_()
+        for states in self.buffers():
+            states.zero_()
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:

@@ -23,11 +23,10 @@ from .closeness import close
 from .draft import Draft
 from .features import NOTHING, Features
 from .forward import forward
-from .recording import RecordedCache
+from .recording import RecordedCache, widened
 from .upload import upload
 from .view import OncePerModel, twin
 
-_RECORDED = 8  # widths of recorded passes are multiples of it
 _PROBE = 6  # tokens before the tree of the self-check
 _PROBE_PARENTS = (-1, -1, 0, 1, 2, 2)
 
@@ -98,16 +97,15 @@ class TreeModel:
             ``[n + 1, V]`` logits behind each of them.
         """
         size = block.shape[0]
-        wide = -(-size // _RECORDED) * _RECORDED
+        wide = widened(size)
         if isinstance(cache, RecordedCache) and cache.records(self.view, wide):
             # Few widths are recorded: behind the tree come further children of the root, of which nothing is read.
             padded = (*parents, *(-1,) * (wide - size))
             inputs = pad(block, (0, wide - size)), *depths_and_ancestors(padded, block.device)
             found = cache.replay(self.view, features.modules, inputs, functools.partial(self._pass, cache, features))
-            if found is not None:
-                logits, *parts = (part[..., :size, :] for part in found)
-                features.parts = tuple(parts)
-                return logits
+            logits, *parts = (part[..., :size, :] for part in found)
+            features.parts = tuple(parts)
+            return logits
         return self._pass(cache, features, block, *depths_and_ancestors(tuple(parents), block.device))[0]
 
     def _pass(

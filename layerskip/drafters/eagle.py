@@ -121,9 +121,9 @@ class Eagle(Stopped):
         for level in range(depth):
             chosen = self.readout(hidden).float().softmax(-1).topk(min(width, self.readout.weight.shape[0]), dim=-1)
             # At once, as every copy to the host waits for the device; float32 holds every place.
-            found_all = torch.cat((chosen.values, chosen.indices.float()), -1).tolist()
+            likely = torch.cat((chosen.values, chosen.indices.float()), -1).tolist()
             born: list[int] = []
-            for parent, chance, row in zip(front, chances, found_all, strict=True):
+            for parent, chance, row in zip(front, chances, likely, strict=True):
                 way = [] if parent < 0 else [*ways[parent], fed[parent]]
                 before = ending if parent < 0 else endings[parent]
                 for probability, place in zip(row[: len(row) // 2], map(int, row[len(row) // 2 :]), strict=True):
@@ -203,7 +203,7 @@ class _Step(nn.Module):
             embedded = head.look(embeddings(told), 1).transpose(0, 1)
             return (head(embedded, features[None], cache, positions[None], visible[None, None, :, :keys])[0],)
 
-        found = None
+        inputs = told, features, *where
         if isinstance(cache, RecordedCache) and cache.records(head, features.shape[0]):
-            found = cache.replay(head, None, (told, features, *where), compute)
-        return (compute(told, features, *where) if found is None else found)[0]
+            return cache.replay(head, None, inputs, compute)[0]
+        return compute(*inputs)[0]
