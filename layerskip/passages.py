@@ -7,6 +7,7 @@ under a digest of everything that they depend on.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,10 +15,15 @@ from typing import Any
 
 from .decode import decode
 from .drafters.base import NoDraft
+from .environment import machine
 from .files import digest, write_json
 from .prompts import PromptItem, PromptSet
 from .sampling import Sampling
 from .target import Target
+
+OnUse = Callable[[str, float, float], None]
+"""Hears of what is kept for others, too, whenever it is used: its name, the seconds that it took whoever made it, and how
+many of them were spent just now."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ def continue_prompts(
     seed: int = 0,
     folder: Path | None = None,
     on_prompt: Callable[[], None] = lambda: None,
+    on_use: OnUse = lambda *_: None,
 ) -> tuple[Passage, ...]:
     """The target's continuations of prompts, a conversation turn by turn.
 
@@ -72,16 +79,22 @@ def continue_prompts(
         seed: of the draws, where tokens are sampled.
         folder: where every prompt's continuations are kept, one file each, and looked for before decoding.
         on_prompt: called after every prompt.
+        on_use: hears of every prompt's continuations.
     """
     passages: list[Passage] = []
     for index, item in enumerate(prompts):
         asked = _asked(target, item, sampling, max_new_tokens, seed + index)
         file = None if folder is None else folder / f"{digest(asked)[:32]}.json"
-        found = _read(file)
+        start, found = time.monotonic(), _read(file)
         if found is None:
-            found = _decode(target, item, sampling, max_new_tokens, seed + index)
-            _write(file, asked, found)
-        passages += found
+            made = _decode(target, item, sampling, max_new_tokens, seed + index)
+            found = made, time.monotonic() - start
+            _write(file, asked, *found)
+            here = found[1]
+        else:
+            here = 0.0
+        passages += found[0]
+        on_use(f"continuation {digest(asked)[:16]}", found[1], here)
         on_prompt()
     return tuple(passages)
 
@@ -93,6 +106,7 @@ def _asked(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens:
         "sampling": sampling.to_dict(),
         "max_new_tokens": max_new_tokens,
         "seed": None if sampling.greedy else seed,
+        "machine": machine(target),  # another one may round near-ties otherwise
     }
 
 
@@ -109,17 +123,18 @@ def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens
     return found
 
 
-def _read(file: Path | None) -> list[Passage] | None:
-    """What is kept in a file; None where there is none, or half of one."""
+def _read(file: Path | None) -> tuple[list[Passage], float] | None:
+    """What is kept in a file, and the seconds that it took; None where there is none, or half of one."""
     if file is None or not file.exists():
         return None
     try:
-        rows = json.loads(file.read_text(encoding="utf-8"))["passages"]
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        rows, seconds = kept["passages"], float(kept["seconds"])
     except (ValueError, KeyError):
         return None
-    return [Passage(**row | {"prompt": tuple(row["prompt"]), "tokens": tuple(row["tokens"])}) for row in rows]
+    return [Passage(**row | {"prompt": tuple(row["prompt"]), "tokens": tuple(row["tokens"])}) for row in rows], seconds
 
 
-def _write(file: Path | None, asked: dict[str, Any], passages: list[Passage]) -> None:
+def _write(file: Path | None, asked: dict[str, Any], passages: list[Passage], seconds: float) -> None:
     if file is not None:
-        write_json(file, {"asked": asked, "passages": [asdict(passage) for passage in passages]})
+        write_json(file, {"asked": asked, "passages": [asdict(passage) for passage in passages], "seconds": seconds})

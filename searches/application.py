@@ -43,6 +43,16 @@ class InputError(ValueError):
     """Something that the user gave cannot be used; the message names the field."""
 
 
+def check_seed(seed: object) -> None:
+    """Refuse a seed that no generator takes.
+
+    Raises:
+        InputError: it is not a whole number of at least 0.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise InputError(f"seed: {seed!r} is not a whole number from 0 to {2**31 - 1}")
+
+
 def check_whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
     """Refuse what is no whole number of at least so much, and of at most so much where that is bounded.
 

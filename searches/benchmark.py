@@ -37,12 +37,12 @@ from layerskip.measure import Decoder, Task, interleave
 from layerskip.measurement import Sample
 from layerskip.tree_timing import TreeTiming, time_tree
 
-from .application import InputError, check_flag, check_whole, run
+from .application import InputError, check_flag, check_seed, check_whole, run
 from .benchmark_table import table
 from .datastore import refuse_answers_of
 from .heading import heading
 from .interrupt import is_interrupt
-from .objective import MeasureSettings, check_seed
+from .objective import MeasureSettings
 from .peers import Peer
 from .pricing import DraftCost, Timer
 from .tracking import Tracker

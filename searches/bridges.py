@@ -23,7 +23,7 @@ from layerskip.drafters.build import build_drafter
 from layerskip.environment import environment
 from layerskip.files import write_json
 
-from .application import InputError, check_list, check_number, check_whole, run
+from .application import InputError, check_list, check_number, check_seed, check_whole, run
 from .bench import ModelBench
 from .bridge_finals import Contest, choose, contest, named
 from .bridge_points import EMPTY, FITTED, MLP, TRAINED, BridgePoints
@@ -31,7 +31,7 @@ from .eagle_beside import eagle_beside, eagle_configs
 from .foresight import ScanSettings
 from .heading import heading
 from .learner import check_learning
-from .objective import MeasureSettings, check_seed
+from .objective import MeasureSettings
 from .report import verdict
 from .written import begun_like, check_drafted
 

@@ -28,14 +28,14 @@ from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.environment import machine
 from layerskip.files import digest, write_json
 
-from .application import NOT_SHOWN, InputError, check_number, check_whole, run
+from .application import NOT_SHOWN, InputError, check_number, check_seed, check_whole, run
 from .bars import Count, table
 from .bench import BASELINE, Bench, ModelBench, Row
 from .finals import Finalist, measure_again
 from .heading import sources
 from .kept import Kept
 from .landscape import PROSPECTS, Landscape, Prospect
-from .objective import MeasureSettings, check_seed
+from .objective import MeasureSettings
 from .planted import Outcome, PlantedSettings, Search, find_planted, summarise
 from .simulation import Machine, SimulatedBench
 from .turns import in_turns

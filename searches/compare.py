@@ -23,11 +23,10 @@ from tqdm import tqdm
 
 from layerskip.files import digest, write_json
 
-from .application import NOT_SHOWN, InputError, check_list, check_number, run
+from .application import NOT_SHOWN, InputError, check_list, check_number, check_seed, run
 from .course import Course, ModelCourse, PlantedCourse
 from .heading import sources
 from .kept import Kept
-from .objective import check_seed
 from .strategies import STRATEGIES, TimeUp
 
 _OURS = "ours"

@@ -21,8 +21,7 @@ from layerskip.datastore import Datastore
 from layerskip.files import digest
 from layerskip.passages import continue_prompts
 
-from .application import InputError, check_flag, check_whole, run
-from .objective import check_seed
+from .application import InputError, check_flag, check_seed, check_whole, run
 
 _TEXTS = (".txt", ".md", ".jsonl")
 _SHOWN = 5  # continuations of a phrase

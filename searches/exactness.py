@@ -32,10 +32,9 @@ from layerskip.rules import StopRule
 from layerskip.scan import Scanner, floor_of
 from layerskip.stats import Round
 
-from .application import NOT_SHOWN, InputError, check_list, check_number, check_whole, run
+from .application import NOT_SHOWN, InputError, check_list, check_number, check_seed, check_whole, run
 from .heading import heading, sources
 from .kept import Kept
-from .objective import check_seed
 from .turns import in_turns
 
 _COUNTS = ("decodings", "rounds", "drafted", "accepted")

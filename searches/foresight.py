@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from layerskip.costs import CostProfile
 from layerskip.environment import machine
 from layerskip.files import digest, write_json
 from layerskip.memory import out_of_memory, release
-from layerskip.passages import Passage, continue_prompts
+from layerskip.passages import OnUse, Passage, continue_prompts
 from layerskip.profiling import profile_costs
 from layerskip.scan import Scanner
 
@@ -33,6 +34,7 @@ from .space import SearchSpace
 _CONTEXT_STEP = 64
 """Contexts are rounded to it, so that like prompt sets share a profile."""
 _RECIPE = 2  # of counts; what another counted is scanned anew
+_PROFILED = 2  # of what is kept of a profile; earlier ones did not say what they took
 _LEAST_ROWS = 16  # below them scanning is no faster than decoding
 
 
@@ -90,20 +92,22 @@ def foresee(
     outputs: Path,
     folder: Path,
     seed: int,
+    on_use: OnUse = lambda *_: None,
 ) -> ScanOracle | None:
     """An oracle for a study; None, said in a line, for a model that decodes but cannot be scanned.
 
     Args:
         outputs: continuations and profiles are kept in it.
         folder: scans are kept in it.
+        on_use: hears of the continuations and of the profile.
     """
-    scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed)
+    scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed, on_use)
     if scanner is None:
         return None
     depth, passages = scanner.depth, scanner.passages
     longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.arms else depth
     parts = space.bridged, scanner.runners > 0
-    profile = cost_profile(target, passages, longest, sampling, settings, outputs, *parts)
+    profile = cost_profile(target, passages, longest, sampling, settings, outputs, *parts, on_use=on_use)
     stops = scanned_stops(space, settings.thresholds)
     asked = {
         "target": target.digest,
@@ -128,14 +132,17 @@ def open_scanner(
     settings: ScanSettings,
     outputs: Path,
     seed: int,
+    on_use: OnUse = lambda *_: None,
 ) -> Scanner | None:
     """A scanner of the target's continuations of prompts; None, said in a line, for a model that cannot be scanned.
 
     Args:
         outputs: continuations are kept in it.
+        on_use: hears of them.
     """
     with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
-        passages = continue_prompts(target, prompts, sampling, max_new_tokens, seed, outputs / "continuations", bar.update)
+        kept = outputs / "continuations"
+        passages = continue_prompts(target, prompts, sampling, max_new_tokens, seed, kept, bar.update, on_use)
     passages = tuple(passage for passage in passages if passage.starts > 0 and passage.limit(0) > 0)
     if not passages:
         print("scan: every continuation ends at once; there is nothing to scan")
@@ -202,10 +209,11 @@ def cost_profile(
     outputs: Path,
     bridged: bool = False,
     branching: bool = False,
+    on_use: OnUse = lambda *_: None,
 ) -> CostProfile:
     """The profile of a target at the context that passages have, measured unless it is kept in the outputs folder.
 
-    Other arguments are those of :func:`~layerskip.profiling.profile_costs`.
+    ``on_use`` hears of it. Other arguments are those of :func:`~layerskip.profiling.profile_costs`.
     """
     repeats, error = settings.profile_repeats, float(settings.profile_error)
     mean = statistics.fmean(len(passage.prompt) + len(passage.tokens) / 2 for passage in passages)
@@ -221,13 +229,20 @@ def cost_profile(
         "machine": machine(target),
         "bridged": bridged,
         "branching": branching,
+        "recipe": _PROFILED,
     }
-    file = outputs / "profiles" / f"{digest(asked)[:16]}.json"
+    name = digest(asked)[:16]
+    file = outputs / "profiles" / f"{name}.json"
     if file.exists():
-        return CostProfile.from_dict(json.loads(file.read_text(encoding="utf-8"))["profile"])
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        on_use(f"profile {name}", float(kept["seconds"]), 0.0)
+        return CostProfile.from_dict(kept["profile"])
+    start = time.monotonic()
     with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
         profile = profile_costs(
             target, context, longest, sampling, repeats, error, on_repeat=bar.update, bridged=bridged, branching=branching
         )
-    write_json(file, {"asked": asked, "profile": profile.to_dict()})
+    seconds = time.monotonic() - start
+    write_json(file, {"asked": asked, "profile": profile.to_dict(), "seconds": seconds})
+    on_use(f"profile {name}", seconds, seconds)
     return profile

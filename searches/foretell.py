@@ -27,14 +27,14 @@ from layerskip.measurement import Sample
 from layerskip.replay import Counts, count
 
 from .agreement import SCANNED, SCHEMA, agreement, draw, scan_cost, together
-from .application import NOT_SHOWN, InputError, check_list, check_number, check_whole, run
+from .application import NOT_SHOWN, InputError, check_list, check_number, check_seed, check_whole, run
 from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
 from .heading import heading
 from .kept import Kept
 from .mask_search import flip, published_masks
 from .mask_search import run as contiguous
-from .objective import MeasureSettings, check_seed
+from .objective import MeasureSettings
 from .oracle import Oracle
 from .space import SearchSpace
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.attachments import attached
 from layerskip.environment import environment
+from layerskip.passages import OnUse
 
 from . import report, report_picture
 from .application import InputError, run
@@ -28,7 +29,7 @@ from .bench import ModelBench
 from .finals import Finals, measure_finals
 from .foresight import foresee
 from .interrupt import is_interrupt
-from .ledger import FitLedger, fits_of
+from .ledger import FITS, SHARED, Ledger, seconds_of
 from .makeup import makeups
 from .objective import Objective
 from .plan import Plan, default_name, describe
@@ -101,11 +102,12 @@ def _composed(config: DictConfig) -> str:
 
 def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> Finals:
     tune, held_out = plan.prompts.split()
-    measuring, settings, fits = plan.measuring, plan.settings, FitLedger(study)
+    measuring, settings = plan.measuring, plan.settings
+    fits, shared = ledgers = Ledger(study, FITS), Ledger(study, SHARED)
     if plan.space.shelf is not None:
-        plan.space.shelf.on_use = fits.use
-    with foreseeing(study, fits):
-        oracle = _foresee(plan, tune, folder)
+        plan.space.shelf.on_use, plan.space.shelf.on_texts = fits.use, shared.use
+    with foreseeing(study, ledgers):
+        oracle = _foresee(plan, tune, folder, shared.use)
         bridged = _bridged(oracle, plan)
         proposed = _propose(oracle, bridged, plan)
         if "cascade" in plan.space.arms:
@@ -127,14 +129,14 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
             bar.set_postfix_str(f"best {incumbent(study):.3f} x")
 
         try:
-            run_trials(study, objective, settings, on_trial, starts, fits)
+            run_trials(study, objective, settings, on_trial, starts, ledgers)
         except BaseException as error:
             if is_interrupt(error):
                 bar.close()
                 print(report.summary(study, None))
             raise
     final_prompts = held_out.take(measuring.held_out_prompts)
-    with foreseeing(study, fits):
+    with foreseeing(study, ledgers):
         trained = _trained(plan, study, tracker, bridged)
     _log_fits(plan, study, tracker)
     rounds = len(final_prompts) * measuring.held_out_repeats
@@ -147,7 +149,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
 def _log_fits(plan: Plan, study: optuna.Study, tracker: Tracker) -> None:
     """Let MLflow see what was fitted for the study so far."""
     if plan.space.shelf is not None:
-        tracker.log_fits([plan.space.shelf.described(name) for name in fits_of(study)])
+        tracker.log_fits([plan.space.shelf.described(name) for name in seconds_of(study, FITS)])
 
 
 def _trained(plan: Plan, study: optuna.Study, tracker: Tracker, bridged: Sequence[ScanOracle]) -> list[Standing]:
@@ -159,14 +161,23 @@ def _trained(plan: Plan, study: optuna.Study, tracker: Tracker, bridged: Sequenc
     return trained.finalists(contenders(study, plan.measuring.finalists), bridged)
 
 
-def _foresee(plan: Plan, tune: PromptSet, folder: Path) -> ScanOracle | None:
+def _foresee(plan: Plan, tune: PromptSet, folder: Path, on_use: OnUse) -> ScanOracle | None:
     """An oracle, where layer skipping is searched and scanning is asked for."""
     scanning, measuring = plan.scanning, plan.measuring
     if not scanning.enabled or "layer_skip" not in plan.space.arms:
         return None
     prompts = tune.take(scanning.prompts)
     oracle = foresee(
-        plan.target, prompts, plan.sampling, measuring.max_new_tokens, plan.space, scanning, plan.outputs, folder, plan.seed
+        plan.target,
+        prompts,
+        plan.sampling,
+        measuring.max_new_tokens,
+        plan.space,
+        scanning,
+        plan.outputs,
+        folder,
+        plan.seed,
+        on_use,
     )
     if oracle is None:
         print("scan: every trial is run")

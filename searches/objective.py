@@ -18,17 +18,17 @@ from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.measurement import Sample, pair_speedup
 from layerskip.memory import out_of_memory, release
 
-from .application import InputError, check_number, check_whole
+from .application import check_number, check_whole
 from .bench import BASELINE, Bench
 from .interrupt import undisturbed
-from .pace import moved
+from .pace import moved, moved_since
 from .prior import PREDICTED, Judgement, Prior
 from .space import SearchSpace
 from .standings import FINISHED, Standing, ranking, standings
 
 DRIFTED = "drifted"
-OUT_OF_MEMORY = "out of memory"
 """How many prompts of a trial were measured again because the machine's pace had moved."""
+OUT_OF_MEMORY = "out of memory"
 
 _CANDIDATE = "candidate"
 _KNOWN = "measured often enough"
@@ -52,7 +52,8 @@ class MeasureSettings:
         repeats: how often a trial decodes each of them.
         survivor_repeats: how often again one that is still level then.
         drift: a prompt is measured again, and flagged, where the pace of plain decoding and of all beside it is off what
-            the other prompts lead to expect by more than this share, all in all.
+            the other prompts lead to expect by more than this share, all in all; so are all of a trial where plain decoding
+            is off its pace of the trials before.
         held_out_prompts: held-out prompts of the finals; None takes all.
         held_out_repeats: how often the finals decode each of them at most.
         finalists: distinct configurations that are measured again on held-out prompts, beside the best of other makes and
@@ -253,8 +254,10 @@ class Objective:
             seed: of its draws.
             again: places of rows that were measured twice; takes the others.
         """
+        before = trial.study.get_trials(deepcopy=False, states=FINISHED)
+        whole = moved_since(before, rows[begin:], self.settings.drift)
         for place, off in enumerate(moved(rows, self.settings.drift)[begin:]):
-            if off and begin + place not in again:
+            if (off or whole) and begin + place not in again:
                 again.add(begin + place)
                 trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
                 earlier = (*self._warming, *prompts.items[:place])[-self.settings.warming or None :]
@@ -285,13 +288,3 @@ class Objective:
         # Last, because a constraint is first-write-wins.
         trial.set_constraint("out_of_memory", float(reason == OUT_OF_MEMORY))
         trial.set_constraint("output_changed", float(changed))
-
-
-def check_seed(seed: object) -> None:
-    """Refuse a seed that no generator takes.
-
-    Raises:
-        InputError: it is not a whole number of at least 0.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
-        raise InputError(f"seed: {seed!r} is not a whole number from 0 to {2**31 - 1}")

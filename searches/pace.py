@@ -2,7 +2,8 @@
 
 A window in which the machine was slower slows everybody down, a stall only whom it hits. Were plain decoding's stalls alone
 measured again, its time would lose what the others' keep, and every speedup with it: so a row of samples is judged by the
-mean of all that are in it, and replaced as a whole.
+mean of all that are in it, and replaced as a whole. A window as long as a trial shows in none of its rows, which are slow
+alike: it is told by what plain decoding did on the same prompts in the trials before.
 """
 
 from __future__ import annotations
@@ -11,9 +12,15 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from optuna.trial import FrozenTrial
 from scipy.stats import theilslopes
 
 from layerskip.measurement import Sample
+
+from .bench import BASELINE
+
+_RECENT = 3  # trials: a machine that stays slower is the usual one after two
+_FEWEST = 3  # rows of a window, of which one may have stalled
 
 
 def moved(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[bool]:
@@ -30,6 +37,28 @@ def moved(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[bool]:
         for place, off in zip(places, _offsets([rows[place][name] for place in places]), strict=True):
             found[place].append(off)
     return [bool(offs) and abs(statistics.fmean(offs)) > math.log1p(drift) for offs in found]
+
+
+def moved_since(trials: Sequence[FrozenTrial], rows: Sequence[Mapping[str, Sample]], drift: float) -> bool:
+    """Whether plain decoding was off its pace in the latest trials, in the median over rows, by more than ``drift``.
+
+    Args:
+        trials: before this one, in order.
+        rows: samples of this trial, each row of one prompt.
+    """
+    before: dict[str, list[float]] = {}
+    for trial in [trial for trial in trials if "table" in trial.user_attrs][-_RECENT:]:
+        table = trial.user_attrs["table"]
+        for prompt, rate in zip(table["prompt_id"], table["baseline_tokens_per_second"], strict=True):
+            if rate:
+                before.setdefault(prompt, []).append(rate)
+    plain = [row[BASELINE] for row in rows]
+    offs = [
+        math.log(one.tokens_per_second / statistics.median(before[one.prompt_id]))
+        for one in plain
+        if one.prompt_id in before and one.tokens_per_second
+    ]
+    return len(offs) >= _FEWEST and abs(statistics.median(offs)) > math.log1p(drift)
 
 
 def _offsets(samples: Sequence[Sample]) -> list[float]:

@@ -19,10 +19,10 @@ from layerskip.memory import out_of_memory
 from layerskip.packing import packs
 from layerskip.tree import tree_model
 
-from .application import InputError
+from .application import InputError, check_seed
 from .datastore import refuse_answers
 from .foresight import ScanSettings
-from .objective import MeasureSettings, check_seed
+from .objective import MeasureSettings
 from .shelf import BridgingSettings, Shelf
 from .space import TREES, SearchSpace
 from .study import StudySettings

@@ -15,7 +15,7 @@ from layerskip import SpeculativeConfig
 
 from .agreement import SCANNED
 from .finals import Finalist, Finals
-from .ledger import FIT_SECONDS, fits_of
+from .ledger import FITS, KEPT_SECONDS, SHARED, seconds_of
 from .objective import DRIFTED, OUT_OF_MEMORY
 from .prior import HOPELESS
 from .stability import SeedStability, Stability
@@ -61,7 +61,7 @@ def summary(
             f"{seeds.chance:.2f}.",
             "",
         ]
-    fits = fits_of(study)
+    fits = seconds_of(study, FITS)
     if fits:
         lines += [f"Fitting what stands in for skips took {sum(fits.values()):.0f} seconds, {len(fits)} times.", ""]
     if len(trials) > 1:
@@ -90,11 +90,12 @@ def _measured(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def search_seconds(study: optuna.Study, finals: Finals) -> float:
-    """What the search took: foretelling before it, all that was fitted for it, here or before, its trials, interrupted ones
-    included, and measuring its finalists."""
+    """What the search took: foretelling before it, all that was fitted and written for it, here or before, its trials,
+    interrupted ones included, and measuring its finalists."""
     spent = [trial.user_attrs for trial in study.get_trials(deepcopy=False)]
-    trials = sum(each.get("seconds", 0.0) - each.get(FIT_SECONDS, 0.0) for each in spent)
-    return float(study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + sum(fits_of(study).values()) + trials + finals.seconds)
+    trials = sum(each.get("seconds", 0.0) - each.get(KEPT_SECONDS, 0.0) for each in spent)
+    kept = sum(sum(seconds_of(study, kind).values()) for kind in (FITS, SHARED))
+    return float(study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + kept + trials + finals.seconds)
 
 
 def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:

@@ -25,6 +25,7 @@ from layerskip.files import digest
 from layerskip.loading import load_draft
 from layerskip.memory import out_of_memory, release
 from layerskip.own_texts import OwnText
+from layerskip.passages import OnUse
 from layerskip.scan import Scanner
 from layerskip.text import Memory
 
@@ -99,6 +100,7 @@ class Shelf:
     Attributes:
         on_use: hears of every fit that is asked for, however often: its name, the seconds that it took, and how many of them
             were spent just now.
+        on_texts: hears as much of the target's own texts.
     """
 
     def __init__(
@@ -120,7 +122,8 @@ class Shelf:
         self._asked = digest(asked)
         self.folder = (outputs / "shelf" / self._asked[:12]).resolve()
         self._loaded: dict[str, Bridges] = {}
-        self.on_use: Callable[[str, float, float], None] = lambda *_: None
+        self.on_use: OnUse = lambda *_: None
+        self.on_texts: OnUse = lambda *_: None
         self._beyond: set[Path] = set()  # what could not be fitted in this process's memory
 
     @property
@@ -148,6 +151,7 @@ class Shelf:
                     return ""
         found = about(folder)
         self.on_use(folder.name, found["seconds"], 0.0 if there else found["seconds"])
+        _ = self.texts  # to be counted, whoever had them written: they are what this was fitted to
         return str(folder) if found["helps"] else ""
 
     def lacks(self, mask: SkipMask, makeup: Makeup) -> bool:
@@ -223,7 +227,7 @@ class Shelf:
     @functools.cached_property
     def texts(self) -> list[OwnText]:
         """The target's own."""
-        return write_texts(self._config, self.target, self._sampling, self._like)
+        return write_texts(self._config, self.target, self._sampling, self._like, self.on_texts)
 
     @functools.cached_property
     def calibration(self) -> Calibration:

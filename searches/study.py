@@ -29,7 +29,7 @@ from layerskip import SpeculativeConfig
 from .application import InputError, check_whole
 from .interrupt import undisturbed
 from .kept import drop_partial_line
-from .ledger import FitLedger, noted
+from .ledger import Ledger, noted, spent_here
 from .objective import Objective
 from .space import SearchSpace
 from .standings import FINISHED, ranking
@@ -179,20 +179,20 @@ def study_id(study: optuna.Study) -> str:
 
 
 @contextlib.contextmanager
-def foreseeing(study: optuna.Study, fits: FitLedger | None = None) -> Iterator[None]:
+def foreseeing(study: optuna.Study, ledgers: Sequence[Ledger] = ()) -> Iterator[None]:
     """Count the seconds of a block, which no trial is about, as the search's, also where it is interrupted.
 
     Args:
         study: the search.
-        fits: counts what is fitted in the block; None where nothing is.
+        ledgers: count what is made in the block for others, too.
     """
-    start, fitted = time.monotonic(), 0.0 if fits is None else fits.here
+    start, before = time.monotonic(), spent_here(ledgers)
     try:
         yield
     finally:
         with undisturbed():
             spent = study.user_attrs.get(FORESIGHT_SECONDS, 0.0)
-            counted = 0.0 if fits is None else fits.here - fitted
+            counted = spent_here(ledgers) - before
             study.set_user_attr(FORESIGHT_SECONDS, spent + max(0.0, time.monotonic() - start - counted))
 
 
@@ -207,7 +207,7 @@ def run_trials(
     settings: StudySettings,
     on_trial: Callable[[FrozenTrial], None],
     starts: Sequence[SpeculativeConfig] = (),
-    fits: FitLedger | None = None,
+    ledgers: Sequence[Ledger] = (),
 ) -> None:
     """Run trials until enough are finished.
 
@@ -215,7 +215,7 @@ def run_trials(
         on_trial: hears of every finished trial.
         starts: what is tried before the sampler is asked, unless it was before; one at a time, so that the leader's turn to
             be measured again comes between them.
-        fits: counts what is fitted for trials; None where nothing is.
+        ledgers: count what is made in trials for others, too.
 
     Raises:
         KeyboardInterrupt: the trial at work is set aside, for :func:`prepare` to queue again; everything before is kept.
@@ -233,7 +233,7 @@ def run_trials(
             trial = study.ask()
         begun = time.monotonic()
         try:
-            with noted(trial, fits):
+            with noted(trial, ledgers):
                 value = objective(trial)
         except optuna.TrialPruned:
             done = tell(trial, state=TrialState.PRUNED)

@@ -23,6 +23,7 @@ from layerskip import SpeculativeConfig, mask
 
 from .application import InputError
 from .interrupt import is_interrupt, undisturbed
+from .objective import DRIFTED
 from .prior import PREDICTED
 from .study import without_password
 
@@ -146,6 +147,7 @@ class Tracker:
         if trial.user_attrs.get(PREDICTED) is not None:
             metrics[PREDICTED] = trial.user_attrs[PREDICTED]
         metrics["seconds"] = trial.user_attrs["seconds"]
+        metrics[DRIFTED] = trial.user_attrs.get(DRIFTED, 0)
         for position, rate in enumerate(measured.get("acceptance_by_position", ())):
             metrics[f"acceptance_at_{position + 1:02d}"] = rate
         self.log(run.info.run_id, metrics, _summary(config) | self._params)

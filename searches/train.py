@@ -33,10 +33,9 @@ from layerskip.readout import Readout
 from layerskip.training import Batch, acceptance, fit_linear, foretell, loss_of, stored_modules
 from layerskip.units import NATURAL, Units
 
-from .application import InputError, check_flag, check_number, check_whole, run
+from .application import InputError, check_flag, check_number, check_seed, check_whole, run
 from .bridging import judge_of, neighbour_of, shape_of, shown, train_bridges
 from .learner import Learner, TrainingFile, check_learning, refuse_another, room
-from .objective import check_seed
 from .tracking import Tracker
 from .turns import turn
 from .written import asked_texts, begun_like, check_drafted, drafted_tokens, kind_of_texts, write_texts

@@ -27,13 +27,12 @@ from layerskip.environment import environment, machine
 from layerskip.files import digest, write_json
 from layerskip.measurement import LEAST_RESAMPLED
 
-from .application import NOT_SHOWN, InputError, check_flag, check_whole, run
+from .application import NOT_SHOWN, InputError, check_flag, check_seed, check_whole, run
 from .bench import BASELINE, Bench, ModelBench, Row, go_on
 from .claim import Claim, Speedup, Verdict, judge, judge_plain
 from .datastore import refuse_answers_of
 from .interrupt import INTERRUPTED
 from .kept import Kept
-from .objective import check_seed
 from .verify_report import differences, report, table
 
 EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_SHOWN}

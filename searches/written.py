@@ -6,6 +6,7 @@ asks for more has those that are there first among them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from layerskip import PromptSet, Sampling, Target, own_texts
 from layerskip.files import digest
 from layerskip.own_texts import OwnText
-from layerskip.passages import Passage
+from layerskip.passages import OnUse, Passage
 from layerskip.prompts import PromptItem
 from layerskip.readout import choose_tokens
 from layerskip.rules import check_type
@@ -45,7 +46,9 @@ def kind_of_texts(config: DictConfig, target: Target, sampling: Sampling, like: 
     return kind | {name: config[name] for name in _TEXTS}
 
 
-def write_texts(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> list[OwnText]:
+def write_texts(
+    config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str], on_use: OnUse = lambda *_: None
+) -> list[OwnText]:
     """The first of the target's own texts that together have as many tokens as are asked for, or a few more.
 
     Those that are kept in the outputs folder are not written again.
@@ -55,10 +58,18 @@ def write_texts(config: DictConfig, target: Target, sampling: Sampling, like: Se
         target: the model.
         sampling: how answers are chosen.
         like: what every other text begins like.
+        on_use: hears of them, also where writing is interrupted.
     """
     file = Path(config.outputs) / "texts" / f"{digest(kind_of_texts(config, target, sampling, like))[:16]}.jsonl"
     with turn(file):
-        return _write(config, target, sampling, like, Kept(file))
+        kept, texts = Kept(file), list[OwnText]()
+        there = len(kept)
+        try:
+            texts = _write(config, target, sampling, like, kept)
+        finally:
+            took = [sum(kept[str(number)][2:]) for number in range(len(texts) or len(kept))]  # old ones say nothing
+            on_use(f"texts {file.stem}", sum(took), sum(took[there:]))
+        return texts
 
 
 def _write(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str], kept: Kept) -> list[OwnText]:
@@ -73,8 +84,8 @@ def _write(config: DictConfig, target: Target, sampling: Sampling, like: Sequenc
         seed = config.seed + 1000 * len(texts)
         source = own_texts.write_texts(target, sampling, int(config.max_new_tokens), int(config.batch), seed, like)
         while left > 0:
-            text = next(source)
-            kept.add(str(len(texts)), [list(text.tokens), text.begin])
+            start, text = time.monotonic(), next(source)  # the first of a batch waits for all of it
+            kept.add(str(len(texts)), [list(text.tokens), text.begin, time.monotonic() - start])
             texts.append(text)
             left -= len(text.tokens) - text.begin
             bar.update(len(text.tokens) - text.begin)

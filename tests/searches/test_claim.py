@@ -58,8 +58,8 @@ def test_a_claim_is_judged(claim: Speedup | None, found: Speedup, losslessness: 
     ("repeatable", "now", "name"),
     [
         (True, 3.9, "confirmed"),
-        (True, 3.3, "confirmed"),
-        (True, 3.1, "refuted"),
+        (True, 3.7, "confirmed"),
+        (True, 3.5, "refuted"),
         (True, 1.8, "refuted"),
         (False, 1.8, "confirmed"),
     ],

@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from layerskip import Export, Sampling, SkipMask, Target
 from searches import report
 from searches.finals import Finals
-from searches.ledger import FitLedger, fits_of, noted
+from searches.ledger import FITS, SHARED, Ledger, noted, seconds_of
 from searches.makeup import Makeup
 from searches.shelf import BridgingSettings, Shelf
 from searches.study import foreseeing
@@ -24,9 +24,11 @@ NO_FINALS = Finals((), {}, 0.0)
 LINEAR = Makeup("linear")
 
 
-def _shelf(target: Target, outputs: Path, ledger: FitLedger) -> Shelf:
+def _shelf(target: Target, outputs: Path, fits: Ledger, shared: Ledger | None = None) -> Shelf:
     shelf = Shelf(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), outputs, 0)
-    shelf.on_use = ledger.use
+    shelf.on_use = fits.use
+    if shared is not None:
+        shelf.on_texts = shared.use
     return shelf
 
 
@@ -44,32 +46,35 @@ def test_fits_count_once_whoever_made_them(tiny_target: Target, tmp_path: Path) 
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("layers:1", "layers:1-2", "mlp:1")]
     first, second, killed = (optuna.create_study() for _ in range(3))
     begin = time.monotonic()
-    ledger = FitLedger(first)
-    shelf = _shelf(tiny_target, tmp_path, ledger)
-    with foreseeing(first, ledger):
+    ledgers = Ledger(first), Ledger(first, SHARED)
+    shelf = _shelf(tiny_target, tmp_path, *ledgers)
+    with foreseeing(first, ledgers):
         for mask in (*masks, *masks):  # and asked for twice
             shelf.bridge(mask, LINEAR)
     wall, kept = time.monotonic() - begin, _kept(tmp_path)
     assert len(kept) == 3
     assert sum(kept.values()) < report.search_seconds(first, NO_FINALS) <= wall  # with reading the texts, and not twice
-    ledger = FitLedger(second)
-    shelf = _shelf(tiny_target, tmp_path, ledger)
-    with foreseeing(second, ledger):
+    ledgers = Ledger(second), Ledger(second, SHARED)
+    shelf = _shelf(tiny_target, tmp_path, *ledgers)
+    with foreseeing(second, ledgers):
         shelf.bridge(masks[0], LINEAR)
-    (used,) = fits_of(second)
-    assert fits_of(second) == {used: kept[used]}
-    assert report.search_seconds(second, NO_FINALS) >= kept[used]
-    _shelf(tiny_target, tmp_path, FitLedger(killed)).bridge(masks[0], LINEAR)  # no clock was ever read
+        assert shelf.texts
+    assert seconds_of(second, SHARED) == seconds_of(first, SHARED)
+    assert sum(seconds_of(second, SHARED).values()) > 0
+    (used,) = seconds_of(second, FITS)
+    assert seconds_of(second, FITS) == {used: kept[used]}
+    assert report.search_seconds(second, NO_FINALS) >= kept[used] + sum(seconds_of(second, SHARED).values())
+    _shelf(tiny_target, tmp_path, Ledger(killed)).bridge(masks[0], LINEAR)  # no clock was ever read
     assert report.search_seconds(killed, NO_FINALS) == kept[used]
-    _shelf(tiny_target, tmp_path, FitLedger(killed)).bridge(masks[0], LINEAR)
+    _shelf(tiny_target, tmp_path, Ledger(killed)).bridge(masks[0], LINEAR)
     assert report.search_seconds(killed, NO_FINALS) == kept[used]
-    assert f"took {sum(fits_of(first).values()):.0f} seconds, 3 times" in report.summary(first, None)
+    assert f"took {sum(seconds_of(first, FITS).values()):.0f} seconds, 3 times" in report.summary(first, None)
 
 
 def test_a_trials_own_fits_count_once() -> None:
     study = optuna.create_study()
-    ledger, trial = FitLedger(study), study.ask()
-    with noted(trial, ledger):
+    ledger, trial = Ledger(study), study.ask()
+    with noted(trial, [ledger]):
         ledger.use("one", 5.0, 5.0)
         ledger.use("other", 7.0)
     trial.set_user_attr("seconds", 6.0)  # as its clock says, which ran while one of them was fitted
@@ -79,15 +84,15 @@ def test_a_trials_own_fits_count_once() -> None:
 
 def test_a_training_that_was_interrupted_counts_once() -> None:
     study = optuna.create_study()
-    ledger = FitLedger(study)
+    ledger = Ledger(study)
     ledger.use("one", 5.0, 5.0)
     ledger.use("training", 7.0, 7.0)  # so far
     ledger.use("other", 1.0)
-    again = FitLedger(study)
+    again = Ledger(study)
     again.use("training", 12.0, 5.0)
     assert again.here == 5.0
-    assert fits_of(study) == {"one": 5.0, "training": 12.0, "other": 1.0}
-    assert list(fits_of(study)) == ["one", "training", "other"]
+    assert seconds_of(study, FITS) == {"one": 5.0, "training": 12.0, "other": 1.0}
+    assert list(seconds_of(study, FITS)) == ["one", "training", "other"]
 
 
 def test_two_studies_on_one_shelf(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
@@ -98,12 +103,15 @@ def test_two_studies_on_one_shelf(tiny_folder: Path, tmp_path: Path, launch: Lau
         more = ("study.n_trials=8", f"study.name={name}", *bridging, *which)
         done = launch("layerskip", *quick(tiny_folder, tmp_path, *more), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        fits, kept = fits_of(journal_study(tmp_path, name)), _kept(tmp_path)
+        fits, kept = seconds_of(journal_study(tmp_path, name), FITS), _kept(tmp_path)
+        shared = seconds_of(journal_study(tmp_path, name), SHARED)
+        assert {made.split()[0] for made in shared} == {"continuation", "profile", "texts"}
+        assert shared == seconds_of(journal_study(tmp_path, "one"), SHARED)
         assert fits.keys() <= kept.keys()
         assert fits == {fit: kept[fit] for fit in fits}
         assert fits
         said = Export.load(tmp_path / name / "best.json").search["seconds"]
-        assert said >= sum(fits.values())
+        assert said >= sum(fits.values()) + sum(shared.values())
         assert f"took {sum(fits.values()):.0f} seconds, {len(fits)} times" in (tmp_path / name / "report.md").read_text()
         (run,) = [run for run in runs(sqlite(tmp_path), "study") if run.data.tags["study"] == name]
         history = {

@@ -67,7 +67,7 @@ def test_who_is_level_is_measured_again_where_there_are_no_more_prompts() -> Non
 
 def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
     config = lookup(4)
-    # Three trials of five prompts teach the pace; in the fourth the machine stumbles once.
+    # In the fourth trial of five prompts the machine stumbles once.
     bench = Known({config: 1.5}, drift=lambda call: 2.0 if call == 16 else 1.0)
     study = run_known(bench, config, config, config, config)
     trials = finished(study)
@@ -75,6 +75,22 @@ def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
     assert bench.calls == 21
     assert trials[-1].user_attrs["table"]["baseline_tokens_per_second"] == [10.0] * 5
     assert trials[-1].value == pytest.approx(1.5)
+
+
+def test_a_trial_is_measured_again_where_the_machine_was_slow_all_along() -> None:
+    """None of its prompts is unlike the others; the trials before tell."""
+    config = lookup(4)
+    bench = Known({config: 1.5}, drift=lambda call: 2.0 if 10 <= call < 13 else 1.0)
+    trials = finished(run_known(bench, config, config, config))
+    assert [trial.user_attrs.get(DRIFTED, 0) for trial in trials] == [0, 0, 3]
+    assert trials[-1].user_attrs["table"]["baseline_tokens_per_second"] == [10.0] * 5
+
+
+def test_a_machine_that_stays_slower_is_the_usual_one_soon() -> None:
+    config = lookup(4)
+    bench = Known({config: 1.5}, drift=lambda call: 2.0 if call >= 15 else 1.0)
+    trials = finished(run_known(bench, *[config] * 8))
+    assert [trial.user_attrs.get(DRIFTED, 0) for trial in trials] == [0, 0, 0, 5, 5, 0, 0, 0]
 
 
 def test_who_learns_knows_as_much_when_a_prompt_is_measured_again() -> None:

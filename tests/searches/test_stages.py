@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from searches.ledger import fits_of
+from searches.ledger import FITS, seconds_of
 from tests.searches.programs import fork, journal_study, quick, tracked
 
 STAGES = ("continuations", "profile", "scan", "trials", "verdict")
@@ -77,4 +77,4 @@ def test_killed_while_bridges_are_fitted_or_trained_nothing_finished_is_done_aga
         about = json.loads(path.read_text(encoding="utf-8"))
         kept[path.parent.name] = about["training"]["seconds"]
     assert len(kept) == len(done)
-    assert fits_of(journal_study(tmp_path, "mortal")) == kept
+    assert seconds_of(journal_study(tmp_path, "mortal"), FITS) == kept
