@@ -22,7 +22,8 @@ class Reading(NamedTuple):
         logits: ``[last, V]``.
         cache: all keys and values; its length is 0.
         visible: per layer which positions see which, ``[n, n]`` bool, or None for plain causal attention.
-        entering: per layer the hidden states that it was handed, ``[1, n, H]``, if they were asked for.
+        entering: per layer the hidden states that it was handed at the last positions, ``[1, entered, H]``; empty if none
+            were asked for.
     """
 
     logits: Tensor
@@ -31,14 +32,14 @@ class Reading(NamedTuple):
     entering: list[Tensor]
 
 
-def read(rows: RowModel, tokens: Tensor, last: int, enters: bool = False) -> Reading:
+def read(rows: RowModel, tokens: Tensor, last: int, entered: int = 0) -> Reading:
     """Let the target read a text.
 
     Args:
         rows: of the target.
         tokens: ``[n]`` int64.
         last: how many positions' logits to return.
-        enters: whether to note what every layer is handed.
+        entered: at how many positions, the last ones, to note what every layer is handed.
 
     Raises:
         UnsupportedModel: an attention sub-layer takes no mask by name, or one that differs from head to head.
@@ -49,7 +50,7 @@ def read(rows: RowModel, tokens: Tensor, last: int, enters: bool = False) -> Rea
     entering: list[Tensor] = []
 
     def enter(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        entering.append(hidden_states(args, kwargs).clone())  # a layer may write into what it is handed
+        entering.append(hidden_states(args, kwargs)[:, -entered:].clone())  # a layer may write into what it is handed
 
     def note(index: int) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
@@ -64,7 +65,7 @@ def read(rows: RowModel, tokens: Tensor, last: int, enters: bool = False) -> Rea
         for index, block in enumerate(rows.found.blocks)
         for name in block.attention
     ]
-    for index in range(rows.layers if enters else 0):
+    for index in range(rows.layers if entered else 0):
         hooks.append(blocks.get_submodule(str(index)).register_forward_pre_hook(enter, with_kwargs=True))
     cache = KVCache(rows.layers, tokens.shape[0], device=tokens.device)
     try:

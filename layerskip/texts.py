@@ -117,7 +117,9 @@ class Texts:
         missing = passage.max_new_tokens - len(passage.tokens)
         tokens = upload([*passage.prompt, *passage.tokens, *passage.tokens[-1:] * missing], self.model.device)
         begin, end = len(passage.prompt), len(passage.prompt) + len(passage.tokens)
-        logits, cache, visible, entering = read(self.model, tokens, tokens.shape[0] - begin + 1, self._enters)
+        logits, cache, visible, entering = read(
+            self.model, tokens, tokens.shape[0] - begin + 1, tokens.shape[0] - begin if self._enters else 0
+        )
         logits = logits[: end - begin]
         chances = np.empty(0)
         if not self.sampling.greedy:
@@ -131,7 +133,8 @@ class Texts:
             found = [some.float().softmax(-1).topk(self._likely) for some in portions(logits)]
             chosen = torch.cat([some.indices for some in found]).to(torch.int32)
             likely = Likely(torch.cat([some.values for some in found]), chosen)
-        kept = tuple(states[:, begin:end].clone() for states in entering) if self._enters else ()
+        # A copy would be as large as what it leaves out, where nothing is.
+        kept = tuple(states[:, : end - begin].clone() if missing else states for states in entering)
         return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances, likely, kept)
 
     def likely(self, starts: Sequence[Start]) -> Likely:

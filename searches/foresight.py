@@ -44,7 +44,7 @@ class ScanSettings:
 
     Args:
         enabled: whether anything is.
-        prompts: tune prompts whose continuations are scanned; None takes all.
+        prompts: tune prompts whose continuations are scanned, others with another seed; None takes all.
         screened_rows: positions of them that the first question about a mask is answered from.
         max_rows: rows per pass, which bounds the memory of a scan; None takes 256 on a CPU and 2048 elsewhere.
         text_bytes: which the target's own states of the continuations may take; what it holds, and the first, are scanned.

@@ -166,7 +166,7 @@ def _foresee(plan: Plan, tune: PromptSet, folder: Path, on_use: OnUse) -> ScanOr
     scanning, measuring = plan.scanning, plan.measuring
     if not scanning.enabled or "layer_skip" not in plan.space.arms:
         return None
-    prompts = tune.take(scanning.prompts)
+    prompts = tune.take(scanning.prompts, lot=plan.seed)  # another seed should see other texts
     oracle = foresee(
         plan.target,
         prompts,

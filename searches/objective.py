@@ -28,6 +28,8 @@ from .standings import FINISHED, Standing, ranking, standings
 
 DRIFTED = "drifted"
 """How many prompts of a trial were measured again because the machine's pace had moved."""
+FORETELLING = "foretelling_seconds"
+"""Of a trial's seconds, those that were spent on foretelling it."""
 OUT_OF_MEMORY = "out of memory"
 
 _CANDIDATE = "candidate"
@@ -130,7 +132,9 @@ class Objective:
             self._record(trial, config, nothing, _KNOWN, time.monotonic() - start)
             return known.speedup_on(self._first_ids)
         measured = known is not None and known.seconds  # one that was ruled out before is judged again
+        asked = time.monotonic()
         judgement = None if measured else self._judge(trial.study, config)
+        trial.set_user_attr(FORETELLING, time.monotonic() - asked)
         if judgement is not None:
             trial.set_user_attr(PREDICTED, judgement.predicted)
             if judgement.hopeless:

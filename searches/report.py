@@ -16,7 +16,7 @@ from layerskip import SpeculativeConfig
 from .agreement import SCANNED
 from .finals import Finalist, Finals
 from .ledger import FITS, KEPT_SECONDS, SHARED, seconds_of
-from .objective import DRIFTED, OUT_OF_MEMORY
+from .objective import DRIFTED, FORETELLING, OUT_OF_MEMORY
 from .prior import HOPELESS
 from .stability import SeedStability, Stability
 from .standings import configuration, is_lossless
@@ -51,7 +51,7 @@ def summary(
             "",
         ]
     whole = _measured(trials)
-    took = [trial.user_attrs["seconds"] for trial in whole]
+    took = [trial.user_attrs["seconds"] - trial.user_attrs.get(FORETELLING, 0.0) for trial in whole]
     if scan_seconds is not None and took:
         cost = SCANNED * scan_seconds / statistics.fmean(took)
         lines += [f"Scanning a mask took {scan_seconds:.1f} seconds: {SCANNED} cost as much as {cost:.1f} whole trials.", ""]

@@ -53,8 +53,11 @@ def test_what_the_target_read_keeps_to_its_budget(tiny_target: Target) -> None:
     assert part.counts(scan, 3, stop) == whole.counts(all_of_it, 3, stop)[:4]
     assert len(Scanner(tiny_target, passages, GREEDY, depth=4, most_bytes=1).passages) == 1  # of nothing nothing is known
 
-    def peak(most_bytes: int | None) -> int:
-        return peak_bytes(lambda: Scanner(tiny_target, passages, GREEDY, depth=4, most_bytes=most_bytes))
+    def peak(count: int, most_bytes: int | None) -> int:
+        return peak_bytes(lambda: Scanner(tiny_target, passages[:count], GREEDY, depth=4, most_bytes=most_bytes))
 
-    assert whole.text_bytes <= peak(None)
-    assert peak(budget) < peak(None)
+    # Reading takes something beside, and what is read last is found to be too much.
+    beside = peak(1, None) + whole.text_bytes // 4
+    assert peak(8, budget) <= budget + beside
+    assert peak(8, budget // 2) <= budget // 2 + beside
+    assert peak(8, budget // 2) < peak(8, budget) < peak(8, None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import optuna
 import pytest
+from optuna.trial import create_trial
 
 from layerskip import PromptSet
 from searches import report
 from searches.finals import measure_finals
-from searches.objective import MeasureSettings
+from searches.objective import FORETELLING, MeasureSettings
 from searches.stability import SeedStability, Stability
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
 
@@ -52,3 +54,11 @@ def test_the_report_leaves_out_trials_that_had_nothing_left_to_measure() -> None
     shown = [line.split("|")[1].strip() for line in report.summary(study, None).splitlines() if line.startswith("| ")]
     assert shown == ["trial", "0", "1", "2"]
     assert "4 trials: 0 stopped early, 1 not run (1 known already)." in report.summary(study, None)
+
+
+def test_what_trials_spent_on_scans_makes_scans_no_cheaper() -> None:
+    told = run_known(Known({lookup(4): 1.5}), lookup(4)).trials[0]
+    study = optuna.create_study(direction="maximize")
+    attrs = told.user_attrs | {"seconds": 10.0, FORETELLING: 6.0}
+    study.add_trial(create_trial(value=1.5, params=told.params, distributions=told.distributions, user_attrs=attrs))
+    assert "took 0.5 seconds: 64 cost as much as 8.0 whole trials" in report.summary(study, None, scan_seconds=0.5)
