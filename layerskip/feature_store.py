@@ -50,7 +50,7 @@ class FeatureStore:
 
     def __init__(self, folder: Path, modules: tuple[str, ...]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.modules = modules
+        self.folder, self.modules = folder, modules
         self._numbers, self._index = folder / "features.bin", folder / "texts.jsonl"
         self._rows: list[tuple[list[int], int, int, int]] = []  # tokens, begin, where its numbers begin, how many each has
         size = self._numbers.stat().st_size if self._numbers.exists() else 0
@@ -139,7 +139,7 @@ class FeatureStore:
                     return
             else:
                 if place == known:
-                    self._check_disk(most_bytes, spare)
+                    self.check_disk(most_bytes, spare)
                 features = read_features(target, text.tokens, self.modules)
                 if self.nbytes + _BYTES * features.numel() > most_bytes:
                     return
@@ -147,7 +147,8 @@ class FeatureStore:
             self._held = place + 1
             on_text()
 
-    def _check_disk(self, most_bytes: int, spare: int) -> None:
+    def check_disk(self, most_bytes: int, spare: int = 0) -> None:
+        """Refuse a budget that the disk has no room for; arguments and error as of :meth:`fill`."""
         free = shutil.disk_usage(self._numbers.parent).free - _SPARE - spare
         if most_bytes - self.nbytes > free:
             raise ConfigError(

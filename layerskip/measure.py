@@ -21,7 +21,7 @@ from .drafters.base import Drafter, Learner
 from .drafters.build import build_drafter
 from .lossless import Losslessness, find_divergence
 from .measurement import Measurement, Sample
-from .memory import PeakMemory, held_bytes
+from .memory import PeakMemory, held_bytes, table_bytes
 from .prompts import PromptError, PromptItem, PromptSet
 from .recording import seconds_recording
 from .rules import EXACT, AcceptRule
@@ -73,10 +73,10 @@ class Decoder:
             self.drafter.drafter.forget()
 
     def held_bytes(self) -> int:
-        """What the drafter's weights and caches take beside the target's own, as its last prompt has left them."""
-        return held_bytes(
-            self.drafter.drafter, beside=(self.target.model, decoding_view(self.target.model), *self.drafter.given)
-        )
+        """What the drafter's weights, caches and tables take beside the target's own, as its last prompt has left them."""
+        drafter, given = self.drafter.drafter, self.drafter.given
+        tensors = held_bytes(drafter, beside=(self.target.model, decoding_view(self.target.model), *given))
+        return tensors + table_bytes(drafter, beside=(self.target, *given))
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:

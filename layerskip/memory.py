@@ -13,11 +13,12 @@ import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -84,6 +85,26 @@ def _storages(thing: object) -> Iterator[tuple[int, int]]:
             waiting += [found.__closure__, found.__defaults__]
         else:
             waiting += filter(gc.is_tracked, gc.get_referents(found))
+
+
+def table_bytes(thing: object, beside: Iterable[object] = ()) -> int:
+    """Bytes of the Python objects that can be reached from an object, such as tables of n-grams, each once.
+
+    Args:
+        thing: anything, such as a drafter; models in it, and what functions enclose, are left out.
+        beside: what was there without it, which is left out, too.
+    """
+    waiting: list[Any] = [thing]
+    seen: dict[int, Any] = {id(one): one for one in beside}
+    size = 0
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(found, (type, ModuleType, FunctionType, MethodType, Module, Tensor)):
+            continue
+        seen[id(found)] = found
+        size += sys.getsizeof(found)
+        waiting += gc.get_referents(found)
+    return size
 
 
 def total_bytes() -> int:

@@ -2,8 +2,8 @@
 
 ``python -m searches.benchmark`` measures them in one run, interleaved prompt by prompt; ``config=best.json`` adds an export,
 and takes the prompts that no search sees. It prints a table, writes JSON and logs to MLflow; interrupted, it prints a table
-of what was measured, and keeps nothing. A drafter's memory is that of its weights and caches beside the target's own, as
-tensors; n-grams and tables of Python objects, mapped files and the caches of transformers' own methods are not counted.
+of what was measured, and keeps nothing. A drafter's memory is that of its weights, caches and tables beside what the target
+has; mapped files and the caches of transformers' own methods are not counted.
 On CUDA, what decoding takes at its peak beside all that is loaded is told too.
 """
 

@@ -99,14 +99,20 @@ def train(config: DictConfig) -> Path | None:
             continued = continue_prompts(
                 target, held_out, Sampling(), int(config.held_out_tokens), config.seed, outputs / "continuations", bar.update
             )
-        # Refuses what cannot be scanned before the texts are written.
-        scanner = judge_of(config, target, continued) if kind == "layer_skip" else None
-        texts = write_texts(config, target, sampling, like)
-        if scanner is not None:
+        # What cannot be scanned or kept is refused before the texts are written.
+        if kind == "layer_skip":
+            scanner = judge_of(config, target, continued)
+            texts = write_texts(config, target, sampling, like)
             said = drafted_tokens(target, texts, config.vocabulary)
             return train_bridges(config, target, shape, texts, scanner, said, folder, learnt, tracker, neighbour)
-        kind_written = kind_of_texts(config, target, sampling, like)
-        return _train_head(config, target, texts, continued, folder, kind_written, learnt, tracker)
+        three_layers = kind == "eagle" and bool(config.three_layers)
+        modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
+        states = outputs / "features" / digest([kind_of_texts(config, target, sampling, like), modules])[:16]
+        with turn(states):
+            store = FeatureStore(states, modules)
+            store.check_disk(int(config.feature_bytes))
+        texts = write_texts(config, target, sampling, like)
+        return _train_head(config, target, texts, continued, folder, store, learnt, tracker)
 
 
 def _train_head(
@@ -115,23 +121,20 @@ def _train_head(
     texts: list[OwnText],
     continued: tuple[Passage, ...],
     folder: Path,
-    kind_written: dict[str, Any],
+    store: FeatureStore,
     learnt: dict[str, Any],
     tracker: Tracker,
 ) -> Path:
-    kind, outputs = str(config.drafter.kind), Path(config.outputs)
-    three_layers = kind == "eagle" and bool(config.three_layers)
-    modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
+    kind = str(config.drafter.kind)
     head = _head(config, kind, target, texts)
-    states = outputs / "features" / digest([kind_written, modules])[:16]
-    with turn(states), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
-        store = FeatureStore(states, modules)
+    with turn(store.folder), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
+        store = FeatureStore(store.folder, store.modules)  # another training may have gone on with it
         store.fill(target, texts, int(config.feature_bytes), bar.update, room(head))
     if len(store) < len(texts):
         print(f"feature_bytes: {config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
     if not len(store):
         raise InputError(f"feature_bytes: {config.feature_bytes} hold not even one text")
-    judges = [think(target, (*p.prompt, *p.tokens), len(p.prompt), modules) for p in continued]
+    judges = [think(target, (*p.prompt, *p.tokens), len(p.prompt), store.modules) for p in continued]
     file = TrainingFile(folder / "training.pt", digest([learnt, head.shape.to_dict()]), digest(learnt))
     learner = _HeadLearner(config, head, target, store, judges, file)
     learner.learn_all(tracker)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import gc
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 
-from layerskip.memory import PeakMemory, held_bytes
+from layerskip.memory import PeakMemory, held_bytes, table_bytes
 
 MEBIBYTE = 2**20
 
@@ -60,6 +62,21 @@ def test_on_cuda_device_memory_counts() -> None:
 
 def test_on_a_cpu_nobody_can_tell_what_decoding_took() -> None:
     assert PeakMemory(torch.device("cpu")).grown() is None
+
+
+def test_tables_are_counted_as_python_allocates_them() -> None:
+    """Lists of numbers in dictionaries, as drafters learn them."""
+    linear, shared = torch.nn.Linear(4, 4), {number: str(number) for number in range(1000, 3000)}
+    gc.collect()
+    tracemalloc.start()
+    try:
+        table = {(number, number + 1): [number * 3, number * 5] for number in range(1000, 3000)}
+        made = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    thing = [table, table, linear, shared]
+    assert abs(table_bytes(thing, beside=[shared]) - made) < 0.1 * made
+    assert table_bytes(thing) > table_bytes(thing, beside=[shared]) + sys.getsizeof(shared)
 
 
 def test_what_is_held_is_counted_once_and_not_what_was_there_before() -> None:

@@ -67,6 +67,49 @@ def test_a_head_in_its_authors_layout_is_taken(target: Target, embeddings: Tenso
     assert torch.equal(loaded(states, states), head(states, states))
 
 
+def _reference(weights: dict[str, Tensor], shape: EagleShape, embedded: Tensor, states: Tensor) -> Tensor:
+    """What EAGLE-1's model does (arXiv 2401.15077, section 4.1, and its authors' configuration), in plain torch.
+
+    A linear map of embeddings and states, in this order, and one Llama layer that norms its MLP's input alone.
+    """
+
+    def linear(name: str, of: Tensor) -> Tensor:
+        return torch.nn.functional.linear(of, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    fused = linear("fc", torch.cat((embedded, states), -1))
+    n, width = fused.shape[1], shape.head_dim
+    angles = torch.outer(torch.arange(n), shape.rope_theta ** -(torch.arange(0, width, 2) / width))
+    cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
+
+    def heads(name: str, count: int, turned: bool) -> Tensor:
+        split = linear(f"layers.0.self_attn.{name}_proj", fused).view(1, n, count, width).transpose(1, 2)
+        half = torch.cat((-split[..., width // 2 :], split[..., : width // 2]), -1)
+        return (split * cos + half * sin if turned else split).repeat_interleave(shape.heads // count, 1)
+
+    query, key = heads("q", shape.heads, True), heads("k", shape.key_value_heads, True)
+    value = heads("v", shape.key_value_heads, False)
+    scores = query @ key.transpose(2, 3) / width**0.5 + torch.full((n, n), float("-inf")).triu(1)
+    mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(1, n, shape.heads * width)
+    after = fused + linear("layers.0.self_attn.o_proj", mixed)
+    normed = after * (after.pow(2).mean(-1, keepdim=True) + shape.rms_norm_eps).rsqrt()
+    normed = normed * weights["layers.0.post_attention_layernorm.weight"]
+    gate, up = linear("layers.0.mlp.gate_proj", normed), linear("layers.0.mlp.up_proj", normed)
+    return after + linear("layers.0.mlp.down_proj", torch.nn.functional.silu(gate) * up)
+
+
+def test_a_published_head_says_what_its_authors_model_would(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+    """Their names, their order and their norms, by a model that is none of ours."""
+    head = _head(target)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    folder = _publish(tmp_path, head, embeddings)
+    embedded, states = torch.randn(2, 1, 6, head.shape.hidden).unbind(0)
+    with torch.no_grad():
+        found = load_eagle(folder, target)(embedded.to(DEVICE), states.to(DEVICE)).cpu()
+    expected = _reference(load_file(folder / "model.safetensors"), head.shape, embedded, states)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_head_whose_attention_has_biases_is_taken_and_saved(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
     """Those published for Qwen2: of queries, keys and values, not of what is made of them."""
     head = _head(target, attention_bias=True)

@@ -2,7 +2,8 @@
 
 EAGLE (arXiv 2401.15077), algorithm 1, drafts chains; EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees
 (arXiv 2406.16858), section 4, grows trees level by level from the branches most likely to be accepted, and keeps the best of
-all. The head has a cache of its own, of one layer, which rejected tokens leave as they leave the target's.
+all. The head has a cache of its own, of one layer, which rejected tokens leave as they leave the target's. One of three
+layers, after EAGLE-3 (arXiv 2503.01840), drafts in the same ways.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding (arXiv 2309.08168). The draft runs
 on the target's own cache: it reads the verified prefix, so it needs no prefill and no memory, and what it writes behind
-that prefix is overwritten by verification.
+that prefix is overwritten by verification. With siblings it drafts trees, as SWIFT does (arXiv 2410.06916):
+:mod:`layerskip.drafters.fan`.
 """
 
 from __future__ import annotations

@@ -209,7 +209,8 @@ class DrafterContract:
 
     def test_output_ends_at_its_limit(self) -> None:
         for prompt, limit in itertools.product(PROMPTS[:4], range(1, 8)):
-            result = self.decode(target_of("llama"), prompt, limit)
+            target = target_of("llama")
+            result = decode(target, Recorder(self.drafter(target)), prompt, GREEDY, limit)  # which holds drafts to the limit
             assert result.tokens == generated("llama", prompt, LENGTH)[:limit]
             assert result.finish == "length"
 
@@ -217,6 +218,7 @@ class DrafterContract:
         """And drafts for each as if it were the first, unless it remembers: tokens alone would be right whatever it does."""
         target, stats = target_of("llama"), {}
         drafter = self.drafter(target)
+        assert (isinstance(drafter, Learner) and drafter.learns) == self.remembers  # measurements go by what it says
         asked = list(zip(PROMPTS, itertools.cycle((1.5, 1.0)), strict=False))  # every other one is penalised
         for prompt, penalty in (*asked, *asked[::-1]):
             result = decode(target, drafter, prompt, Sampling(repetition_penalty=penalty), LENGTH)

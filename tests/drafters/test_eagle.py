@@ -27,6 +27,7 @@ from tests.drafters.contract import (
     Recorder,
     Tokens,
     deep_toy,
+    generated,
     target_of,
 )
 from tests.drafters.heads import UNROLL, eagle_head, family_of, tiny
@@ -122,6 +123,16 @@ def test_drafts_are_what_training_foretold(lookback: int) -> None:
                 assert token == int(readout(said[step].made[row]).argmax())
                 looked += 1
     assert looked > 60
+
+
+def test_rounds_in_which_nothing_is_likely_enough_draft_nothing() -> None:
+    """In the middle of a text, and what follows is right."""
+    target = target_of("llama")
+    recorder = Recorder(_eagle(target, eagle_head("llama"), candidates=3, tree_tokens=7, least_probability=0.4))
+    for prompt in PROMPTS:
+        assert decode(target, recorder, prompt, GREEDY, LENGTH).tokens == generated("llama", prompt, LENGTH)
+    empty = [not branches for _, branches in recorder.drafts]
+    assert 0.1 < sum(empty) / len(empty) < 0.9
 
 
 def test_acceptance_is_that_of_drafts_begun_at_every_position() -> None:
