@@ -1,8 +1,8 @@
 """Which masks are worth asking about? Few of very many, found by asking about others.
 
 Structure first, as random masks skip half of all sub-layers and never recover: every sub-layer left out alone, contiguous
-runs, the cheapest losses added up one by one, a knapsack over them (as KnapSpec chooses sub-layers by what they cost and
-save), published masks stretched to the model's depth; then flips and swaps around the best.
+runs, the cheapest losses added up one by one, a knapsack over them (after KnapSpec, arXiv 2602.20217), published masks
+stretched to the model's depth; then flips and swaps around the best.
 """
 
 from __future__ import annotations
@@ -216,7 +216,12 @@ def move_ends(search: MaskSearch, found: Runs, enough: int = 0) -> None:
 
 
 def _knapsacks(search: MaskSearch) -> list[SkipMask]:
-    """For several budgets of lost agreement: the sub-layers that save most time within it, if losses added up."""
+    """For several budgets of lost agreement: the sub-layers that save most time within it, if losses added up.
+
+    KnapSpec (arXiv 2602.20217) weighs sub-layers by their time at a context, too, but runs them: for every sum of saved
+    time it keeps the hidden states that are most like the whole model's. Here nothing more is run: the weight is what each
+    loses when it is left out alone, the value its time.
+    """
     items = [(kind, layer, search.loss(kind, layer)) for kind, layer in search.sublayers()]
     step = 0.005
     weights = [max(0, round(loss / step)) for _, _, loss in items]
