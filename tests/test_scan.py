@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import random
 from collections.abc import Sequence
@@ -237,28 +236,6 @@ def test_more_siblings_than_were_looked_at_are_refused(tiny_target: Target) -> N
     (scan,) = sampled.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
     with pytest.raises(ValueError, match="greedy"):
         sampled.counts(scan, 2, StopRule(), Branching(1))
-
-
-@pytest.mark.parametrize("stop", [StopRule(), StopRule("threshold", 0.07)])
-def test_expected_counts_are_the_mean_of_sampled_decoding(stop: StopRule, tiny_target: Target) -> None:
-    """Over many sampled continuations, against as many real decodings with draws of their own."""
-    sampling, prompt, new, length = Sampling(temperature=2.0, top_p=0.9), [5, 6, 7], 7, 3
-    mask = SkipMask.parse("attention:1", tiny_target.layers)
-    passages = [passage_of(tiny_target, seed, prompt, sampling, new) for seed in range(160)]
-    scanner = Scanner(tiny_target, passages, sampling, depth=length, max_rows=2048)
-    (scan,) = scanner.scan([mask])
-    expected = scanner.counts(scan, length, stop)
-    drafter = build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop), tiny_target)
-    real = [decode(tiny_target, drafter, prompt, sampling, new, seed=10_000 + seed).stats for seed in range(160)]
-    for name, found in (
-        ("rounds", [float(len(stats.rounds)) for stats in real]),
-        ("accepted", [float(stats.accepted) for stats in real]),
-        ("drafted", [float(stats.drafted) for stats in real]),
-    ):
-        means = [torch.tensor(values, dtype=torch.float64) for values in ([getattr(c, name) for c in expected], found)]
-        spread = math.sqrt(sum(float(values.var()) / len(values) for values in means))
-        assert abs(float(means[0].mean() - means[1].mean())) < 4 * spread, name
-    assert 0.05 < sum(c.accepted for c in expected) / sum(c.drafted for c in expected) < 0.95
 
 
 def test_a_family_whose_rows_cannot_be_told_apart_is_refused() -> None:
