@@ -113,9 +113,14 @@ class ScanOracle:
         return [self._best(mask) for mask in masks]
 
     def foretells(self, config: SpeculativeConfig) -> bool:
-        """Prompt lookups whose verification was timed, and layer skipping up to the depth and the siblings of scans."""
+        """Prompt lookups whose verification was timed, and layer skipping up to the depth and the siblings of scans.
+
+        Not with an adaptive stop rule where tokens are sampled: replays hold its threshold, which decoding moves.
+        """
         longest = {"prompt_lookup": self._profile.longest, "layer_skip": min(self._scanner.depth, self._profile.longest)}
         if config.kind == "layer_skip" and not (self.knows(config) and config.siblings <= self._scanner.runners):
+            return False
+        if config.stop.kind == "adaptive" and not self._scanner.sampling.greedy:
             return False
         verified = config.draft_length * (1 + config.siblings)
         return config.lossless and config.draft_length <= longest.get(config.kind, 0) and verified <= self._profile.longest

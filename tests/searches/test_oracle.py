@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from layerskip.scan import Scan, Scanner
 from searches.foresight import ScanSettings, foresee
 from searches.kept import Kept
 from searches.oracle import Choices
+from searches.prior import Prior
 from searches.proposals import propose_lookups
 from searches.scan_oracle import ScanOracle
 from searches.space import SearchSpace
@@ -168,6 +171,23 @@ def test_adaptive_stops_are_foretold_as_trials_meet_them(tiny_target: Target, tm
     assert [Counts.from_list(each) for each in found] == second
     other = ScanOracle(scanner, scanner, _profile(3), CHOICES, tmp_path / "other")
     assert other.speedup(replace(config, stop=stop)) == _profile(3).speedup(sum(second, Counts()), mask, stop)
+
+
+def test_adaptive_stops_of_sampled_tokens_are_not_foretold(tiny_target: Target, tmp_path: Path) -> None:
+    """Replays hold their thresholds; the prior bounds them by the best that was scanned, as it does other stop rules."""
+    sampling = Sampling(temperature=1.0)
+    scanner = Scanner(tiny_target, continue_prompts(tiny_target, PROMPTS, sampling, 8), sampling, depth=4)
+    oracle = ScanOracle(scanner, scanner, _profile(3), CHOICES, tmp_path)
+    held = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=THRESHOLD)
+    adaptive = replace(held, stop=StopRule("adaptive", THRESHOLD.threshold))
+    assert [oracle.foretells(config) for config in (held, adaptive)] == [True, False]
+    study = optuna.create_study(direction="maximize")
+    exact, bounded = (Prior(oracle).judge(study, config) for config in (held, adaptive))
+    assert exact is not None and bounded is not None
+    assert exact.predicted is not None and bounded.predicted is None
+    (best,) = oracle.predict([SkipMask.parse("mlp:1", 3)])
+    assert best.speedup > exact.predicted
+    assert bounded.bound == pytest.approx(best.speedup * math.exp(0.15))
 
 
 @pytest.mark.parametrize("most", [100, 4])
