@@ -111,14 +111,16 @@ def train(config: DictConfig) -> Path | None:
         with turn(states):
             store = FeatureStore(states, modules)
             store.check_disk(int(config.feature_bytes))
-        texts = write_texts(config, target, sampling, like)
-        return _train_head(config, target, texts, continued, folder, store, learnt, tracker)
+        took: list[float] = []
+        texts = write_texts(config, target, sampling, like, lambda _, seconds, __: took.append(seconds))
+        return _train_head(config, target, texts, sum(took), continued, folder, store, learnt, tracker)
 
 
 def _train_head(
     config: DictConfig,
     target: Target,
     texts: list[OwnText],
+    texts_seconds: float,
     continued: tuple[Passage, ...],
     folder: Path,
     store: FeatureStore,
@@ -143,6 +145,7 @@ def _train_head(
     training: dict[str, Any] = {
         "data": digest([list(text.tokens) for text in texts[: len(store)]]),
         "positions": store.positions,
+        "texts_seconds": texts_seconds,
     } | learnt
     others = range(learner.texts, len(store))
     spared = learner.accepted(store[place] for place in others) if others else []

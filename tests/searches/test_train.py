@@ -57,8 +57,9 @@ def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path
     assert about["training"]["positions"] >= 400
     assert about["training"]["spared"] == []  # of so few texts
     (texts,) = (tmp_path / "texts").glob("*.jsonl")
-    learnt = [json.loads(line)[1][0] for line in texts.read_text().splitlines()]
-    assert about["training"]["data"] == digest(learnt)
+    written = [json.loads(line)[1] for line in texts.read_text().splitlines()]
+    assert about["training"]["data"] == digest([tokens for tokens, *_ in written])
+    assert about["training"]["texts_seconds"] == sum(seconds for *_, seconds in written) > 0
     assert about["target"]["architecture"] == "LlamaForCausalLM"
     assert about["shape"]["vocabulary"] == 64
     assert len(about["shape"].get("modules", "1")) == (3 if three_layers else 1)
