@@ -62,6 +62,10 @@ class _Layer(CacheLayerMixin):
         start, end = self._owner.length, self._owner.length + key_states.shape[-2]
         if end > self._owner.max_length:
             raise CacheFull(f"cache: {end} positions are needed, {self._owner.max_length} are there")
+        if self._owner.may_be_static and key_states.dtype == torch.float16:
+            # Masked positions will be read, and what overflowed spoils a sum even when it is multiplied by 0. No other dtype
+            # overflows in practice, and this takes kernels in every layer.
+            key_states, value_states = (states.nan_to_num(0.0, 0.0, 0.0) for states in (key_states, value_states))
         if self._owner.static_shapes:
             positions = self._owner.positions(key_states.shape[-2])
             self.keys.index_copy_(2, positions, key_states)
@@ -120,6 +124,11 @@ class KVCache(Cache):
         if not 0 <= value <= self.max_length:
             raise CacheFull(f"cache: length {value} is not within 0 to {self.max_length}")
         self._length = value
+
+    @property
+    def may_be_static(self) -> bool:
+        """Whether some passes read what lies behind the length, whoever wrote it."""
+        return self._device_length is not None
 
     @property
     def position(self) -> int | Tensor:

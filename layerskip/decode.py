@@ -91,9 +91,10 @@ def decode(
     ending = _Ending(target.eos_ids if eos_ids is None else eos_ids, len(prompt) + max_new_tokens, stops)
     room = ending.length + drafter.tree_tokens
     cache = lend_cache(target.model, target.layers, room, target.device, static_shapes)
-    result = _continue(target, drafter, prompt, cache, chooser, ending, callback, on_prefill, accept, prefill)
-    return_cache(target.model, cache)
-    return result
+    try:
+        return _continue(target, drafter, prompt, cache, chooser, ending, callback, on_prefill, accept, prefill)
+    finally:  # whatever a callback raised, the records are as good as before
+        return_cache(target.model, cache)
 
 
 def _continue(

@@ -131,7 +131,8 @@ def on_release(let_go: Callable[[], None]) -> None:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a card or on the host."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+    told = "allocate memory" in str(error) or "out of memory" in str(error)  # the driver's own has no class of its own
+    return told or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 _held: list[Callable[[], None]] = []

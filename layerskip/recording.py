@@ -13,7 +13,9 @@ they are. While a pass is recorded, no other thread may ask a device for anythin
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from .cache import KVCache
 from .clock import now
 from .closeness import close
+from .memory import out_of_memory
 from .upload import upload
 
 Compute = Callable[..., tuple[Tensor, ...]]
@@ -33,6 +36,7 @@ Compute = Callable[..., tuple[Tensor, ...]]
 
 _WIDEST = 64  # tokens of a recorded pass
 _STEP = 8  # tokens
+_LOST = ("device-side assert", "illegal memory access")  # errors behind which nothing runs on a device any more
 
 
 def widened(count: int) -> int:
@@ -50,15 +54,17 @@ class RecordedCache(KVCache):
 
     Attributes:
         made_for: what it was made for, of which everything recorded holds.
+        device: where it is.
     """
 
     def __init__(self, layers: int, max_length: int, device: torch.device) -> None:
         super().__init__(layers, max_length, static_shapes=True, device=device)
         self.made_for: Hashable = None
         self.static_shapes = False
-        self._device = device
+        self.device = device
         self._places: dict[int, Tensor] = {}  # the next ones, by how many; of one pass
-        self._moves: dict[int, _Pass] = {}
+        self._moves: dict[int, _Pass] = {}  # by how many
+        self._records_moves = True
         self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Pass]] = weakref.WeakKeyDictionary()
         self._recorder = _Recorder(device) if device.type == "cuda" else None
 
@@ -67,7 +73,7 @@ class RecordedCache(KVCache):
         if not 0 < self.length <= self.max_length - width or width > _WIDEST or model in _refused:
             return False
         # What autocast has converted is gone when it ends, and gradients are nobody's who decodes.
-        return torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(self._device.type)
+        return torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(self.device.type)
 
     def replay(self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
         """A pass behind ``length``, which is recorded if it is the first of its shapes and can be.
@@ -90,26 +96,36 @@ class RecordedCache(KVCache):
         passes = self._passes.setdefault(model, {})
         if key not in passes:
             with self._recording():
-                made = self._made(inputs, afresh, expected=afresh(*inputs))
+                made = self._made(model, inputs, afresh)
             if made is None:
-                _refused.add(model)
-                _log.warning("%s: its passes cannot be recorded, and run as they are", type(model).__name__)
                 return afresh(*inputs)
             passes[key] = made
         self._on_device()
         with self._static():
             return passes[key].replay(inputs, afresh)
 
-    def _made(self, inputs: Sequence[Tensor], compute: Compute, expected: tuple[Tensor, ...]) -> _Pass | None:
-        """A recorded pass that says what is expected; None where there is none, or no memory for it."""
+    def _made(self, model: nn.Module, inputs: Sequence[Tensor], compute: Compute) -> _Pass | None:
+        """A recorded pass that says what an unrecorded one does, or None; the model is refused unless the next may do."""
+        expected = compute(*inputs)
+        if not all(bool(part.isfinite().all()) for part in expected):
+            return None  # nothing is close to it, nor far from it
         try:
             with self._static():
                 made = self._make(inputs, compute)
                 made.blank()
                 found = made.replay(inputs, compute)
-            return made if all(map(close, found, expected)) else None
-        except (RuntimeError, MemoryError):
-            return None
+            if all(map(close, found, expected)):
+                return made
+            reason = "recorded, they say something else"
+        except (RuntimeError, MemoryError) as error:
+            if _is_lost(error):
+                raise
+            if any(map(out_of_memory, _causes(error))):
+                return None
+            reason = str(error).partition("\n")[0]
+        _refused.add(model)
+        _log.warning("%s: its passes cannot be recorded, and run as they are: %s", type(model).__name__, reason)
+        return None
 
     def positions(self, count: int) -> Tensor:
         """The same for all layers of a pass."""
@@ -121,15 +137,27 @@ class RecordedCache(KVCache):
         """In one go; what stays where it is fills the number up to one of few."""
         width = widened(len(places))
         stay = list(range(width))
-        if self.length + width > self.max_length:
+        if list(places) == stay[: len(places)]:
+            return
+        move = self._recorded_move(stay) if self.length + width <= self.max_length else None
+        if move is None:
             super().gather(places)
-        elif list(places) != stay[: len(places)]:
-            if width not in self._moves:  # what stays can be moved as often as recording asks for
-                with self._recording(), self._static():
-                    self._moves[width] = self._make((upload(stay, self._device),), self._move)
-            self._on_device()
-            with self._static():
-                self._moves[width].replay((upload([*places, *stay[len(places) :]], self._device),), self._move)
+            return
+        self._on_device()
+        with self._static():
+            move.replay((upload([*places, *stay[len(places) :]], self.device),), self._move)
+
+    def _recorded_move(self, stay: Sequence[int]) -> _Pass | None:
+        """One of so many places; None where none could be recorded, now or before."""
+        if self._records_moves and len(stay) not in self._moves:
+            try:
+                with self._recording(), self._static():  # what stays can be moved as often as recording asks for
+                    self._moves[len(stay)] = self._make((upload(stay, self.device),), self._move)
+            except (RuntimeError, MemoryError) as error:
+                if _is_lost(error):
+                    raise
+                self._records_moves = False
+        return self._moves.get(len(stay))
 
     def _move(self, places: Tensor) -> tuple[Tensor, ...]:
         self._places = {}
@@ -145,18 +173,21 @@ class RecordedCache(KVCache):
     def clear(self) -> None:
         """Be as new, but for what was recorded: no number of an earlier text is left, as masked ones are read, too."""
         self.length = 0
+        # Whoever had it may have been interrupted anywhere.
+        self.static_shapes, self._told = False, -1
         for states in self.buffers():
             states.zero_()
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
         global _seconds
-        start = now(self._device)
-        self._on_device()  # else the telling would be recorded
-        try:
-            yield
-        finally:
-            _seconds += now(self._device) - start
+        with _alone:
+            start = now(self.device)
+            self._on_device()  # else the telling would be recorded
+            try:
+                yield
+            finally:
+                _seconds += now(self.device) - start
 
     @contextlib.contextmanager
     def _static(self) -> Iterator[None]:
@@ -217,10 +248,13 @@ class _Graph:
 
 
 class _Recorder:
-    """Records passes on one GPU, in one pool of memory, one by one."""
+    """Records passes on one GPU, in one pool of memory, one by one.
+
+    All recorders of a GPU share a stream, as torch keeps working memory of its libraries for every one that they ran on.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device, self._stream = device, _stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, inputs: Sequence[Tensor], compute: Compute) -> _Graph:
@@ -242,11 +276,30 @@ class _Recorder:
         return _Graph(graph, places, found)
 
 
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """It and what led to it: where a pass fails while it is recorded, ending the record fails, too."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__context__
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether nothing will run on the device any more, recorded or not."""
+    return any(words in str(cause) for cause in _causes(error) for words in _LOST)
+
+
 def seconds_recording() -> float:
     """What recording has taken in this process, which every user pays once and no measurement of decoding should show."""
     return _seconds
 
 
 _seconds = 0.0
+_alone = threading.RLock()  # no two recordings at once; what forbids waiting forbids it to all threads
 _log = logging.getLogger(__name__)
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()

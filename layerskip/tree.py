@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from .anatomy import UnsupportedModel, anatomy
@@ -99,9 +98,11 @@ class TreeModel:
         size = block.shape[0]
         wide = widened(size)
         if isinstance(cache, RecordedCache) and cache.records(self.view, wide):
-            # Few widths are recorded: behind the tree come further children of the root, of which nothing is read.
+            # Few widths are recorded: behind the tree come further children of the root, of which nothing is read. They are
+            # the root's own token, as the text has that one already, and what a model makes of others nobody knows.
             padded = (*parents, *(-1,) * (wide - size))
-            inputs = pad(block, (0, wide - size)), *depths_and_ancestors(padded, block.device)
+            filled = torch.cat((block, block[:1].expand(wide - size)))
+            inputs = filled, *depths_and_ancestors(padded, block.device)
             found = cache.replay(self.view, features.modules, inputs, functools.partial(self._pass, cache, features))
             logits, *parts = (part[..., :size, :] for part in found)
             features.parts = tuple(parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from .clock import now
 from .draft import Draft
 from .forward import forward
-from .lending import lend_cache, return_cache
+from .lending import lend_cache
 from .sampling import Chooser, Sampling
 from .target import Target
 from .tree import tree_model
@@ -43,8 +42,7 @@ class VerifyPass:
     def __init__(self, target: Target, context: int, longest: int, sampling: Sampling | None = None, seed: int = 0) -> None:
         sampling = sampling or Sampling()
         self.context = max(context, longest)
-        self.cache = lend_cache(target.model, target.layers, self.context + longest + 1, target.device)
-        weakref.finalize(self, return_cache, target.model, self.cache).atexit = False
+        self.cache = lend_cache(target.model, target.layers, self.context + longest + 1, target.device, holder=self)
         self.tokens = upload([token % target.vocabulary for token in range(self.context)], target.device)
         self.chooser = Chooser(sampling, target.vocabulary, target.device, seed)
         self._model, self._plain = target.model, decoding_view(target.model)

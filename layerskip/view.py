@@ -60,6 +60,15 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
     return view
 
 
+def kept_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
+    """The same one for as long as nobody asks for another mask, so that what is recorded of its passes serves again."""
+    kept = _skip_views.of(model)
+    view = kept.get(mask) or skip_view(model, mask)
+    kept.clear()
+    kept[mask] = view
+    return view
+
+
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
     """The whole model, sharing every weight, with the attention that suits verification.
 
@@ -104,3 +113,4 @@ def _crossing(bridge: Bridge | None) -> Callable[[Tensor], Tensor]:
 
 
 _decoding_views = OncePerModel(twin)
+_skip_views: OncePerModel[dict[SkipMask, PreTrainedModel]] = OncePerModel(lambda _: {})

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.utils import _speculative_sampling
+from transformers.generation import utils as generation
 
 from layerskip import DecodeStats, Round, Target
 from layerskip.decode import Continuation
@@ -25,8 +25,10 @@ from layerskip.memory import held_bytes
 
 from .application import InputError
 
-# Earlier releases (5.17 does, 5.23 does not) ask in every round whether a draft would end the output.
-_ASKS_OF_DRAFTS = "is_done_candidate" in inspect.signature(_speculative_sampling).parameters
+# Earlier releases (5.17 does, 5.23 does not) ask in every round whether a draft would end the output. One that names this
+# private function otherwise is a later one.
+_verify = getattr(generation, "_speculative_sampling", None)
+_ASKS_OF_DRAFTS = _verify is not None and "is_done_candidate" in inspect.signature(_verify).parameters
 METHODS = ("plain", "prompt_lookup", "early_exit", "assistant", "universal")
 
 

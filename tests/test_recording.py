@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.cache import CacheFull, KVCache
+from layerskip.closeness import close
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decode import decode
 from layerskip.draft_head import DraftHead
@@ -23,7 +24,6 @@ from layerskip.forward import forward
 from layerskip.lending import lend_cache, return_cache
 from layerskip.mask import SkipMask
 from layerskip.measure import measure
-from layerskip.memory import release
 from layerskip.recording import RecordedCache, _refused, seconds_recording
 from layerskip.sampling import Chooser, Sampling
 from layerskip.target import Target
@@ -101,64 +101,6 @@ def test_features_are_those_of_the_pass() -> None:
         _close(found, read.read())
 
 
-def test_a_cache_is_lent_to_one_at_a_time_and_then_again() -> None:
-    model = build("llama")
-    first, second = _lent(model), _lent(model)
-    assert first is not second
-    first.length = 7
-    return_cache(model, first)
-    again = _lent(model, 50)
-    assert again is first and (again.length, again.room) == (0, 50)
-    return_cache(model, again)
-    return_cache(model, again)  # twice by mistake
-    assert _lent(model) is first
-    assert _lent(model) is not first
-    assert _lent(build("llama", 1)) is not first
-    assert _lent(model, first.max_length + 1).max_length > first.max_length
-
-
-def test_a_cache_that_records_nothing_is_as_long_as_asked_for_and_never_lent_again() -> None:
-    model = build("llama")
-    cache = lend_cache(model, LAYERS, 40, PLACE, static_shapes=False)
-    assert type(cache) is KVCache and cache.max_length == 40
-    return_cache(model, cache)
-    assert lend_cache(model, LAYERS, 40, PLACE, static_shapes=False) is not cache
-
-
-@torch.inference_mode()
-def test_nothing_of_an_earlier_text_is_left_in_a_lent_cache() -> None:
-    """Masked positions are read, too, and what is no number stays none whatever it is multiplied by."""
-    model = build("llama")
-    view, outputs = decoding_view(model), []
-    for spoilt in (False, True):
-        cache = _lent(model)
-        assert cache.is_written == spoilt
-        for _ in range(2):
-            forward(view, _tokens(8), cache, last=1)
-            cache.length = 8
-            outputs.append(forward(view, _tokens(1), cache, last=1))
-        for states in (part for layer in cache.states() for part in layer if part is not None):
-            states[:, :, 20:] = float("nan")
-        return_cache(model, cache)
-    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
-
-
-def test_a_cache_of_other_weights_is_not_lent_again() -> None:
-    model = build("llama")
-    first = _lent(model)
-    return_cache(model, first)
-    model.to(torch.float64)
-    assert _lent(model) is not first
-
-
-def test_what_waits_to_be_lent_is_let_go_where_memory_is_short() -> None:
-    model = build("llama")
-    first = _lent(model)
-    return_cache(model, first)
-    release()
-    assert _lent(model) is not first
-
-
 @torch.inference_mode()
 def test_what_autocast_converts_is_not_recorded() -> None:
     model = build("llama")
@@ -168,12 +110,6 @@ def test_what_autocast_converts_is_not_recorded() -> None:
     with torch.autocast(PLACE.type, torch.bfloat16):
         forward(decoding_view(model), _tokens(1), cache, last=1)
     assert not any(cache._passes.values())
-
-
-def test_passes_are_recorded_on_a_gpu_unless_the_context_is_long() -> None:
-    model = build("llama")
-    assert isinstance(lend_cache(model, LAYERS, 40, PLACE), RecordedCache) == (PLACE.type == "cuda")
-    assert type(lend_cache(model, LAYERS, 100_000, PLACE)) is KVCache
 
 
 @torch.inference_mode()
@@ -237,6 +173,33 @@ def test_what_recording_takes_is_no_part_of_decoding(tiny_target: Target, monkey
     again = seconds_recording()
     measure(target, ["One."], SpeculativeConfig(), max_new_tokens=13)
     assert seconds_recording() == again
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@torch.inference_mode()
+def test_what_overflows_behind_the_length_spoils_no_later_pass(static: bool) -> None:
+    """Only a rejected token's values do; a pass that is recorded later reads them behind its mask."""
+    model, tokens = build("llama").half(), _tokens(12)
+    words, values = model.get_input_embeddings().weight, model.model.layers[0].self_attn.v_proj.weight
+    words[:, 0], values[:, 0], words[63] = 0.0, 6e4, torch.eye(32, dtype=torch.float16)[0]
+    tokens[tokens == 63] = 5
+    loud = tokens.clone()
+    loud[11] = 63
+    view, cache, plain = decoding_view(model), _lent(model), KVCache(LAYERS, 40, device=DEVICE)
+    for held, prompt in (cache, tokens[:9] if static else loud), (plain, tokens[:9]):
+        forward(view, prompt, held, last=1)
+        held.length = 9
+    if static:
+        for block in (tokens[9:], loud[9:]):  # the first is recorded
+            forward(view, block, cache, last=3)
+    assert close(forward(view, tokens[9:10], cache, last=1), forward(view, tokens[9:10], plain, last=1))
+    assert any(cache._passes.values()) and view not in _refused
+
+
+@on_a_gpu
+def test_all_that_is_recorded_on_a_gpu_shares_a_stream() -> None:
+    first, second = (RecordedCache(LAYERS, 40, PLACE)._recorder for _ in range(2))
+    assert first is not None and second is not None and first._stream is second._stream
 
 
 class _Asks(nn.Module):

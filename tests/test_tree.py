@@ -63,6 +63,21 @@ def test_a_branch_is_what_the_model_itself_reads(family: str, recorded: bool) ->
         check(forward(model, more, cache, last=1)[0], prompt, block[accepted], more)
 
 
+@torch.inference_mode()
+def test_a_recorded_tree_reads_no_token_that_is_not_in_it() -> None:
+    """What it is filled up with has keys and values, too, which are read behind a mask."""
+    model = build("llama")
+    trees = tree_model(model)
+    model.get_input_embeddings().weight[0] = float("nan")
+    tokens = torch.arange(3, 3 + PROMPT + 4, device=DEVICE)
+    cache = RecordedCache(4, 64, torch.device(DEVICE))
+    forward(model, tokens[:PROMPT], cache, last=1)
+    cache.length = PROMPT
+    for _ in range(2):
+        assert trees.run(tokens[PROMPT:], (-1, -1, 0), cache).isfinite().all()
+    assert any(cache._passes.values())
+
+
 @pytest.mark.parametrize("family", REFUSED_TREES)
 def test_where_a_branch_would_not_be_a_chain_the_model_is_refused_by_name(family: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"ForCausalLM: cannot verify trees: {REFUSED_TREES[family]}"):

@@ -19,7 +19,7 @@ from layerskip.cache import KVCache
 from layerskip.forward import forward
 from layerskip.mask import MaskError, SkipMask
 from layerskip.packing import decide
-from layerskip.view import decoding_view, skip_view
+from layerskip.view import decoding_view, kept_skip_view, skip_view
 from tests.device import DEVICE
 from tests.families import REFUSED, SKIPPABLE, build
 
@@ -154,12 +154,26 @@ def test_views_of_one_model_do_not_disturb_each_other() -> None:
 def test_views_do_not_keep_a_model_alive(family: str) -> None:
     """A search drops one view per trial, and a benchmark one model after the other."""
     model = build(family)
-    views = [skip_view(model, _mask(model, "layers:1")), decoding_view(model)]
+    views = [make(model, _mask(model, "layers:1")) for make in (skip_view, kept_skip_view)] + [decoding_view(model)]
     forward(views[0], _tokens(), KVCache(_layers(model), LENGTH, device=DEVICE), last=1)
     kept = [weakref.ref(part) for part in (model, *views)]
     del model, views
     gc.collect()
-    assert [part() for part in kept] == [None, None, None]
+    assert [part() for part in kept] == [None] * 4
+
+
+def test_the_last_view_of_a_model_is_kept() -> None:
+    """With what was recorded of its passes; a search that asks for one after the other piles nothing up."""
+    model = build("llama")
+    first, other = (SkipMask.parse(text, 4) for text in ("attention:0", "mlp:0"))
+    view = weakref.ref(kept_skip_view(model, first))
+    assert kept_skip_view(model, SkipMask.parse("attention:0", 4)) is view()
+    assert kept_skip_view(model, other) is not view()
+    gc.collect()
+    assert view() is None
+    last = kept_skip_view(model, other)
+    model.get_input_embeddings().weight = torch.nn.Parameter(torch.ones(64, 32, device=DEVICE))
+    assert kept_skip_view(model, other) is not last
 
 
 @pytest.mark.parametrize("layers", [0, 3, 5])

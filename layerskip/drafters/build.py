@@ -17,7 +17,7 @@ from ..readout import Readout
 from ..target import Target
 from ..translation import Translation, UnalignedTokenizers
 from ..tree import tree_model
-from ..view import decoding_view, skip_view, twin
+from ..view import decoding_view, kept_skip_view, skip_view, twin
 from .base import Drafter, NoDraft
 from .cascade import Cascade
 from .cross_tokenizer import CrossTokenizer
@@ -57,7 +57,8 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
             except MaskError as error:
                 raise ConfigError(str(error)) from None
             bridges = load_bridges(config.bridge, target, mask) if config.bridge else None
-            view = skip_view(target.model, mask, bridges)
+            own = bridges is not None or config.draft_head  # what is narrowed is nobody else's
+            view = skip_view(target.model, mask, bridges) if own else kept_skip_view(target.model, mask)
             head = _narrowed(view, target.model, config, target)
             return LayerSkip(view, config.draft_length, config.stop, config.siblings, config.least_probability, head)
         case "prompt_lookup":

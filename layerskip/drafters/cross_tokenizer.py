@@ -61,7 +61,6 @@ class CrossTokenizer(Stopped):
         self.model, self.layers, self.vocabulary = model, layers, vocabulary
         self.translation, self.draft_length, self._head = translation, draft_length, head
         self.stopper, self._most = Stopper(stop), most_positions(model)
-        self._lent: KVCache | None = None
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt as it spells it."""
@@ -77,7 +76,7 @@ class CrossTokenizer(Stopped):
     def _prefill(self, new_tokens: int, recorded: bool, device: torch.device) -> None:
         room = len(self._known) + _SPELLED_LONGER * (new_tokens + self.draft_length)
         room = min(room, self._most or room)  # behind it nothing is drafted
-        self._cache = self._lent = lend_cache(self.model, self.layers, room, device, recorded, self._lent)
+        self._cache = lend_cache(self.model, self.layers, room, device, recorded, self)
         self._fed = self._known[:-1] if len(self._known) <= room else []
         if self._fed:
             forward(self.model, readable(self.model, upload(self._fed, device)), self._cache, last=1)

@@ -46,7 +46,6 @@ class DraftModel(Stopped):
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
         self._head, self._most = head, most_positions(model)
-        self._lent: KVCache | None = None
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt."""
@@ -55,7 +54,7 @@ class DraftModel(Stopped):
             self._head.begin()
         self._device = next(self.model.parameters()).device
         recorded = isinstance(cache, RecordedCache)
-        self._cache = self._lent = lend_cache(self.model, self.layers, cache.room, self._device, recorded, self._lent)
+        self._cache = lend_cache(self.model, self.layers, cache.room, self._device, recorded, self)
         if self._reach(len(prompt)) > 0:
             forward(self.model, readable(self.model, upload(prompt, self._device)), self._cache, last=1)
         self._cache.length = self._verified = len(prompt)

@@ -62,14 +62,14 @@ class Eagle(Stopped):
         self.tree_tokens = tree_tokens if candidates > 1 else 0
         self.stopper = Stopper(stop)
         self._step = _Step(head, embeddings, readout)
-        self._lent: KVCache | None = None
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin with an empty cache; the prompt's hidden states are read next."""
         self._chooser = chooser
         device = self.head.fc.weight.device
         room = cache.room + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
-        self._cache = self._lent = lend_cache(self.head, 1, room, device, isinstance(cache, RecordedCache), self._lent)
+        recorded, reads = isinstance(cache, RecordedCache), [self.embeddings]
+        self._cache = lend_cache(self.head, 1, room, device, recorded, holder=self, reads=reads)
         self._pending: list[Tensor] = []
         self.readout.begin()
         self.stopper.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -208,3 +210,16 @@ def test_whole_trees_are_those_of_passes_without_a_cache(family: str, few: int, 
             assert set(branches) == set(sorted(chances, key=lambda branch: -chances[branch])[:size])
             deepest = max(deepest, *map(len, branches))
     assert deepest > 2
+
+
+def test_a_cache_that_was_recorded_with_other_embeddings_is_not_used_again() -> None:
+    target, head = target_of("llama"), eagle_head("llama")
+    embeddings = copy.deepcopy(target.model.get_input_embeddings())
+    drafter = Eagle(head, embeddings, Readout(target, head.tokens), 3, StopRule())
+    caches = []
+    for moved in (False, False, True):
+        if moved:
+            embeddings.weight.data = embeddings.weight.data.clone()
+        decode(target, drafter, PROMPTS[1], GREEDY, LENGTH, static_shapes=True)
+        caches.append(drafter._cache)
+    assert caches[0] is caches[1] is not caches[2]
