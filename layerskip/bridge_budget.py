@@ -14,6 +14,7 @@ from .text import Memory
 from .texts import Texts
 
 _USED = 0.9  # of the budget; the rest is for what allocators round up
+_LOGIT = 8  # bytes beside each logit: its float32 and a probability on a card, another pass's and a kernel's own on a CPU
 _BESIDE, _REGRESSED = 3, 12  # numbers of the target's dtype, and bytes, that a fit takes for each number of a hidden state
 
 
@@ -59,7 +60,7 @@ def afford(
     for count in range(len(passages), 0, -1):
         places = [number * len(passages) // count for number in range(count)]
         rows = sum(passages[place].starts for place in places)
-        reading = max(max_rows, *(passages[place].max_new_tokens for place in places)) * vocabulary * (size + 4)
+        reading = max(max_rows, *(passages[place].max_new_tokens for place in places)) * vocabulary * (size + _LOGIT)
         fitting = rows * hidden * (_BESIDE * size + _REGRESSED)
         fitting += max(solving_bytes(rows, hidden), learning_bytes(rows, hidden, width))
         shared = beside * max(keys[place] for place in places)

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from .bridge import Bridges
 from .cache import KVCache
 from .draft_head import DraftHead
+from .memory import Made
 from .passages import Passage
 from .rows import RowModel
 from .sampling import Sampling, most_likely
@@ -94,24 +94,20 @@ class BridgeTraining:
         return total
 
     def nbytes(self, passage: Passage) -> int:
-        """The most that is held of one continuation until its gradient is there, in bytes, however good drafts become.
+        """The most that one continuation takes at a time until its gradient is there, in bytes, however good drafts become.
 
         The text as the target read it and its keys and values, laid out for drafts, are in it; weights are not counted.
+        Copies of logits and their gradients outweigh all that is kept for the gradient, so a real one is taken.
         """
-        weights = (*self.target.model.parameters(), *self._head.weights, *self.bridges.parameters())
-        frozen = {weight.untyped_storage().data_ptr() for weight in weights}
-        held: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in frozen:
-                held[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with saved_tensors_hooks(note, lambda tensor: tensor):
-            self.loss([passage], never_wrong=True)
-        (text,) = Texts(self._reads, self.target.vocabulary, [passage], Sampling(), memory=self._memory).texts
-        return sum(held.values()) + text.nbytes + text.cache.nbytes
+        remembered, self._memory = self._memory, Memory(0, self._memory.likely)  # so that the text is made anew, and counted
+        made = Made([self.target.model, self._head, self.bridges])
+        try:
+            with made:
+                loss = self.loss([passage], never_wrong=True)
+                torch.autograd.grad(loss, [*self.bridges.parameters()], allow_unused=True)
+        finally:
+            self._memory = remembered
+        return made.most
 
 
 class _Layer(CacheLayerMixin):

@@ -11,6 +11,7 @@ import gc
 import os
 import resource
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -54,6 +57,42 @@ class PeakMemory:
     def grown(self) -> int | None:
         """How far the peak lies above what was allocated at creation, in bytes; None on a CPU, where nobody can tell."""
         return None if self._before is None else self.read() - self._before
+
+
+class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what torch makes while a block runs, gradients included; what a kernel takes for itself it does not see.
+
+    Args:
+        beside: what was there before; views of tensors that can be reached from there are nothing new.
+
+    Attributes:
+        most: bytes of what there was of it at one time, at most.
+    """
+
+    def __init__(self, beside: Iterable[object] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._beside = {storage for thing in beside for storage, _ in _storages(thing)}
+        self._sizes: dict[int, int] = {}
+        self._now, self.most = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                self._note(tensor.untyped_storage())
+        return found
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        place = storage.data_ptr()
+        if place in self._beside or place in self._sizes:
+            return
+        self._sizes[place] = storage.nbytes()
+        self._now += storage.nbytes()
+        self.most = max(self.most, self._now)
+        weakref.finalize(storage, self._gone, place).atexit = False
+
+    def _gone(self, place: int) -> None:
+        self._now -= self._sizes.pop(place)
 
 
 def held_bytes(thing: object, beside: Iterable[object] = ()) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from layerskip.bridge_fit import Calibration
 from layerskip.target import Target
+from layerskip.text import Memory
 from tests.allocations import peak_bytes
 from tests.device import DEVICE
 from tests.drafters.bridges import bridge_shape, drawn_passages
@@ -15,27 +16,42 @@ from tests.families import build
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="what a GPU's solvers work in comes on top")
 @pytest.mark.parametrize(
-    ("kind", "rank", "width", "family", "dtype", "hidden", "budget"),
+    ("kind", "rank", "width", "family", "dtype", "hidden", "budget", "changes"),
     [
-        ("linear", 0, 0, "llama", torch.float32, 32, 2**21),
-        ("linear", 8, 0, "llama", torch.float32, 32, 2**21),
-        ("linear", 0, 0, "gemma3_text", torch.float32, 32, 2**21),
-        ("linear", 0, 0, "llama", torch.bfloat16, 32, 2**21),
-        ("linear", 0, 0, "llama", torch.float32, 256, 2**24),
-        ("linear", 96, 0, "llama", torch.float32, 256, 2**24),
-        ("mlp", 0, 32, "llama", torch.float32, 32, 2**23),
-        ("mlp", 64, 64, "llama", torch.float32, 128, 2**25),
+        ("linear", 0, 0, "llama", torch.float32, 32, 2**21, {}),
+        ("linear", 8, 0, "llama", torch.float32, 32, 2**21, {}),
+        ("linear", 0, 0, "gemma3_text", torch.float32, 32, 2**21, {}),
+        ("linear", 0, 0, "llama", torch.bfloat16, 32, 2**21, {}),
+        ("linear", 0, 0, "llama", torch.float32, 256, 2**24, {}),
+        ("linear", 96, 0, "llama", torch.float32, 256, 2**24, {}),
+        ("mlp", 0, 32, "llama", torch.float32, 32, 2**23, {}),
+        ("mlp", 64, 64, "llama", torch.float32, 128, 2**25, {}),
+        *(
+            ("linear", 0, 0, family, dtype, 64, 2**24, {"vocab_size": 12000})
+            for family in ("llama", "gemma3_text")
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
     ],
 )
+@pytest.mark.parametrize("remembers", [False, True])
 def test_the_memory_of_a_calibration_is_bounded(
-    kind: str, rank: int, width: int, family: str, dtype: torch.dtype, hidden: int, budget: int
+    kind: str,
+    rank: int,
+    width: int,
+    family: str,
+    dtype: torch.dtype,
+    hidden: int,
+    budget: int,
+    changes: dict[str, int],
+    remembers: bool,
 ) -> None:
     """All that tensors take at once, as torch's profiler counts it, while texts are read and bridges fitted."""
-    target = Target(build(family, hidden_size=hidden).to(dtype))
+    target = Target(build(family, hidden_size=hidden, **changes).to(dtype))
     passages, found = drawn_passages(target, 200, 40, 10), []
 
     def work() -> None:
-        found.append(Calibration(target, passages, budget, max_rows=64, width=width))
+        memory = Memory(2**30) if remembers else None  # what it keeps is what the calibration holds anyway
+        found.append(Calibration(target, passages, budget, max_rows=64, width=width, memory=memory))
         found[0].fit(bridge_shape(target, "layers:0;attention:1;mlp:2;layers:3", kind, rank, width))
 
     peak = peak_bytes(work)

@@ -74,7 +74,7 @@ def _greedy(target: Target, passage: Passage) -> Passage:
 
 
 def test_what_a_step_holds_grows_with_its_text() -> None:
-    """Measured where autograd keeps it: twice the text, about twice as much, and never the weights."""
+    """And with its gradient: twice the text, about twice as much, and never the weights."""
     target = Target(build("llama"))
     training = BridgeTraining(target, _bridges(target), torch.arange(target.vocabulary), 1)
     ids = tuple(range(3, 51))
@@ -84,7 +84,7 @@ def test_what_a_step_holds_grows_with_its_text() -> None:
     assert long > 10 * rows  # several states of every row in every kept layer
     further = BridgeTraining(target, _bridges(target), torch.arange(target.vocabulary), 2)
     passage = Passage("0", "own", ids[:4], ids[4:36], 32)
-    assert further.nbytes(passage) > 1.7 * long  # though no draft is right here: training makes them so
+    assert further.nbytes(passage) > 1.5 * long  # though no draft is right here: training makes them so
 
 
 def test_the_gradient_is_what_differences_say() -> None:

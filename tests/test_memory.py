@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerskip.memory import PeakMemory, held_bytes, table_bytes
+from layerskip.memory import Made, PeakMemory, held_bytes, table_bytes
 
 MEBIBYTE = 2**20
 
@@ -94,3 +94,19 @@ def test_what_is_held_is_counted_once_and_not_what_was_there_before() -> None:
     assert held_bytes(thing) == own + 4 * 500
     assert held_bytes(thing, beside=[{"there": shared}]) == own
     assert held_bytes(None) == 0
+
+
+def test_what_is_made_in_a_block_counts_while_it_is_there_gradients_included() -> None:
+    weight = torch.ones(1000, requires_grad=True)
+    with Made([weight]) as made:
+        gone = torch.ones(3000)
+        del gone
+        kept = torch.ones(700)
+        loss = (weight[:500].view(5, 100) * 2.0).exp().sum()
+        assert made.most == 4 * 3000
+        torch.autograd.grad(loss, [weight])
+    with Made([weight, kept]) as made:
+        loss = (weight[:500].view(5, 100) * kept[:1]).exp().sum()  # keeps what exp gave
+        assert made.most == 4 * 2 * 500
+        torch.autograd.grad(loss, [weight])
+        assert 4 * 1500 <= made.most < 4 * 1510  # behind it the gradient of a part becomes that of all

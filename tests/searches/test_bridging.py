@@ -29,9 +29,14 @@ class _Unfitted(BridgeLearner):
 
 
 def _learner(
-    folder: Path, target: Target, passages: list[Passage], training_bytes: int, made: tuple[str, int, int] = ("linear", 4, 0)
+    folder: Path,
+    target: Target,
+    passages: list[Passage],
+    training_bytes: int,
+    made: tuple[str, int, int] = ("linear", 4, 0),
+    unroll: int = 2,
 ) -> BridgeLearner:
-    config = {"learning_rate": 0.001, "unroll": 2, "texts_per_step": 8, "training_bytes": training_bytes}
+    config = {"learning_rate": 0.001, "unroll": unroll, "texts_per_step": 8, "training_bytes": training_bytes}
     config |= {"steps": 9, "max_seconds": None, "seed": 0}
     shape = BridgeShape.of(target, SkipMask.parse("layers:3-9", target.layers), *made)
     file = TrainingFile(folder / f"{training_bytes}.pt", "one")
@@ -43,9 +48,20 @@ def _learner(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_step_keeps_its_budget_however_long_prompts_are(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "unroll", "budget"),
+    [
+        (64, torch.float32, 2, 10_000_000),
+        (1600, torch.bfloat16, 1, 10_000_000),  # fifty times as many as a hidden state has numbers: logits are most of it
+        (1600, torch.float32, 1, 13_000_000),
+        (1600, torch.bfloat16, 2, 14_000_000),
+    ],
+)
+def test_a_step_keeps_its_budget_however_long_prompts_and_vocabularies_are(
+    family: str, vocabulary: int, dtype: torch.dtype, unroll: int, budget: int, tmp_path: Path
+) -> None:
     """Most answers are as long as they may be: prompts tell the dearest texts, and the longest of all says little."""
-    target = Target(build(family, num_hidden_layers=16))
+    target = Target(build(family, num_hidden_layers=16, vocab_size=vocabulary).to(dtype))
     generator = torch.Generator().manual_seed(0)
 
     def passage(number: int, prompt: int, answer: int) -> Passage:
@@ -54,8 +70,7 @@ def test_a_step_keeps_its_budget_however_long_prompts_are(family: str, tmp_path:
 
     prompts = [4] * 8 + [300] * 8
     passages = [*(passage(number, prompt, ANSWER) for number, prompt in enumerate(prompts)), passage(99, 320, 4)]
-    budget = 10_000_000
-    learner = _learner(tmp_path, target, passages, budget)
+    learner = _learner(tmp_path, target, passages, budget, unroll=unroll)
     assert 1 < learner.texts_per_step < 8
     dearest = list(range(8, 8 + learner.texts_per_step))
 
