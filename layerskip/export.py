@@ -127,7 +127,8 @@ class Export:
         """Make sure that the configuration means the same on a target.
 
         Raises:
-            ExportError: its architecture or its number of layers is another, or a trained part was made for another target.
+            ExportError: its architecture or its number of layers is another, or a trained part was made for another target
+                or mask.
         """
         for name, value in (("architecture", target.architecture), ("layers", target.layers)):
             if self.target[name] != value:
@@ -140,7 +141,9 @@ class Export:
             for name, folder in ((name, getattr(config, name)) for name in named):
                 if folder and is_head(Path(folder)):
                     try:
-                        check_head(Path(folder), target, name)
+                        mask = check_head(Path(folder), target, name)["shape"].get("mask")
+                        if name == "bridge" and mask != config.mask:
+                            raise ConfigError(f"bridge: {folder} stands in for {mask}, not for {config.mask}")
                     except ConfigError as error:
                         raise ExportError(f"config.{error}") from None
 

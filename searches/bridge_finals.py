@@ -38,7 +38,7 @@ class Contest:
     rows: Sequence[Row]
 
     def measured(self) -> dict[str, dict[str, Any]]:
-        """Each beside plain decoding, for a record."""
+        """Each beside plain decoding, for a record; what comes before the first token is told as a prompt's mean."""
         found = {}
         for name, config in self.configs.items():
             measurement = Measurement.of(self.rows, BASELINE, name)
@@ -50,6 +50,10 @@ class Contest:
                 "low": low,
                 "high": high,
                 "predicted": self.predicted.get(name),
+                "tokens_per_second": said["tokens_per_second"],
+                "plain_tokens_per_second": said["baseline_tokens_per_second"],
+                "prefill_seconds": said["prefill_seconds"] / len(self.rows),
+                "plain_prefill_seconds": said["baseline_prefill_seconds"] / len(self.rows),
                 "acceptance_rate": said["acceptance_rate"],
                 "losslessness": said["losslessness"]["verdict"],
             }

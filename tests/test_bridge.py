@@ -97,10 +97,12 @@ def test_bridges_begin_as_their_neighbours() -> None:
         own.warm(Bridges(bridge_shape(target, "layers:1", "mean")))
 
 
-def test_a_fit_that_does_not_help_says_so() -> None:
-    fit = calibration("llama").fit(bridge_shape(target_of("llama"), "layers:1-2"))
-    assert fit.helps == (fit.bridged > fit.empty)
-    assert not replace(fit, bridged=fit.empty).helps
+@pytest.mark.parametrize(("bridged", "helps"), [(0.6, True), (0.5, False), (0.4, False)])
+def test_a_fit_helps_where_its_drafts_are_right_more_often(
+    bridged: float, helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Calibration, "judge", lambda _, mask, bridges: 0.5 if bridges is None else bridged)
+    assert calibration("llama").fit(bridge_shape(target_of("llama"), "layers:1-2")).helps is helps
 
 
 @pytest.mark.parametrize("noise", [False, True])
@@ -192,6 +194,11 @@ def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
         generate(other, "Hello.", export.config, max_new_tokens=12)
     with pytest.raises(ExportError, match=r"^config\.bridge: .* made for another target.* weights are not"):
         Export.load(tmp_path / "elsewhere" / "best.json", other)
+    fields = json.loads((tmp_path / "elsewhere" / "best.json").read_text())
+    fields["config"]["members"][1]["mask"] = "layers:1"
+    (tmp_path / "elsewhere" / "edited.json").write_text(json.dumps(fields))
+    with pytest.raises(ExportError, match=r"^config\.bridge: .* stands in for layers:1-2, not for layers:1$"):
+        Export.load(tmp_path / "elsewhere" / "edited.json", target)
     shutil.rmtree(export.config.members[1].bridge)
     with pytest.raises(ConfigError, match="^bridge: cannot read"):
         generate(target, "Hello.", Export.load(tmp_path / "elsewhere" / "best.json", target).config, max_new_tokens=12)

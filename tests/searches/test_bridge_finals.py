@@ -66,6 +66,10 @@ def test_plain_decoding_wins_where_nothing_is_surely_faster(speedups: dict[str, 
         {name: speedups.get(name, 1.0) for name in found.configs}
     )
     assert measured["bridged 1"]["config"]["bridge"] == "layers:1-2-trained"  # without the place
+    for name, entry in measured.items():  # ten tokens a second, behind a tenth of a second of prefill
+        assert entry["plain_tokens_per_second"] == pytest.approx(10)
+        assert entry["tokens_per_second"] == pytest.approx(10 * speedups.get(name, 1.0))
+        assert entry["prefill_seconds"] == entry["plain_prefill_seconds"] == pytest.approx(0.1)
 
 
 def test_bridges_are_told_over_the_fastest_empty_skip_prompt_by_prompt() -> None:

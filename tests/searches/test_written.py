@@ -16,7 +16,7 @@ from layerskip.own_texts import OwnText
 from layerskip.sampling import Sampling
 from searches.application import InputError
 from searches.turns import turn
-from searches.written import asked_texts, begun_like, write_texts
+from searches.written import asked_texts, begun_like, drafted_tokens, write_texts
 from tests.drafters.heads import tiny
 from tests.tiny import save_tiny
 
@@ -105,3 +105,16 @@ def test_what_texts_begin_like_is_part_of_what_they_are(tmp_path: Path) -> None:
     assert own != like
     assert len(list((tmp_path / "texts").glob("*.jsonl"))) == 2
     assert asked_texts(config, target, Sampling(), []) != asked_texts(config, target, Sampling(), ["the one two three"])
+
+
+def test_special_tokens_are_always_drafted_however_seldom_they_are_said(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "model")))
+    assert target.tokenizer is not None
+    special = set(target.tokenizer.all_special_ids)
+    assert special > set(target.eos_ids)
+    often = OwnText(tuple(range(40, 80)) * 3, 0)
+    for size in (len(special), 30):
+        tokens = drafted_tokens(target, [often], size)
+        assert tokens is not None
+        assert len(tokens) == size
+        assert special <= set(tokens.tolist())
