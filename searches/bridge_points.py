@@ -33,6 +33,7 @@ from .bridging import BridgeLearner, calibrate, made_of, rates
 from .foresight import ScanSettings, cost_profile, make_scanner
 from .kept import Kept
 from .learner import TrainingFile
+from .neighbours import Neighbours
 from .oracle import Choices
 from .scan_oracle import ScanOracle
 from .short_skips import short_skips
@@ -70,11 +71,14 @@ class BridgePoints:
         like: Sequence[str],
     ) -> None:
         self.config, self.target = config, target
+        self._grown = Neighbours(target)
+        self.shared: dict[str, float] = {}  # the seconds of what the outputs folder has for all programs, whoever made it
         self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # refuses now what cannot be trained
         outputs = Path(config.outputs)
         with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
+            folder = outputs / "continuations"
             continued = continue_prompts(
-                target, prompts, sampling, max_new_tokens, config.seed, outputs / "continuations", bar.update
+                target, prompts, sampling, max_new_tokens, config.seed, folder, bar.update, self._use
             )
         scanned = [p for p in continued if p.starts > 0 and p.limit(0) > 0]
         if not scanned:
@@ -93,7 +97,7 @@ class BridgePoints:
             )
         self.scanner: Scanner = scanner
         self.scanned: tuple[Passage, ...] = scanner.passages
-        texts = write_texts(config, target, sampling, like)
+        texts = write_texts(config, target, sampling, like, self._use)
         self.passages = passages_of(texts)
         self.heads: dict[int, Tensor] = {}
         for size in config.vocabularies:
@@ -102,11 +106,13 @@ class BridgePoints:
                 self.heads[len(tokens)] = tokens
         longest = max(int(config.depth), _LONG * (1 + siblings))
         branching = self.scanner.runners > 0
-        self.profile: CostProfile = cost_profile(target, self.scanned, longest, sampling, scanning, outputs, True, branching)
+        self.profile: CostProfile = cost_profile(
+            target, self.scanned, longest, sampling, scanning, outputs, True, branching, self._use
+        )
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
-            "recipe": 8,
+            "recipe": 9,
             "packed_weights": packs(target.model),
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling, like),
@@ -142,11 +148,15 @@ class BridgePoints:
             name = f"{mask.format()} {kind}"
             if name not in self._kept:
                 self._kept.add(name, self._scan(mask, kind))
+                if kind != EMPTY:
+                    self.log_fits()  # now, as the next one takes minutes
             kept, empty = self._kept[name], self._kept[f"{mask.format()} {EMPTY}"]
             agreement, without = (some["heads"][0]["rates"][0] for some in (kept, empty))
             helps = kind == EMPTY or agreement > without
             if not helps:
                 print(f"{kind} for {mask.format()} drafts no better ({agreement:.2f}) than empty skips ({without:.2f})")
+            if kind == TRAINED and helps:
+                self._grown.add(self._shape(mask, kind), self._place(mask, kind))
             for row in kept["heads"]:
                 found.append(self._point(mask, kind, kept["fit"] | {"helps": helps}, row))
         return found
@@ -161,6 +171,9 @@ class BridgePoints:
     def screening_seconds(self) -> float:
         """What asking about short skips took, by whichever runs did it."""
         return float(sum(self._screenings[name] for name in self._screenings))
+
+    def _use(self, name: str, seconds: float, here: float) -> None:
+        self.shared[name] = seconds
 
     def log_fits(self) -> None:
         """Let MLflow see what was fitted and trained, and what it is worth."""
@@ -234,6 +247,7 @@ class BridgePoints:
                 TrainingFile(folder / "training.pt", identity),
                 lambda: self.calibration,
                 self._memory,
+                self._grown.nearest(shape),
             )
             learner.learn_all(self._tracker)
         return learner

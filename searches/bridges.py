@@ -69,7 +69,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         build_drafter(other, target)  # refuses now what cannot draft
     work = BridgePoints(config, target, sampling, scanning, tune.take(measuring.prompts), measuring.max_new_tokens, like)
     points = [point for mask in masks for point in work.points(mask)]
-    work.log_fits()
+    work.log_fits()  # of those that were there already, too
     short = [mask for mask in work.short_skips(_SHORT * int(config.contenders)) if mask not in masks]
     skips = [point for mask in short for point in work.points(mask, bridged=False)]
     chosen = choose([*points, *skips], int(config.contenders))
@@ -77,7 +77,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     with tqdm(total=len(prompts) * measuring.held_out_repeats, unit="prompt", desc="held-out", disable=None) as bar:
         found = contest(chosen, others, bench, prompts, measuring, config.seed, work.folder, bar.update)
-    spent, winner = _seconds([*points, *skips], work.screening_seconds, found), found.finals.winner
+    spent, winner = _seconds([*points, *skips], work, found), found.finals.winner
     evidence = dict(winner.held_out) | {"prompts_digest": prompts.digest, "max_new_tokens": measuring.max_new_tokens}
     where, search = environment(target), {"seconds": sum(spent.values())}
     Export(Export.describe(target), winner.config, sampling, evidence, where, search).save(work.folder / "best.json")
@@ -128,12 +128,12 @@ def _recorded(point: Mapping[str, Any]) -> dict[str, Any]:
     return {**point, "config": named(SpeculativeConfig.from_dict(point["config"]))}
 
 
-def _seconds(points: Sequence[Mapping[str, Any]], screening: float, found: Contest) -> dict[str, float]:
-    """What each kind of work took, by those that did it, today or before; a fit without what reading its texts took.
-
-    Texts, continuations and the profile of costs, which the outputs folder has for all programs, are not in it.
-    """
-    spent = dict.fromkeys(("reading", "fitting", "training", "scanning"), 0.0) | {"screening": screening}
+def _seconds(points: Sequence[Mapping[str, Any]], work: BridgePoints, found: Contest) -> dict[str, float]:
+    """What each kind of work took, by those that did it, today or before; a fit without what reading its texts took."""
+    spent = dict.fromkeys(("continuation", "texts", "profile", "reading", "fitting", "training", "scanning"), 0.0)
+    spent["screening"] = work.screening_seconds
+    for name, seconds in work.shared.items():
+        spent[name.partition(" ")[0]] += seconds
     for point in points:
         if point["tokens"] is None:
             fit = point["fit"]

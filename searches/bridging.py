@@ -137,7 +137,7 @@ def train_bridges(
     if learner.fit is not None:
         fit = learner.fit
         print(f"closed form, {fit.rows} positions in {fit.seconds:.1f} s: {shown(learner.judge())}", flush=True)
-        tracker.log(tracker.run_id, {"fit_seconds": fit.seconds, "agreement_closed_form": fit.bridged})
+    tracker.log(tracker.run_id, learner.begun_as)
     learner.learn_all(tracker)
     accepted = learner.judge()
     print(f"trained, {learner.step} steps in {learner.seconds:.0f} s: {shown(accepted)}")
@@ -204,8 +204,9 @@ class BridgeLearner(Learner):
         self.texts_per_step = min(self.texts_per_step, fit)
 
     def begin(self) -> None:
-        """The closed form."""
+        """The closed form, or a neighbour's where that loses less."""
         self.fit = self._calibrate().fit(self.bridges.shape)
+        self.begun_as = {"fit_seconds": self.fit.seconds, "agreement_closed_form": self.fit.bridged}
         self.bridges.load_state_dict(self.fit.bridges.state_dict())
         if self._neighbour is not None:
             fitted = self._compared()

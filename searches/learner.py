@@ -111,6 +111,7 @@ class Learner(ABC):
         before: those of them that other processes spent.
         kept: those of them whose steps lie in the file.
         judging: further seconds, that judging took.
+        begun_as: what is known of that which it began from, by name; kept, as only the process that made it can tell.
     """
 
     def __init__(self, config: DictConfig, module: nn.Module, texts: int, file: TrainingFile) -> None:
@@ -120,6 +121,7 @@ class Learner(ABC):
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds, self._begun = 0, 0.0, 0.0
         self.before = self.kept = self.judging = 0.0
+        self.begun_as: dict[str, float] = {}
         if file.path.exists():
             state = _read(file.path)
             if state.get("identity") != file.identity:
@@ -128,6 +130,7 @@ class Learner(ABC):
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds, self._begun = state["step"], state["seconds"], state.get("begun", 0.0)
             self.before, self.kept, self.judging = self.seconds, self.seconds, state.get("judging", 0.0)
+            self.begun_as = state.get("begun_as", {})
         else:
             start = time.monotonic()
             self.begin()
@@ -201,7 +204,7 @@ class Learner(ABC):
         """Keep everything, whole or not at all."""
         state: dict[str, Any] = {"head": self.module.state_dict(), "optimiser": self.optimiser.state_dict()}
         state |= {"step": self.step, "seconds": self.seconds, "begun": self._begun, "judging": self.judging}
-        state |= {"identity": self.file.identity, "asked": self.file.asked}
+        state |= {"identity": self.file.identity, "asked": self.file.asked, "begun_as": self.begun_as}
         with whole(self.file.path) as partial:
             torch.save(state, partial)
         self.kept = self.seconds

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from layerskip import SkipMask, SpeculativeConfig
-from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
+from layerskip.bridge import BridgeShape, save_bridges
 from layerskip.files import digest
 from layerskip.memory import out_of_memory, release
 from layerskip.passages import Passage
@@ -25,6 +25,7 @@ from .application import InputError
 from .bridging import BridgeLearner
 from .learner import TrainingFile
 from .makeup import Makeup
+from .neighbours import Neighbours
 from .pricing import DraftCost
 from .scan_oracle import ScanOracle
 from .shelf import Shelf, about
@@ -59,7 +60,7 @@ class TrainedBridges:
         self._learning: dict[str, Any] = {name: getattr(shelf.settings, name) for name in _SETTINGS}
         self._learning |= {"max_seconds": shelf.settings.train_seconds, "steps": _STEPS}
         self._learning |= {"save_seconds": _SAVED, "seed": shelf.seed}
-        self._grown: dict[BridgeShape, Path] = {}
+        self._grown = Neighbours(self._target)
 
     def finalists(self, standings: Sequence[Standing], oracles: Sequence[ScanOracle]) -> list[Standing]:
         """Those that are bridged once more, with trained bridges, where these draft better than empty skips.
@@ -129,7 +130,7 @@ class TrainedBridges:
             worth = f"({found['bridged']:.2f}) than empty skips ({found['empty']:.2f})"
             print(f"bridge: {shape.kind} trained for {mask.format()} drafts no better {worth}; it is not used")
             return None
-        self._grown[shape] = folder
+        self._grown.add(shape, folder)
         return replace(config, bridge=str(folder))
 
     def _train(self, folder: Path, identity: str, shape: BridgeShape, makeup: Makeup, passages: list[Passage]) -> float:
@@ -150,7 +151,7 @@ class TrainedBridges:
                 TrainingFile(folder / "training.pt", identity),
                 lambda: shelf.calibration,
                 shelf.memory,
-                self._neighbour(shape),
+                self._grown.nearest(shape),
             )
             try:
                 learner.learn_all(run)
@@ -166,17 +167,9 @@ class TrainedBridges:
             said |= {"helps": bridged > empty, "empty": empty, "bridged": bridged}
             if run is not None:
                 worth = {"agreement_empty": empty, "agreement_bridged": bridged, "training_seconds": seconds}
-                if learner.fit is not None:
-                    worth |= {"fit_seconds": learner.fit.seconds, "agreement_closed_form": learner.fit.bridged}
-                run.log(run.run_id, worth, step=learner.step)
+                run.log(run.run_id, worth | learner.begun_as, step=learner.step)
             save_bridges(folder, learner.bridges, self._target, said | self._learning, shelf.calibration.digest)
         return seconds - learner.before
-
-    def _neighbour(self, shape: BridgeShape) -> Bridges | None:
-        """Trained bridges of the same kind and size whose mask differs least, if there are any."""
-        alike = [other for other in self._grown if other.is_like(shape)]
-        nearest = min(reversed(alike), key=lambda other: _distance(shape, other), default=None)
-        return None if nearest is None else load_bridges(self._grown[nearest], self._target)
 
 
 def _suited(config: SpeculativeConfig, oracles: Sequence[ScanOracle]) -> SpeculativeConfig:
@@ -190,10 +183,3 @@ def _suited(config: SpeculativeConfig, oracles: Sequence[ScanOracle]) -> Specula
     release()
     print(f"bridging: {config.label()} drafts as far as before its training: out of memory")
     return config
-
-
-def _distance(one: BridgeShape, other: BridgeShape) -> int:
-    """In how many sub-layers two masks differ."""
-    masks = [SkipMask.parse(shape.mask, shape.layers) for shape in (one, other)]
-    mine, theirs = ((*mask.attention, *mask.mlp) for mask in masks)
-    return sum(a != b for a, b in zip(mine, theirs, strict=True))

@@ -16,9 +16,10 @@ from mlflow.tracking import MlflowClient
 from layerskip import Export, SpeculativeConfig, generate, load_target
 from layerskip.measurement import Sample
 from layerskip.scan import Scanner
-from searches.application import run
+from searches.application import INTERRUPTED, run
 from searches.bench import ModelBench
 from searches.bridges import bridges
+from searches.bridging import BridgeLearner
 from tests.device import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import runs, sqlite, tracked
@@ -95,8 +96,38 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch:
     assert again.returncode == 0, again.stderr
     told = json.loads((tmp_path / "record.json").read_text())
     assert told["points"] == points
-    assert told["seconds"]["screening"] == record["seconds"]["screening"] > 0
+    for part in ("screening", "continuation", "texts", "profile"):  # what was there already counts as much
+        assert told["seconds"][part] == record["seconds"][part] > 0
     assert len(MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, "agreement_bridged")) == len(history)
+
+
+def test_each_mask_begins_as_the_nearest_before_and_is_told_at_once(
+    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[str, str | None]] = []
+
+    class Noting(BridgeLearner):
+        def begin(self) -> None:
+            begun.append((self.bridges.shape.mask, None if self._neighbour is None else self._neighbour.shape.mask))
+            if len(begun) == 3:
+                raise KeyboardInterrupt
+            super().begin()
+
+    monkeypatch.setattr("searches.bridge_points.BridgeLearner", Noting)
+    # All that is trained helps: whether it does is for another test to ask.
+    monkeypatch.setattr("searches.bridge_points.rates", lambda scan: [float(scan.bridges is not None)])
+    few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(8))
+    (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
+    which = ("kinds=[]", "masks=[layers:0,layers:1-2,layers:0-1]", "prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
+    overrides = (*SMALL, f"target.path={tiny_folder}", f"outputs={tracked(tmp_path)}", *which)
+    assert launch("bridges", *overrides, cwd=tmp_path).returncode == INTERRUPTED
+    (run,) = runs(sqlite(tmp_path), "bridges")
+    client = MlflowClient(sqlite(tmp_path))
+    assert len(client.get_metric_history(run.info.run_id, "fit_seconds")) == 2
+    done = launch("bridges", *overrides, cwd=tmp_path)  # what is there already is a neighbour all the same
+    assert done.returncode == 0, done.stderr
+    assert begun == [("layers:0", None), ("layers:1-2", "layers:0"), *[("layers:0-1", "layers:0")] * 2]
+    assert len(client.get_metric_history(run.info.run_id, "fit_seconds")) == 3
 
 
 class _Quick(ModelBench):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from layerskip.bridge import BridgeShape
+from layerskip.bridge import Bridges, BridgeShape
+from layerskip.bridge_fit import Fit
 from layerskip.mask import SkipMask
 from layerskip.passages import Passage
 from layerskip.target import Target
@@ -16,6 +18,7 @@ from searches.application import InputError
 from searches.bridging import BridgeLearner
 from searches.learner import TrainingFile
 from tests.allocations import peak_bytes
+from tests.drafters.bridges import bridge_shape, calibration
 from tests.families import build
 
 ANSWER = 24
@@ -101,3 +104,38 @@ def test_what_a_step_learns_with_is_in_its_budget(tmp_path: Path) -> None:
     # What the bridges begin from, and a neighbour's, are within it, and there before any step.
     numbers = learner.bridges.shape.numbers
     assert 12 * numbers < peak_bytes(steps) <= budget - 8 * numbers
+
+
+@pytest.mark.parametrize("spoilt", ["closed form", "neighbour"])
+def test_bridges_begin_as_a_neighbour_only_where_that_loses_less(spoilt: str, tmp_path: Path) -> None:
+    known = calibration("llama")
+    shape = bridge_shape(known.target, "layers:1-2")
+    good = known.fit(shape)
+    harmed = Bridges(shape)
+    harmed.load_state_dict(good.bridges.state_dict())
+    with torch.no_grad():
+        harmed.of(harmed.mask.gaps[0]).bias += 3.0
+    neighbour = Bridges(bridge_shape(known.target, "layers:1"))
+    neighbour.warm(good.bridges if spoilt == "closed form" else harmed)
+    fit = replace(good, bridges=harmed if spoilt == "closed form" else good.bridges)
+
+    class Fitted:
+        def fit(self, shape: BridgeShape) -> Fit:
+            return fit
+
+    config = {"learning_rate": 0.001, "unroll": 1, "texts_per_step": 4, "training_bytes": 2**24}
+    config |= {"steps": 9, "max_seconds": None, "seed": 0}
+    learner = BridgeLearner(
+        OmegaConf.create(config),
+        shape,
+        known.target,
+        list(known.passages),
+        None,
+        None,
+        TrainingFile(tmp_path / "training.pt", "one"),
+        Fitted,  # type: ignore[arg-type]
+        None,
+        neighbour,
+    )
+    found, wanted = learner.bridges.state_dict(), good.bridges.state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

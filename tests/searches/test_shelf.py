@@ -20,11 +20,13 @@ from layerskip.passages import continue_prompts
 from layerskip.prompts import PromptSet
 from layerskip.scan import Scanner
 from searches.application import InputError
+from searches.bridging import BridgeLearner
 from searches.makeup import Makeup, makeups
 from searches.oracle import Choices
 from searches.scan_oracle import ScanOracle
 from searches.shelf import BridgingSettings, Shelf
 from searches.space import SearchSpace
+from searches.standings import Standing, configuration
 from tests.device import DEVICE
 from tests.families import build
 from tests.searches.conftest import Launch
@@ -201,7 +203,23 @@ def test_an_oracle_foretells_masks_as_they_are_made_up(shelf: Shelf, tiny_target
         assert best.speedup == pytest.approx(tokens * 8.0 / spent)
 
 
-def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+def test_a_study_tries_bridges_and_trains_those_of_finalists_alone(
+    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+
+    class Noting(BridgeLearner):
+        def begin(self) -> None:
+            trained.append(self.bridges.shape.mask)
+            super().begin()
+
+    def first_bridged(study: optuna.Study, count: int) -> list[Standing]:
+        """What is bridged need not be among the fastest of a tiny random model."""
+        tried = [configuration(trial) for trial in study.trials if "config" in trial.user_attrs]
+        return [Standing(config) for config in tried if config.bridge][:1]
+
+    monkeypatch.setattr("searches.trained.BridgeLearner", Noting)
+    monkeypatch.setattr("searches.standings.contenders", first_bridged)
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     made = ("space.bridges=[none,linear,mlp]", "space.widths=[8]", "space.draft_heads=[0,60]")
     which = ("space=bridged", *made, "scan.proposals.screened=12", "scan.proposals.enqueued=2")
@@ -215,6 +233,9 @@ def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path, launch: Launch
     fitted = [json.loads(path.read_text()) for path in kept if not path.parent.name.startswith(("head", "trained"))]
     widths = {(about["shape"]["kind"], about["shape"]["width"], about["training"]["width"]) for about in fitted}
     assert widths == {("linear", 0, 0), ("mlp", 8, 8)}
+    (finalist,) = first_bridged(journal_study(tmp_path, "one"), 1)
+    assert trained == [finalist.config.mask]
+    assert len({about["shape"]["mask"] for about in fitted}) > 1
     target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
     found = Export.load(tmp_path / "one" / "best.json", target).config
     plain = generate(target, "a prompt", SpeculativeConfig(), max_new_tokens=12)
@@ -222,6 +243,7 @@ def test_a_study_tries_bridges(tiny_folder: Path, tmp_path: Path, launch: Launch
     again = launch("layerskip", *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert len(trained) == 1
 
 
 @pytest.mark.parametrize(

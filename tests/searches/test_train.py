@@ -18,11 +18,13 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from layerskip import ConfigError, SpeculativeConfig, Target, generate, load_target
+from layerskip.bridge_fit import Calibration
 from layerskip.eagle import EagleHead, EagleShape
 from layerskip.files import digest
 from layerskip.heads import save_head
-from searches.application import InputError
-from searches.bridging import shape_of
+from searches import bridging
+from searches.application import INTERRUPTED, InputError
+from searches.bridging import BridgeLearner, shape_of
 from searches.learner import Learner, room
 from tests.device import DEVICE
 from tests.disk import fill
@@ -101,28 +103,64 @@ def test_some_texts_are_spared_to_judge_by(model: Path, tmp_path: Path, launch: 
     assert len(judged[0]["spared"]) == 3
 
 
-def test_bridges_are_trained_and_draft(model: Path, tmp_path: Path, launch: Launch) -> None:
-    few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=30", f"head={tmp_path}/b")
+def _bridges(model: Path, outputs: Path) -> tuple[str, ...]:
+    """Overrides of a training of bridges, of which the folder ``b`` comes."""
+    few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=30", f"head={outputs}/b")
     which = ("drafter=layer_skip", "mask=layers:1-2", "bridge.kind=mlp", "bridge.rank=8", "bridge.width=8")
-    overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(tmp_path)}", *which, *few)
+    return (*SMALL, f"target.path={model}", f"outputs={tracked(outputs)}", *which, *few)
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_bridges_are_trained_and_draft_where_empty_skips_draft_worse(
+    helps: bool, model: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = bridging._judged
+    # A tiny random model's drafts are right now and then, bridged or not.
+    monkeypatch.setattr(
+        bridging, "_judged", lambda *asked: judged(*asked) if asked[2] is not None else [0.0 if helps else 1.0] * 3
+    )
+    overrides = _bridges(model, tmp_path)
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "closed form, " in done.stdout
-    rates = [float(rate) for rate in re.findall(r"(?:empty: .*by token|trained, .* s): ([\d.]+)", done.stdout)]
-    if rates[1] <= rates[0]:
-        assert "nothing is written" in done.stdout
-        assert not (tmp_path / "b" / "head.json").exists()
+    assert ("nothing is written" in done.stdout) == (not helps)
+    assert (tmp_path / "b" / "head.json").exists() == helps
+    if not helps:
+        assert not (tmp_path / "b" / "head.safetensors").exists()
         return
+    (rate,) = (float(rate) for rate in re.findall(r"trained, .* s: ([\d.]+)", done.stdout))
     about = json.loads((tmp_path / "b" / "head.json").read_text())
     assert about["training"]["steps_done"] == 30
-    assert about["training"]["held_out"][0] == pytest.approx(rates[1], abs=1e-3)
+    assert about["training"]["held_out"][0] == pytest.approx(rate, abs=1e-3)
     target = load_target(str(model), dtype="float32", device=DEVICE)
     heads = {"bridge": str(tmp_path / "b"), "draft_head": str(tmp_path / "b" / "draft_head")}
     config = SpeculativeConfig.from_dict({"kind": "layer_skip", "mask": "layers:1-2", "draft_length": 2} | heads)
     plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=24)
-    assert generate(target, "Tell me more.", config, max_new_tokens=24).tokens == plain.tokens
+    made = generate(target, "Tell me more.", config, max_new_tokens=24)
+    assert made.tokens == plain.tokens
+    assert made.stats.drafted > 0
     warm = launch("train", *overrides, "mask=layers:1", f"warm_start={tmp_path}/b", f"head={tmp_path}/w", cwd=tmp_path)
     assert warm.returncode == 0, warm.stderr
+
+
+def test_an_interrupted_training_of_bridges_tells_of_its_closed_form_all_the_same(
+    model: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: BridgeLearner) -> list[float]:
+        raise KeyboardInterrupt
+
+    overrides = _bridges(model, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(BridgeLearner, "judge", interrupted)  # what is fitted is kept by then
+        assert launch("train", *overrides, cwd=tmp_path).returncode == INTERRUPTED
+    (run,) = runs(sqlite(tmp_path), "training")
+    assert "fit_seconds" not in run.data.metrics
+    monkeypatch.setattr(Calibration, "fit", None)  # whoever fits again fails
+    done = launch("train", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = runs(sqlite(tmp_path), "training")
+    assert run.data.metrics["fit_seconds"] > 0
+    assert 0 <= run.data.metrics["agreement_closed_form"] <= 1
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from searches.shelf import BridgingSettings, Shelf
 from searches.standings import Standing
 from searches.tracking import Tracker
 from searches.trained import TrainedBridges
+from tests.searches.programs import runs, sqlite, tracked
 
 LINEAR = Makeup("linear")
 
@@ -149,6 +150,28 @@ def test_finalists_begin_as_their_nearest_neighbour(
     for mask in (masks[0], "attention:2"):  # what was trained before is not trained again, and is a neighbour
         grown.of(_bridged(again, mask))
     assert begun[len(masks) :] == ["layers:0"]
+
+
+def test_a_training_that_went_on_tells_of_its_closed_form(
+    in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: BridgeLearner) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("layerskip.bridge_fit.Fit.helps", True)
+    shelf = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
+    tracker = Tracker(None, tracked(tmp_path), "layerskip")
+    tracker.open_study("one", "one", {}, {})
+    config = _bridged(shelf, "layers:1")
+    with monkeypatch.context() as patched:
+        patched.setattr(BridgeLearner, "learn", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            TrainedBridges(shelf, tracker).of(config)
+    again = Shelf(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
+    assert TrainedBridges(again, tracker).of(config) is not None
+    (run,) = runs(sqlite(tmp_path), "training")
+    assert run.data.metrics["fit_seconds"] > 0
+    assert run.data.metrics["agreement_closed_form"] == 1.0
 
 
 def test_how_far_trained_bridges_draft_is_asked_once_more(
