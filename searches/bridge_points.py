@@ -33,7 +33,6 @@ from .bridging import BridgeLearner, calibrate, made_of, rates
 from .foresight import ScanSettings, cost_profile, make_scanner
 from .kept import Kept
 from .learner import TrainingFile
-from .neighbours import Neighbours
 from .oracle import Choices
 from .scan_oracle import ScanOracle
 from .short_skips import short_skips
@@ -71,7 +70,6 @@ class BridgePoints:
         like: Sequence[str],
     ) -> None:
         self.config, self.target = config, target
-        self._grown = Neighbours(target)
         self.shared: dict[str, float] = {}  # the seconds of what the outputs folder has for all programs, whoever made it
         self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # refuses now what cannot be trained
         outputs = Path(config.outputs)
@@ -112,7 +110,7 @@ class BridgePoints:
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
-            "recipe": 9,
+            "recipe": 8,
             "packed_weights": packs(target.model),
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling, like),
@@ -155,8 +153,6 @@ class BridgePoints:
             helps = kind == EMPTY or agreement > without
             if not helps:
                 print(f"{kind} for {mask.format()} drafts no better ({agreement:.2f}) than empty skips ({without:.2f})")
-            if kind == TRAINED and helps:
-                self._grown.add(self._shape(mask, kind), self._place(mask, kind))
             for row in kept["heads"]:
                 found.append(self._point(mask, kind, kept["fit"] | {"helps": helps}, row))
         return found
@@ -247,7 +243,6 @@ class BridgePoints:
                 TrainingFile(folder / "training.pt", identity),
                 lambda: self.calibration,
                 self._memory,
-                self._grown.nearest(shape),
             )
             learner.learn_all(self._tracker)
         return learner
