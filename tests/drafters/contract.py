@@ -218,7 +218,8 @@ class DrafterContract:
         """And drafts for each as if it were the first, unless it remembers: tokens alone would be right whatever it does."""
         target, stats = target_of("llama"), {}
         drafter = self.drafter(target)
-        assert (isinstance(drafter, Learner) and drafter.learns) == self.remembers  # measurements go by what it says
+        if self.remembers:  # else measurements would not warm it, nor let it forget
+            assert isinstance(drafter, Learner) and drafter.learns
         asked = list(zip(PROMPTS, itertools.cycle((1.5, 1.0)), strict=False))  # every other one is penalised
         for prompt, penalty in (*asked, *asked[::-1]):
             result = decode(target, drafter, prompt, Sampling(repetition_penalty=penalty), LENGTH)

@@ -182,9 +182,9 @@ def test_memory_is_what_a_drafter_holds_beside_the_target(record: dict) -> None:
     token = 2 * 4 * config["num_key_value_heads"] * config["head_dim"] * config["num_hidden_layers"]
     for name in ("draft_model", "lookup_then_model"):
         assert 100 * token < held[name] - held["transformers_assistant"] < 3000 * token
-    free = ("plain", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip", "loose", "export")
-    assert {held[name] for name in free} == {0}  # a self-draft shares weights and cache
-    assert held["cascade"] < 1000  # drafts that wait for the text to tell what they were worth
+    assert max(held[name] for name in ("plain", "layer_skip", "export")) < 1000  # a self-draft shares weights and cache
+    assert min(held[name] for name in ("prompt_lookup", "lookahead", "token_recycling", "cascade")) > 10_000  # their tables
+    assert held["retrieval"] > 5 * held["prompt_lookup"]  # which knows one text, not all of them
     assert {found["decoding_bytes"] for found in results.values()} == {None}
     assert f"| +{held['draft_model'] / 2**20:.0f} MB |" in record["printed"]
 

@@ -53,7 +53,7 @@ def test_its_run_says_so_too(study: optuna.Study, tmp_path: Path) -> None:
         tracker.record(trial)
     measured, run = sorted(runs(sqlite(tmp_path), "trial"), key=lambda run: run.data.tags["trial_number"])
     assert (run.data.tags["trial_state"], run.data.tags["reason"]) == ("PRUNED", REASON)
-    assert run.data.metrics.keys() == {PREDICTED, "seconds"}
+    assert run.data.metrics.keys() == {PREDICTED, "seconds", "drifted"}
     assert run.data.metrics[PREDICTED] == 0.5
     assert "reason" not in measured.data.tags and "speedup" in measured.data.metrics
 
