@@ -108,22 +108,33 @@ def held_bytes(thing: object, beside: Iterable[object] = ()) -> int:
 
 def _storages(thing: object) -> Iterator[tuple[int, int]]:
     """Address and bytes of every storage that can be reached; of a function only what it encloses."""
-    waiting: list[Any] = [thing]
-    seen: dict[int, Any] = {}
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen or isinstance(found, (type, ModuleType)):
-            continue
-        seen[id(found)] = found  # alive, so that no other object takes its id
+
+    def behind(found: Any) -> Iterable[Any]:
+        if isinstance(found, FunctionType):
+            return found.__closure__, found.__defaults__
+        return () if isinstance(found, Tensor) else filter(gc.is_tracked, gc.get_referents(found))
+
+    for found in _reached(thing, behind):
         if isinstance(found, Tensor) and found.layout != torch.strided:  # such as what oneDNN laid out: it has no storage
             yield id(found), found.nbytes
         elif isinstance(found, Tensor):
             storage = found.untyped_storage()
             yield storage.data_ptr(), storage.nbytes()
-        elif isinstance(found, FunctionType):
-            waiting += [found.__closure__, found.__defaults__]
-        else:
-            waiting += filter(gc.is_tracked, gc.get_referents(found))
+
+
+def _reached(
+    thing: object, behind: Callable[[Any], Iterable[Any]], leave: tuple[type, ...] = (), beside: Iterable[object] = ()
+) -> Iterator[Any]:
+    """All that can be reached from an object, each once, but through types, modules and what is left out."""
+    waiting: list[Any] = [thing]
+    seen: dict[int, Any] = {id(one): one for one in beside}
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(found, (type, ModuleType, *leave)):
+            continue
+        seen[id(found)] = found  # alive, so that no other object takes its id
+        yield found
+        waiting += behind(found)
 
 
 def table_bytes(thing: object, beside: Iterable[object] = ()) -> int:
@@ -133,17 +144,8 @@ def table_bytes(thing: object, beside: Iterable[object] = ()) -> int:
         thing: anything, such as a drafter; models in it, and what functions enclose, are left out.
         beside: what was there without it, which is left out, too.
     """
-    waiting: list[Any] = [thing]
-    seen: dict[int, Any] = {id(one): one for one in beside}
-    size = 0
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen or isinstance(found, (type, ModuleType, FunctionType, MethodType, Module, Tensor)):
-            continue
-        seen[id(found)] = found
-        size += sys.getsizeof(found)
-        waiting += gc.get_referents(found)
-    return size
+    leave = (FunctionType, MethodType, Module, Tensor)
+    return sum(map(sys.getsizeof, _reached(thing, gc.get_referents, leave, beside)))
 
 
 def total_bytes() -> int:

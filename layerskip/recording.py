@@ -13,14 +13,10 @@ they are. While a pass is recorded, no other thread may ask a device for anythin
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +24,9 @@ from torch import Tensor, nn
 from .cache import KVCache
 from .clock import now
 from .closeness import close
+from .graphs import Anew, Compute, Pass, Recorder
 from .memory import out_of_memory
 from .upload import upload
-
-Compute = Callable[..., tuple[Tensor, ...]]
-"""Inputs, tensors on the device, to what a pass says; all else that differs from pass to pass is read from the device."""
 
 _WIDEST = 64  # tokens of a recorded pass
 _STEP = 8  # tokens
@@ -63,10 +57,10 @@ class RecordedCache(KVCache):
         self.static_shapes = False
         self.device = device
         self._places: dict[int, Tensor] = {}  # the next ones, by how many; of one pass
-        self._moves: dict[int, _Pass] = {}  # by how many
+        self._moves: dict[int, Pass] = {}  # by how many
         self._records_moves = True
-        self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Pass]] = weakref.WeakKeyDictionary()
-        self._recorder = _Recorder(device) if device.type == "cuda" else None
+        self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Pass]] = weakref.WeakKeyDictionary()
+        self._recorder = Recorder(device) if device.type == "cuda" else None
 
     def records(self, model: nn.Module, width: int) -> bool:
         """Whether passes over so many tokens are recorded here, behind what is in the cache."""
@@ -104,7 +98,7 @@ class RecordedCache(KVCache):
         with self._static():
             return passes[key].replay(inputs, afresh)
 
-    def _made(self, model: nn.Module, inputs: Sequence[Tensor], compute: Compute) -> _Pass | None:
+    def _made(self, model: nn.Module, inputs: Sequence[Tensor], compute: Compute) -> Pass | None:
         """A recorded pass that says what an unrecorded one does, or None; the model is refused unless the next may do."""
         expected = compute(*inputs)
         if not all(bool(part.isfinite().all()) for part in expected):
@@ -147,7 +141,7 @@ class RecordedCache(KVCache):
         with self._static():
             move.replay((upload([*places, *stay[len(places) :]], self.device),), self._move)
 
-    def _recorded_move(self, stay: Sequence[int]) -> _Pass | None:
+    def _recorded_move(self, stay: Sequence[int]) -> Pass | None:
         """One of so many places; None where none could be recorded, now or before."""
         if self._records_moves and len(stay) not in self._moves:
             try:
@@ -166,8 +160,8 @@ class RecordedCache(KVCache):
             states.index_copy_(2, here, states.index_select(2, self._on_device() + places))
         return ()
 
-    def _make(self, inputs: Sequence[Tensor], compute: Compute) -> _Pass:
-        return _Anew() if self._recorder is None else self._recorder.record(inputs, compute)
+    def _make(self, inputs: Sequence[Tensor], compute: Compute) -> Pass:
+        return Anew() if self._recorder is None else self._recorder.record(inputs, compute)
 
     @torch.inference_mode()
     def clear(self) -> None:
@@ -196,89 +190,6 @@ class RecordedCache(KVCache):
             yield
         finally:
             self.static_shapes = False
-
-
-class _Pass(Protocol):
-    """A recorded pass."""
-
-    def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Run it on other inputs of the same shapes."""
-        ...
-
-    def blank(self) -> None:
-        """Forget what it said when it was recorded."""
-
-
-class _Anew:
-    """Where there are no graphs: the same shapes, computed each time."""
-
-    def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Run it."""
-        return compute(*inputs)
-
-    def blank(self) -> None:
-        """There is nothing."""
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """A CUDA graph.
-
-    Args:
-        graph: the kernels.
-        inputs: where it reads them.
-        found: where it writes what it says.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]
-    found: tuple[Tensor, ...]
-
-    def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Run it; what it says is copied, as the next replay writes there again."""
-        for place, part in zip(self.inputs, inputs, strict=True):
-            place.copy_(part)
-        self.graph.replay()
-        return tuple(part.clone() for part in self.found)
-
-    def blank(self) -> None:
-        """Nothing but the graph itself can say again what recording said."""
-        for part in self.found:
-            part.fill_(float("nan"))
-
-
-class _Recorder:
-    """Records passes on one GPU, in one pool of memory, one by one.
-
-    All recorders of a GPU share a stream, as torch keeps working memory of its libraries for every one that they ran on.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, _stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, inputs: Sequence[Tensor], compute: Compute) -> _Graph:
-        """A pass as a graph; a RuntimeError where it waits for the device, which no graph can."""
-        places = tuple(part.clone() for part in inputs)
-        waits = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a prototype, each time
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                compute(*places)
-            finally:
-                torch.cuda.set_sync_debug_mode(waits)
-        graph = torch.cuda.CUDAGraph()
-        # A graph that cannot be ended would leave its stream the current one.
-        here = torch.cuda.stream(torch.cuda.current_stream(self._device))
-        within = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), here, within:
-            found = compute(*places)
-        return _Graph(graph, places, found)
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

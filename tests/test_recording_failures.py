@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from layerskip.closeness import close
 from layerskip.forward import forward
-from layerskip.recording import RecordedCache, _Anew, _refused
+from layerskip.graphs import Anew
+from layerskip.recording import RecordedCache, _refused
 from layerskip.view import decoding_view
 from tests.device import DEVICE
 from tests.families import build
@@ -107,12 +108,12 @@ def test_one_pass_is_recorded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     at_work: list[int] = []
     most: list[int] = []
 
-    def slow(cache: RecordedCache, *_: object) -> _Anew:
+    def slow(cache: RecordedCache, *_: object) -> Anew:
         at_work.append(0)
         most.append(len(at_work))
         time.sleep(0.2)
         at_work.pop()
-        return _Anew()
+        return Anew()
 
     @torch.inference_mode()
     def record(cache: RecordedCache) -> None:
