@@ -107,16 +107,16 @@ class PromptSet:
         ordered = [item for group in self._by_category().values() for item in group]
         return PromptSet(tuple(ordered[::2]), f"{self.name}/tune"), PromptSet(tuple(ordered[1::2]), f"{self.name}/held-out")
 
-    def take(self, count: int | None, lot: int = 0) -> PromptSet:
+    def take(self, count: int | None, begin: int = 0) -> PromptSet:
         """At most ``count`` prompts, the categories in turn; all of them, in turn, where ``count`` is None.
 
         Args:
             count: how many.
-            lot: so many lots of as many are passed over first, round and round.
+            begin: so many are passed over first, round and round.
         """
         groups = list(self._by_category().values())
         turns = [group[turn] for turn in range(max(map(len, groups))) for group in groups if turn < len(group)]
-        begin = 0 if count is None else lot * count % len(turns)
+        begin %= len(turns)
         return PromptSet(tuple([*turns[begin:], *turns[:begin]][:count]), self.name)
 
     def _by_category(self) -> dict[str, list[PromptItem]]:

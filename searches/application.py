@@ -77,6 +77,16 @@ def check_number(name: str, value: object, most: float = math.inf, or_zero: bool
         raise InputError(f"{name}: {value!r} is {'neither 0 nor' if or_zero else 'not'} {wanted}")
 
 
+def check_share(name: str, value: object) -> None:
+    """Refuse what is neither a share, from 0 to 1, nor None.
+
+    Raises:
+        InputError: it is not.
+    """
+    if value is not None:
+        check_number(name, value, most=1, or_zero=True)
+
+
 def check_flag(name: str, value: object) -> None:
     """Refuse what is no truth value.
 

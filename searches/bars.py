@@ -35,6 +35,8 @@ class Count:
 
     def bar(self) -> str:
         """The bar, in words."""
+        if self.least is None and self.most is None:
+            return "none"
         return f"at least {self.least:.0%}" if self.least is not None else f"at most {self.most:.0%}"
 
 

@@ -28,7 +28,7 @@ from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.environment import machine
 from layerskip.files import digest, write_json
 
-from .application import NOT_SHOWN, InputError, check_number, check_seed, check_whole, run
+from .application import NOT_SHOWN, InputError, check_number, check_seed, check_share, check_whole, run
 from .bars import Count, table
 from .bench import BASELINE, Bench, ModelBench, Row
 from .finals import Finalist, measure_again
@@ -85,6 +85,8 @@ def _check(config: DictConfig) -> None:
     for name, (value, least) in sizes.items():
         check_whole(name, value, least)
     check_number("stalls", config.stalls, most=1, or_zero=True)
+    check_share("itself.most_winners", config.itself.most_winners)
+    check_share("coverage.least", config.coverage.least)
 
 
 def compare_with_itself(config: DictConfig) -> Count:

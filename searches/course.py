@@ -193,7 +193,7 @@ class PlantedCourse:
 
         def texts() -> SimulatedOracle:
             clock.spend(step * sum(landscape.work(item).tokens + 4 for item in scanned))  # prefill takes four steps
-            return SimulatedOracle(landscape, space, scanned, self._scanning.screened_rows, spend=clock.spend)
+            return SimulatedOracle(landscape, space, scanned, self._scanning, spend=clock.spend)
 
         def oracle() -> Oracle:
             clock.spend(step * _PROFILED_STEPS)

@@ -29,6 +29,7 @@ from .pace import moved
 from .standings import Standing, contenders, is_lossless
 
 _HELD_OUT_SEED = 1_000_003
+_KEPT = "finals-{}.jsonl"
 _BLOCK = 6  # prompts between two looks at who is behind
 _LOOKS = 1.25  # so many times the prompts of the last look are decoded before the next one
 _LEAVING = 0.999  # confidence at which a configuration leaves; well above the verdict's, as it is looked at again and again
@@ -133,7 +134,10 @@ def measure_finals(
     chosen = {str(i): standing for i, standing in enumerate([*contenders(study, settings.finalists), *also])}
     configs = {name: standing.config for name, standing in chosen.items()}
     before = {name: standing.speedup for name, standing in chosen.items()}
-    return compete(configs, before, bench, prompts, settings, seed, folder, on_prompt)[0]
+    found, _ = compete(configs, before, bench, prompts, settings, seed, folder, on_prompt)
+    # Other finalists, of fewer trials, were measured for the same study.
+    every = [] if folder is None else [seconds_of(Kept(path)) for path in folder.glob(_KEPT.format("*"))]
+    return replace(found, seconds=sum(every) or found.seconds)
 
 
 def compete(
@@ -166,7 +170,7 @@ def compete(
     """
     asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed, "rows and their seconds"]
     asked += [] if leaving else ["all to the end"]
-    kept = Kept(None if folder is None else folder / f"finals-{digest(asked)[:12]}.jsonl")
+    kept = Kept(None if folder is None else folder / _KEPT.format(digest(asked)[:12]))
     rows: list[Row] = []
     left, gone, looked = dict(configs), set[str](), 0
     for repeat in range(settings.held_out_repeats):

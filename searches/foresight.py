@@ -25,11 +25,12 @@ from layerskip.passages import OnUse, Passage, continue_prompts
 from layerskip.profiling import profile_costs
 from layerskip.scan import Scanner
 
-from .application import InputError, check_number, check_whole
+from .application import InputError, check_flag, check_list, check_number, check_whole
 from .oracle import Choices
 from .proposals import ProposalSettings
 from .scan_oracle import ScanOracle, masks_at_once
 from .space import SearchSpace
+from .turns import turn
 
 _CONTEXT_STEP = 64
 """Contexts are rounded to it, so that like prompt sets share a profile."""
@@ -71,8 +72,8 @@ class ScanSettings:
             if value is not None or name not in ("prompts", "max_rows"):
                 check_whole(f"scan.{name}", value)
         check_number("scan.profile_error", self.profile_error)
-        if not self.thresholds:
-            raise InputError("scan.thresholds: is empty")
+        check_flag("scan.enabled", self.enabled)
+        check_list("scan.thresholds", self.thresholds, or_empty=False)
         for value in self.thresholds:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise InputError(f"scan.thresholds: {value!r} is not a number from 0 to 1")
@@ -233,16 +234,25 @@ def cost_profile(
     }
     name = digest(asked)[:16]
     file = outputs / "profiles" / f"{name}.json"
-    if file.exists():
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        on_use(f"profile {name}", float(kept["seconds"]), 0.0)
-        return CostProfile.from_dict(kept["profile"])
-    start = time.monotonic()
-    with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
-        profile = profile_costs(
-            target, context, longest, sampling, repeats, error, on_repeat=bar.update, bridged=bridged, branching=branching
-        )
-    seconds = time.monotonic() - start
-    write_json(file, {"asked": asked, "profile": profile.to_dict(), "seconds": seconds})
+    with turn(file):  # two at once would time each other
+        if file.exists():
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            on_use(f"profile {name}", float(kept["seconds"]), 0.0)
+            return CostProfile.from_dict(kept["profile"])
+        start = time.monotonic()
+        with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
+            profile = profile_costs(
+                target,
+                context,
+                longest,
+                sampling,
+                repeats,
+                error,
+                on_repeat=bar.update,
+                bridged=bridged,
+                branching=branching,
+            )
+        seconds = time.monotonic() - start
+        write_json(file, {"asked": asked, "profile": profile.to_dict(), "seconds": seconds})
     on_use(f"profile {name}", seconds, seconds)
     return profile

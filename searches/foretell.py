@@ -30,7 +30,7 @@ from .agreement import SCANNED, SCHEMA, agreement, draw, scan_cost, together
 from .application import NOT_SHOWN, InputError, check_list, check_number, check_seed, check_whole, run
 from .bench import BASELINE, ModelBench
 from .foresight import ScanSettings, foresee
-from .heading import heading
+from .heading import heading, sources
 from .kept import Kept
 from .mask_search import flip, published_masks
 from .mask_search import run as contiguous
@@ -69,7 +69,7 @@ def foretell(config: DictConfig) -> dict[str, Any]:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     asked = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target)]
-    asked.append("speedup over two readings, rounds, seconds")  # what is kept; earlier versions kept less
+    asked += sources()
     measured = Kept(folder / f"measured-{digest(asked)[:12]}.jsonl")
     points = []
     masks = _masks(oracle, space, config.masks, config.seed)

@@ -40,8 +40,8 @@ class Kept:
         """Keep a value under a new name; one that is not lasting for the time of this process alone."""
         if self._path is not None and lasting:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([name, value]) + "\n")
+            with self._path.open("ab", buffering=0) as file:  # at once: another process may write a line of its own
+                file.write(f"{json.dumps([name, value])}\n".encode())
         self._values[name] = value
 
 

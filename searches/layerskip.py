@@ -121,7 +121,7 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
     bench = ModelBench(plan.target, plan.sampling, measuring.max_new_tokens)
     prior = None if oracle is None else Prior(oracle, bridged)
     with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
-        objective = Objective(bench, plan.space, tune, measuring, plan.seed, bar.refresh, prior)
+        objective = Objective(bench, plan.space, tune, measuring, plan.seed, bar.refresh, prior, _begin(plan))
 
         def on_trial(trial: optuna.trial.FrozenTrial) -> None:
             tracker.record(trial)
@@ -166,7 +166,7 @@ def _foresee(plan: Plan, tune: PromptSet, folder: Path, on_use: OnUse) -> ScanOr
     scanning, measuring = plan.scanning, plan.measuring
     if not scanning.enabled or "layer_skip" not in plan.space.arms:
         return None
-    prompts = tune.take(scanning.prompts, lot=plan.seed)  # another seed should see other texts
+    prompts = tune.take(scanning.prompts, _begin(plan))
     oracle = foresee(
         plan.target,
         prompts,
@@ -182,6 +182,11 @@ def _foresee(plan: Plan, tune: PromptSet, folder: Path, on_use: OnUse) -> ScanOr
     if oracle is None:
         print("scan: every trial is run")
     return oracle
+
+
+def _begin(plan: Plan) -> int:
+    """Place of the first tune prompt of scans and trials: another seed searches on others, whether it agrees or not."""
+    return plan.seed * (plan.measuring.prompts or 0)
 
 
 def _bridged(oracle: ScanOracle | None, plan: Plan) -> list[ScanOracle]:

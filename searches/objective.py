@@ -28,8 +28,8 @@ from .standings import FINISHED, Standing, ranking, standings
 
 DRIFTED = "drifted"
 """How many prompts of a trial were measured again because the machine's pace had moved."""
-FORETELLING = "foretelling_seconds"
-"""Of a trial's seconds, those that were spent on foretelling it."""
+MEASURING = "measuring_seconds"
+"""Of a trial's seconds, those of decoding: neither of fitting or timing what it is made of, nor of foretelling it."""
 OUT_OF_MEMORY = "out of memory"
 
 _CANDIDATE = "candidate"
@@ -94,6 +94,7 @@ class Objective:
         seed: of orders and draws.
         on_prompt: called after every prompt, for a progress bar.
         prior: says which suggestions are not worth running; None runs all.
+        begin: place of the first prompt that trials take, so that another seed's may take others.
     """
 
     def __init__(
@@ -105,12 +106,14 @@ class Objective:
         seed: int,
         on_prompt: Callable[[], None] = lambda: None,
         prior: Prior | None = None,
+        begin: int = 0,
     ) -> None:
         self.prior = prior
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
-        self._first_ids = frozenset(item.id for item in prompts.take(settings.prompts))
-        measured = self._first_ids.union(item.id for item in prompts.take(settings.survivor_prompts))
+        self._first, self._survivors = (prompts.take(some, begin) for some in (settings.prompts, settings.survivor_prompts))
+        self._first_ids = frozenset(item.id for item in self._first)
+        measured = self._first_ids.union(item.id for item in self._survivors)
         others = [item for item in prompts.take(None) if item.id not in measured]
         self._warming = PromptSet(tuple(others[: settings.warming]))
 
@@ -132,15 +135,13 @@ class Objective:
             self._record(trial, config, nothing, _KNOWN, time.monotonic() - start)
             return known.speedup_on(self._first_ids)
         measured = known is not None and known.seconds  # one that was ruled out before is judged again
-        asked = time.monotonic()
         judgement = None if measured else self._judge(trial.study, config)
-        trial.set_user_attr(FORETELLING, time.monotonic() - asked)
         if judgement is not None:
             trial.set_user_attr(PREDICTED, judgement.predicted)
             if judgement.hopeless:
                 self._record(trial, config, nothing, judgement.reason(), time.monotonic() - start)
                 raise optuna.TrialPruned(judgement.reason())
-        reason = None
+        reason, begun = None, time.monotonic()
         try:
             reason = self._measure(trial, config, rows)
         except (MemoryError, RuntimeError) as error:
@@ -149,6 +150,7 @@ class Objective:
             reason = OUT_OF_MEMORY
         if reason == OUT_OF_MEMORY:
             release()  # not before here: the handled error would still hold what it failed on
+        trial.set_user_attr(MEASURING, time.monotonic() - begun)
         measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
         self._record(trial, config, measurement, reason, time.monotonic() - start)
         if reason is not None:
@@ -177,12 +179,11 @@ class Objective:
     def _measure(self, trial: optuna.Trial, config: SpeculativeConfig, rows: list[dict[str, Sample]]) -> str | None:
         """Race: a few prompts first; more of them, and all again, for who is level with the best."""
         settings, few = self.settings, len(self._first_ids)
-        first = self.prompts.take(settings.prompts)
-        more = [item for item in self.prompts.take(settings.survivor_prompts) if item.id not in self._first_ids]
+        more = [item for item in self._survivors if item.id not in self._first_ids]
         survives = config.kind != "none"  # plain decoding is measured beside every other trial
         if not survives:
             more = []
-        prompts = every = PromptSet((*first, *more))
+        prompts = every = PromptSet((*self._first, *more))
         again: set[int] = set()  # places of rows that were measured twice
         for repeat in range(settings.repeats + settings.survivor_repeats):
             if repeat >= settings.repeats and not (survives and self._is_level(trial.study, config, rows)):

@@ -15,7 +15,7 @@ from optuna.storages import InMemoryStorage
 
 from layerskip import SpeculativeConfig
 
-from .application import check_whole
+from .application import check_share, check_whole
 from .bars import Count
 from .finals import measure_finals
 from .foresight import ScanSettings
@@ -52,12 +52,14 @@ class PlantedSettings:
     close: int = 0
     layers: int = 16
     prompts: int = 48
-    least_hits: float = 0.95
-    most_lost: float = 0.05
+    least_hits: float | None = 0.95
+    most_lost: float | None = 0.05
 
     def __post_init__(self) -> None:
         for name, least in (("seeds", 0), ("hopeless", 0), ("close", 0), ("layers", 6), ("prompts", 10)):
             check_whole(f"planted.{name}", getattr(self, name), least)
+        for name in ("least_hits", "most_lost"):
+            check_share(f"planted.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def find_planted(seed: int, prospect: Prospect, settings: PlantedSettings, searc
     space, measuring = search.space(settings.layers), search.measure
     tune, held_out = draw_prompts(settings.prompts, seed).split()
     bench = SimulatedBench(landscape, Machine(seed))
-    oracle = SimulatedOracle(landscape, space, tune.take(search.scan.prompts), search.scan.screened_rows)
+    oracle = SimulatedOracle(landscape, space, tune.take(search.scan.prompts), search.scan)
     study = open_study(f"planted-{seed}", InMemoryStorage(), search.pruner, {})
     study.sampler = search.sampler(seed)
     starts = starting_points(space, propose_all(oracle, space, search.scan.proposals))

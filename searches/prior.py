@@ -68,7 +68,8 @@ class Prior:
     def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement | None:
         """Bound a suggestion; None where nothing is foretold of its drafter.
 
-        Prompts differ more than configurations do, so what is foretold is compared with what was measured on the same ones.
+        Prompts differ more than configurations do, so what is foretold is compared with what was measured on the same ones,
+        as far as trials decode them.
 
         Args:
             study: its finished trials tell how far foretelling was off, and what is to be beaten.
@@ -98,14 +99,16 @@ class Prior:
 
 
 def calibrated_error(trials: Iterable[FrozenTrial], prompts: Collection[str], kind: str) -> float:
-    """How far, in log speedup, a measured configuration may lie above what was foretold of it, on the same prompts.
+    """How far, in log speedup, a measured configuration may lie above what was foretold of it, on the same prompts; one
+    that decoded none of them tells nothing.
 
     What is known of other kinds does not count: a prompt lookup's rounds are known without a scan, and it runs no model.
     """
     trials = list(trials)
     foretold = {configuration(trial): trial.user_attrs[PREDICTED] for trial in trials if trial.user_attrs.get(PREDICTED)}
     measured, alike = standings(trials), [config for config in foretold if config.kind == kind]
-    errors = [math.log(measured[config].speedup_on(prompts) / foretold[config]) for config in alike]
+    decoded = [config for config in alike if measured[config].seconds.keys() & prompts]
+    errors = [math.log(measured[config].speedup_on(prompts) / foretold[config]) for config in decoded]
     if len(errors) < _LEAST_CONFIGURATIONS:
         return _FIRST_ERROR
     return max(_LEAST_ERROR, float(np.mean(errors) + _DEVIATIONS * np.std(errors, ddof=1)))

@@ -16,11 +16,11 @@ from layerskip import SpeculativeConfig
 from .agreement import SCANNED
 from .finals import Finalist, Finals
 from .ledger import FITS, KEPT_SECONDS, SHARED, seconds_of
-from .objective import DRIFTED, FORETELLING, OUT_OF_MEMORY
+from .objective import DRIFTED, MEASURING, OUT_OF_MEMORY
 from .prior import HOPELESS
 from .stability import SeedStability, Stability
 from .standings import configuration, is_lossless
-from .study import FORESIGHT_SECONDS, finished
+from .study import BETWEEN, FORESIGHT_SECONDS, finished
 
 matplotlib.use("Agg")
 
@@ -51,7 +51,7 @@ def summary(
             "",
         ]
     whole = _measured(trials)
-    took = [trial.user_attrs["seconds"] - trial.user_attrs.get(FORETELLING, 0.0) for trial in whole]
+    took = [trial.user_attrs.get(MEASURING, trial.user_attrs["seconds"]) for trial in whole]
     if scan_seconds is not None and took:
         cost = SCANNED * scan_seconds / statistics.fmean(took)
         lines += [f"Scanning a mask took {scan_seconds:.1f} seconds: {SCANNED} cost as much as {cost:.1f} whole trials.", ""]
@@ -91,9 +91,9 @@ def _measured(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 
 def search_seconds(study: optuna.Study, finals: Finals) -> float:
     """What the search took: foretelling before it, all that was fitted and written for it, here or before, its trials,
-    interrupted ones included, and measuring its finalists."""
+    interrupted ones included, what Optuna and MLflow took between them, and measuring its finalists."""
     spent = [trial.user_attrs for trial in study.get_trials(deepcopy=False)]
-    trials = sum(each.get("seconds", 0.0) - each.get(KEPT_SECONDS, 0.0) for each in spent)
+    trials = sum(each.get("seconds", 0.0) + each.get(BETWEEN, 0.0) - each.get(KEPT_SECONDS, 0.0) for each in spent)
     kept = sum(sum(seconds_of(study, kind).values()) for kind in (FITS, SHARED))
     return float(study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + kept + trials + finals.seconds)
 

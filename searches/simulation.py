@@ -32,6 +32,7 @@ from .works import Work
 
 _MEMORY = 2**30
 _STALL = 1.8
+_SCANNING = ScanSettings()
 _SCREENED_STEPS, _SCANNED_STEPS = 10, 30
 """What asking about a mask's first drafted token takes in steps of plain decoding, and scanning it whole on four prompts."""
 
@@ -175,9 +176,9 @@ class SimulatedOracle:
 
     Args:
         landscape: the truth.
-        space: the draft lengths to choose from, and the kinds of stop rules, tried with the thresholds that scans try.
+        space: the draft lengths to choose from, and the kinds of stop rules.
         prompts: whose rounds are replayed; the truth about them is not the truth about all.
-        positions: of their texts, from which the first question about a mask is answered.
+        settings: the thresholds, and how many positions the first question about a mask is answered from.
         error: standard deviation of a prediction's error, on a log scale; masks err alike as far as they skip alike.
         bias: mean of the error of every mask that skips anything, on the same scale.
         spend: told how many seconds each question would have taken.
@@ -188,19 +189,19 @@ class SimulatedOracle:
         landscape: Landscape,
         space: SearchSpace,
         prompts: PromptSet,
-        positions: int = ScanSettings().screened_rows,
+        settings: ScanSettings = _SCANNING,
         error: float = 0.02,
         bias: float = 0.02,
         spend: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._landscape, self._error, self._bias, self._spend = landscape, error, bias, spend
         self._works = [(item, landscape.work(item)) for item in prompts]
-        settings = ScanSettings()
         self._choices = Choices((space.skip_length[0], space.skip_length[1]), scanned_stops(space, settings.thresholds))
         self._misjudged = np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))
         luck = [(_draws(landscape.seed, item.id, work.tokens)[:2], work.difficulty) for item, work in self._works]
         every = np.concatenate([np.vstack((draws, np.full(draws.shape[1], hard))) for draws, hard in luck], axis=1)
-        self._positions = every[:, np.linspace(0, every.shape[1] - 1, positions).round().astype(int)]
+        places = np.linspace(0, every.shape[1] - 1, settings.screened_rows).round().astype(int)
+        self._positions = every[:, places]
 
     @property
     def layers(self) -> int:

@@ -137,6 +137,7 @@ def _compare(one: Standing, other: Standing) -> int:
 
 
 def incumbent(study: optuna.Study, prompts: Collection[str] | None = None) -> float:
-    """The speedup to beat: the leader's, on some prompts or on all of its own, and plain decoding's at least."""
+    """The speedup to beat: the leader's, on those of some prompts that it decoded, if any, or on all of its own, and plain
+    decoding's at least."""
     leaders = ranking(study)[:1]
-    return max([1.0, *(s.speedup if prompts is None else s.speedup_on(prompts) for s in leaders)])
+    return max([1.0, *(s.speedup_on(s.seconds.keys() & (prompts or ()) or s.seconds) for s in leaders)])

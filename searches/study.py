@@ -35,6 +35,8 @@ from .space import SearchSpace
 from .standings import FINISHED, ranking
 
 FORESIGHT_SECONDS = "foresight_seconds"
+BETWEEN = "between_seconds"
+"""Of a trial: what Optuna, MLflow and Hydra took before it, from the end of the one before."""
 SETTINGS = "settings"
 _ID = "id"
 
@@ -220,7 +222,7 @@ def run_trials(
     Raises:
         KeyboardInterrupt: the trial at work is set aside, for :func:`prepare` to queue again; everything before is kept.
     """
-    start = time.monotonic()
+    start = ended = time.monotonic()
     coming = iter(starts)
     tell = undisturbed()(study.tell)
     while len(finished(study)) < settings.n_trials:
@@ -231,11 +233,13 @@ def run_trials(
             while not _waiting(study) and (config := next(coming, None)) is not None:
                 study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
             trial = study.ask()
-        begun = time.monotonic()
+            begun = time.monotonic()
+            trial.set_user_attr(BETWEEN, begun - ended)
         try:
             with noted(trial, ledgers):
                 value = objective(trial)
         except optuna.TrialPruned:
+            ended = time.monotonic()
             done = tell(trial, state=TrialState.PRUNED)
         except BaseException:
             with undisturbed():
@@ -243,6 +247,7 @@ def run_trials(
                 study.tell(trial, state=TrialState.FAIL)
             raise
         else:
+            ended = time.monotonic()
             done = tell(trial, value)
         on_trial(done)
 

@@ -151,8 +151,8 @@ def test_a_few_prompts_are_taken_from_every_category() -> None:
     assert len({item.category for item in packaged.take(4)}) == 4
     assert _ids(packaged.take(5)) == _ids(packaged.take(30))[:5]
     assert _ids(packaged.take(None)) == _ids(packaged.take(1000))
-    assert _ids(packaged.take(5, lot=1)) == _ids(packaged.take(10))[5:]
-    assert _ids(packaged.take(20, lot=2)) == _ids(packaged.take(None))[40:] + _ids(packaged.take(12))
+    assert _ids(packaged.take(5, 5)) == _ids(packaged.take(10))[5:]
+    assert _ids(packaged.take(20, 40)) == _ids(packaged.take(None))[40:] + _ids(packaged.take(12))
     assert sorted(_ids(packaged.take(1000))) == sorted(_ids(packaged))
     halves = packaged.split()
     assert all(len({item.category for item in half.take(None).items[:6]}) == 6 for half in halves)

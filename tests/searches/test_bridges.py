@@ -220,6 +220,9 @@ def test_without_memory_to_scan_it_ends_in_one_line(
         ("trained.rank=9999", "trained.rank"),
         ("trained.width=0", "trained.width"),
         ("scan.profile_error=-1", "scan.profile_error"),
+        ("scan.thresholds=0.5", "scan.thresholds"),
+        ("scan.thresholds=[]", "scan.thresholds"),
+        ("scan.enabled=often", "scan.enabled"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_written(

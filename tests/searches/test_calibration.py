@@ -128,6 +128,10 @@ def test_searches_are_kept_until_the_program_changes(tmp_path: Path, monkeypatch
         ("itself.comparisons=0", "itself.comparisons"),
         ("coverage.prompts=[12,x]", "coverage.prompts"),
         ("planted.layers=2", "planted.layers"),
+        ("planted.least_hits=all", "planted.least_hits"),
+        ("planted.most_lost=2", "planted.most_lost"),
+        ("itself.most_winners=few", "itself.most_winners"),
+        ("coverage.least=-1", "coverage.least"),
         ("seed=-1", "seed"),
     ],
 )
@@ -146,3 +150,4 @@ def test_a_bar_is_met_or_not() -> None:
     assert Count("", 1, 20, most=0.05).passed
     assert not Count("", 2, 20, most=0.05).passed
     assert "| 5.0% | at most 1% | MISSED |" in table([Count("x", 1, 20, most=0.01)])
+    assert "| 5.0% | none | met |" in table([Count("x", 1, 20)])

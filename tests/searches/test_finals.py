@@ -35,6 +35,17 @@ def test_who_is_behind_leaves_and_a_tie_goes_to_the_simpler() -> None:
     assert [finalist.config for finalist in finals.finalists if not finalist.stayed] == [slow]
 
 
+@pytest.mark.usefixtures("a_second_a_row")
+def test_finals_of_fewer_trials_were_spent_too(tmp_path: Path) -> None:
+    first, second = lookup(4), lookup(6)
+    bench = Known({first: 1.5, second: 1.5})
+    study, settings = run_known(bench, first), MeasureSettings(finalists=2)
+    assert measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path).seconds == 24
+    study = run_known(bench, first, second)
+    assert [measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path).seconds for _ in range(2)] == [48, 48]
+    assert measure_finals(study, bench, HELD_OUT, settings, 0).seconds == 24
+
+
 def test_what_seems_a_tenth_slower_does_not_tie_though_prompts_cannot_tell() -> None:
     """Where the complex one is faster by a factor on some prompts, and slower on the others."""
     simple, complex_ = lookup(4), lookup(8)

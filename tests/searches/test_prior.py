@@ -110,3 +110,18 @@ def test_the_bound_widens_with_how_far_foretelling_was_off() -> None:
     lookups = [_trial(SpeculativeConfig("prompt_lookup", 1 + i), 1.0, 1.0) for i in range(8)]
     assert calibrated_error(lookups, "x", "prompt_lookup") == pytest.approx(0.03)
     assert calibrated_error(lookups, "x", "layer_skip") == pytest.approx(0.15)  # lookups tell nothing of masks
+
+
+def test_what_was_decoded_on_none_of_the_foretold_prompts_tells_nothing_of_them() -> None:
+    oracle, study = Landscape(0), optuna.create_study(direction="maximize")
+    for length in range(1, 9):
+        study.add_trial(_on_others(_trial(SpeculativeConfig("layer_skip", length), 1.1, 0.9)))
+    judgement = Prior(oracle).judge(study, SpeculativeConfig("layer_skip", 4, mask="attention:0-7"))
+    assert judgement is not None and judgement.to_beat == pytest.approx(1.1)
+    assert judgement.predicted is not None
+    assert judgement.bound == pytest.approx(judgement.predicted * math.exp(0.15))
+
+
+def _on_others(trial: optuna.trial.FrozenTrial) -> optuna.trial.FrozenTrial:
+    trial.user_attrs["table"]["prompt_id"] = ["y"]
+    return trial

@@ -147,6 +147,27 @@ def test_seconds_of_an_interrupted_trial_count() -> None:
     assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.1
 
 
+def test_what_a_sampler_thinks_counts() -> None:
+    class Thinker(optuna.samplers.RandomSampler):
+        def infer_relative_search_space(self, *_: Any) -> dict[str, Any]:
+            time.sleep(0.05)
+            return {}
+
+    study = optuna.create_study(direction="maximize", sampler=Thinker(0), pruner=optuna.pruners.NopPruner())
+    objective = Objective(Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=2), lambda trial: time.sleep(0.05))  # MLflow's turn
+    assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.15
+
+
+def test_trials_begin_with_the_prompt_that_they_are_told() -> None:
+    bench, fast = Known({lookup(4): 1.5}), lookup(4)
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(bench, SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=1, begin=3)
+    run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [fast])
+    turns = [item.id for item in PROMPTS.take(None)]
+    assert [prompt for _, prompt in bench.asked] == turns[3:]  # the first three, and as a survivor two more
+
+
 def test_the_leader_is_measured_again_before_all_starting_points_are_tried() -> None:
     fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
     bench = Known({fast: 1.5})

@@ -11,7 +11,7 @@ from optuna.trial import create_trial
 from layerskip import PromptSet
 from searches import report
 from searches.finals import measure_finals
-from searches.objective import FORETELLING, MeasureSettings
+from searches.objective import MEASURING, MeasureSettings
 from searches.stability import SeedStability, Stability
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
 
@@ -59,6 +59,6 @@ def test_the_report_leaves_out_trials_that_had_nothing_left_to_measure() -> None
 def test_what_trials_spent_on_scans_makes_scans_no_cheaper() -> None:
     told = run_known(Known({lookup(4): 1.5}), lookup(4)).trials[0]
     study = optuna.create_study(direction="maximize")
-    attrs = told.user_attrs | {"seconds": 10.0, FORETELLING: 6.0}
+    attrs = told.user_attrs | {"seconds": 10.0, MEASURING: 4.0}
     study.add_trial(create_trial(value=1.5, params=told.params, distributions=told.distributions, user_attrs=attrs))
     assert "took 0.5 seconds: 64 cost as much as 8.0 whole trials" in report.summary(study, None, scan_seconds=0.5)

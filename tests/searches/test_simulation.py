@@ -8,6 +8,7 @@ from scipy.stats import ttest_1samp
 
 from layerskip import Measurement, SkipMask, SpeculativeConfig, StopRule
 from searches.bench import BASELINE, Bench
+from searches.foresight import ScanSettings
 from searches.landscape import Landscape
 from searches.oracle import Oracle
 from searches.simulation import Machine, SimulatedBench, SimulatedOracle
@@ -124,8 +125,10 @@ def test_agreements_are_counted_on_few_positions() -> None:
     masks = [SkipMask.parse(f"layers:2-{last}", 16) for last in range(3, 10)]
     truth = [LANDSCAPE.agreement(mask) for mask in masks]
     many, few = (
-        SimulatedOracle(LANDSCAPE, SearchSpace(layers=16), draw_prompts(prompts, 4), positions).agreements(masks)
-        for prompts, positions in ((2000, 50_000), (24, 128))
+        SimulatedOracle(
+            LANDSCAPE, SearchSpace(layers=16), draw_prompts(prompts, 4), ScanSettings(screened_rows=rows)
+        ).agreements(masks)
+        for prompts, rows in ((2000, 50_000), (24, 128))
     )
     assert many == pytest.approx(truth, abs=0.01)
     assert all(round(share * 128, 6).is_integer() for share in few)

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -16,6 +17,7 @@ from mlflow.tracking import MlflowClient
 from optuna.trial import TrialState
 
 import layerskip
+from layerskip import PromptSet, Target
 from tests.device import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import (
@@ -223,6 +225,30 @@ def test_a_multirun_makes_a_study_and_a_run_for_each_job(tiny_folder: Path, tmp_
     studies = runs(sqlite(outputs), "study")
     assert len({run.data.tags["study"] for run in studies}) == 4
     assert all((outputs / run.data.tags["study"] / "best.json").exists() for run in studies)
+
+
+def test_another_seed_searches_on_other_prompts_and_scans_them(
+    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, scanned = [], []
+
+    def foresee(target: Target, prompts: PromptSet, *rest: Any) -> None:
+        scanned.append({item.id for item in prompts})
+
+    monkeypatch.setattr("searches.foresight.foresee", foresee)
+    for seed in (0, 1):
+        outputs = tmp_path / str(seed)
+        kept = "space.kinds=[none,layer_skip]", "scan=default", "scan.prompts=2"
+        done = launch(
+            "layerskip",
+            *quick(tiny_folder, outputs, "study.n_trials=1", f"seed={seed}", "study.name=it", *kept),
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        (trial,) = journal_study(outputs, "it").trials
+        decoded.append(set(trial.user_attrs["table"]["prompt_id"]))
+        assert scanned[seed] <= decoded[seed]
+    assert not decoded[0] & decoded[1]
 
 
 def test_two_processes_do_not_share_a_study_folder(done: Path, tiny_folder: Path) -> None:
