@@ -16,8 +16,9 @@ from .draft import Draft
 from .drafters.base import Context, Drafter, Reader, Said
 from .features import NOTHING, Features
 from .forward import forward
-from .lending import lend_cache, return_cache
+from .lending import lend_cache, one_at_a_time, return_cache
 from .lossy import accept_lossy
+from .positions import check_edges
 from .prefill import Prefill
 from .rules import EXACT, AcceptRule
 from .sampling import Chooser, Sampling
@@ -80,6 +81,7 @@ def decode(
 
     Raises:
         ValueError: the prompt is empty, the prefill is of one of another length, or ``max_new_tokens`` is below 1.
+        UnsupportedModel: the model's positions turn otherwise from some token on that the text may come to.
     """
     if not prompt:
         raise ValueError("prompt: is empty")
@@ -87,14 +89,16 @@ def decode(
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
     if prefill is not None and prefill.cache.length != len(prompt):
         raise ValueError(f"prefill: is of {prefill.cache.length} tokens, the prompt has {len(prompt)}")
+    check_edges(target.model, len(prompt), len(prompt) + max_new_tokens)
     chooser = Chooser(sampling, target.vocabulary, target.device, seed)
     ending = _Ending(target.eos_ids if eos_ids is None else eos_ids, len(prompt) + max_new_tokens, stops)
     room = ending.length + drafter.tree_tokens
-    cache = lend_cache(target.model, target.layers, room, target.device, static_shapes)
-    try:
-        return _continue(target, drafter, prompt, cache, chooser, ending, callback, on_prefill, accept, prefill)
-    finally:  # whatever a callback raised, the records are as good as before
-        return_cache(target.model, cache)
+    with one_at_a_time(target.model):
+        cache = lend_cache(target.model, target.layers, room, target.device, static_shapes)
+        try:
+            return _continue(target, drafter, prompt, cache, chooser, ending, callback, on_prefill, accept, prefill)
+        finally:  # whatever a callback raised, the records are as good as before
+            return_cache(target.model, cache)
 
 
 def _continue(

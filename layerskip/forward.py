@@ -17,8 +17,6 @@ from transformers import Cache, PreTrainedModel
 from .features import NOTHING, Features
 from .recording import RecordedCache
 
-_OFFSET = 2  # rows that some families, OPT's for one, have before that of their first position
-
 
 def forward(
     model: nn.Module,
@@ -82,15 +80,6 @@ def _pass(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: 
 def readable(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Tokens ``[n]`` as a draft model can read them: a tokenizer may know more than a model has embeddings for."""
     return tokens.clamp_max(model.get_input_embeddings().weight.size(0) - 1)  # type: ignore[operator]
-
-
-def most_positions(model: PreTrainedModel) -> int | None:
-    """How many positions a model has learnt embeddings for; None where it computes them, however many there are."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    words = model.get_input_embeddings()
-    rows = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding) and part is not words]
-    learnt = limit is not None and any(limit <= count <= limit + _OFFSET for count in rows)
-    return limit if learnt else None
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,17 +28,19 @@ from .config import SpeculativeConfig
 from .decode import decode
 from .drafters.base import Drafter
 from .drafters.build import build_drafter
+from .lending import one_at_a_time
 from .sampling import Sampling
 from .target import Target
 
 _READERS: dict[type, tuple[str, str]] = {
+    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
     TopKLogitsWarper: ("top_k", "top_k"),
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
-    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
 }
-"""Per logits processor: our field, and its attribute."""
+"""Per logits processor, in the order in which they apply: our field, and its attribute."""
+_CUTS = (TopPLogitsWarper, MinPLogitsWarper)
 
 _UNDERSTOOD = ("attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "cache_position")
 """What ``generate`` may hand on beside the tokens; everything else would change the output unseen."""
@@ -64,7 +67,7 @@ def custom_generate(
         The method. It raises ValueError, naming what it is, for what speculative decoding here does not do: batches,
         padding, beams, and logits processors beyond temperature, top-k, top-p, min-p and repetition penalty.
     """
-    known: weakref.WeakKeyDictionary[PreTrainedModel, Drafter] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Drafter]] = weakref.WeakKeyDictionary()
 
     def method(
         model: PreTrainedModel,
@@ -77,20 +80,22 @@ def custom_generate(
     ) -> Tensor | GenerateDecoderOnlyOutput:
         _refuse(input_ids, generation_config, model_kwargs)
         target = Target(model, tokenizer)
-        if model not in known:
-            if check is not None:
-                check(target)
-            known[model] = build_drafter(config, target)
-        drafter = known[model]
+        place = model.device, model.dtype
+        with one_at_a_time(model):
+            if model not in known or known[model][0] != place:
+                if check is not None:
+                    check(target)
+                known[model] = place, build_drafter(config, target)
+        _, drafter = known[model]
         continuation = decode(
             target,
             drafter,
             input_ids[0].tolist(),
             _sampling(logits_processor, bool(generation_config.do_sample)),
-            generation_config.max_length - input_ids.shape[1],
+            max(1, _length(stopping_criteria, generation_config.max_length) - input_ids.shape[1]),
             stops=_stops(stopping_criteria, input_ids.device),
             callback=callback,
-            eos_ids=_eos_ids(generation_config),
+            eos_ids=_eos_ids(stopping_criteria),
             accept=config.accept,
         )
         new: Any = torch.tensor([continuation.tokens], dtype=input_ids.dtype, device=input_ids.device)
@@ -126,10 +131,16 @@ def _refuse(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs
 
 def _sampling(processors: LogitsProcessorList, sampled: bool) -> Sampling:
     fields: dict[str, Any] = {"temperature": 1.0 if sampled else 0.0}
+    before = -1
     for processor in processors:
-        if type(processor) not in _READERS or getattr(processor, "prompt_ignore_length", None):
-            raise ValueError(f"logits_processor: {type(processor).__name__} is not one that drafting can follow")
-        name, attribute = _READERS[type(processor)]
+        kind = type(processor)
+        if kind not in _READERS or getattr(processor, "prompt_ignore_length", None):
+            raise ValueError(f"logits_processor: {kind.__name__} is not one that drafting can follow")
+        if kind in _CUTS and (processor.min_tokens_to_keep, processor.filter_value) != (1, -math.inf):
+            raise ValueError(f"logits_processor: {kind.__name__} with other settings than how much it keeps")
+        if (turn := list(_READERS).index(kind)) <= before:
+            raise ValueError(f"logits_processor: {kind.__name__} comes twice, or in another order than generate's own")
+        before, (name, attribute) = turn, _READERS[kind]
         if sampled or name == "repetition_penalty":
             fields[name] = getattr(processor, attribute)
     return Sampling(**fields)
@@ -137,7 +148,7 @@ def _sampling(processors: LogitsProcessorList, sampled: bool) -> Sampling:
 
 def _stops(criteria: StoppingCriteriaList, device: torch.device) -> Callable[[list[int]], bool] | None:
     """The criteria that the loop does not know itself; it knows lengths and ends of sequence."""
-    others = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+    others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     if not others:
         return None
 
@@ -148,6 +159,10 @@ def _stops(criteria: StoppingCriteriaList, device: torch.device) -> Callable[[li
     return stops
 
 
-def _eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
-    ids = generation_config.eos_token_id
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+def _length(criteria: StoppingCriteriaList, otherwise: int) -> int:
+    """Prompt and output together; the caller's own criterion takes the place of generate's."""
+    return min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=otherwise)
+
+
+def _eos_ids(criteria: StoppingCriteriaList) -> frozenset[int]:
+    return frozenset(token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist())

@@ -74,6 +74,12 @@ def return_cache(model: nn.Module, cache: KVCache) -> None:
             _waiting[model] = [cache, *others][:_KEPT]
 
 
+def one_at_a_time(model: nn.Module) -> threading.RLock:
+    """What generations of several threads take turns by: drafters and the passes over trees keep what a text is at."""
+    with _lock:
+        return _turns.setdefault(model, threading.RLock())
+
+
 def _rounded(positions: int) -> int:
     """To one of few lengths."""
     power = max(_LEAST, 1 << (positions - 1).bit_length())
@@ -90,5 +96,6 @@ def _weights(*models: nn.Module) -> Hashable | None:
 
 _waiting: weakref.WeakKeyDictionary[nn.Module, list[RecordedCache]] = weakref.WeakKeyDictionary()
 _held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
+_turns: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()  # a holder may go, and return its cache, while another is lent
 on_release(_waiting.clear)

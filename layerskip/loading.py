@@ -43,6 +43,8 @@ def load_target(
     Raises:
         TargetError: there is no such model, or it is not one that this program can read.
     """
+    if not isinstance(trust_remote_code, bool):  # "no" would be true
+        raise TargetError(f"trust_remote_code: {trust_remote_code!r} is neither true nor false")
     if pack_weights is not None and not isinstance(pack_weights, bool):
         raise TargetError(f"pack_weights: {pack_weights!r} is not true, false or null")
     place = _device(device)

@@ -79,6 +79,7 @@ class PromptSet:
         Raises:
             PromptError: the file cannot be read, is empty, or a line is not a prompt.
         """
+        path = str(path)  # Hydra reads a name of digits as a number
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:

@@ -24,6 +24,7 @@ from .mask import MaskError, SkipMask
 from .packing import packed_like, packs, refresh
 
 T = TypeVar("T")
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
 def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = None) -> PreTrainedModel:
@@ -92,11 +93,21 @@ class OncePerModel(Generic[T]):
         self._made: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], T]] = weakref.WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel) -> T:
-        """What was made of this model."""
-        made_of = packs(model), model.dtype, *(id(t) for t in (*model.parameters(), *model.buffers()))
+        """What was made of this model as it is, hooks and adapters on it included."""
+        tensors = (id(t) for t in (*model.parameters(), *model.buffers()))
+        made_of = packs(model), model.dtype, *tensors, *_attached(model)
         if model not in self._made or self._made[model][0] != made_of:
             self._made[model] = made_of, self._make(model)
         return self._made[model][1]
+
+
+def _attached(model: PreTrainedModel) -> list[object]:
+    """What changes a pass and is no tensor: hooks, and which adapters of PEFT's are at work."""
+    found: list[object] = []
+    for module in model.modules():
+        found += (*module._forward_pre_hooks, *module._forward_hooks)
+        found += [str(module.__dict__[name]) for name in _ADAPTERS if name in module.__dict__]
+    return found
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

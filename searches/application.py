@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import hydra
 import optuna
 from hydra.errors import HydraException, InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -37,6 +38,7 @@ from .interrupt import INTERRUPTED, causes, interrupt_again, is_interrupt
 CONF = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "conf")
 BAD_INPUT = 2
 NOT_SHOWN = 4
+_LEAST_FREE_BYTES = 64 * 2**20
 
 
 class InputError(ValueError):
@@ -112,6 +114,57 @@ def check_list(name: str, value: object, known: Sequence[str] | None = None, or_
             raise InputError(f"{name}: {item!r} is not one of {', '.join(known)}")
 
 
+def check_places(config: DictConfig) -> None:
+    """Refuse to start where a program could not write what it is going to find out.
+
+    Raises:
+        InputError: its outputs folder or its record cannot be written, or less than 64 MB are free there.
+    """
+    if "outputs" in config:
+        if not isinstance(config.outputs, (str, int)):  # a folder of digits is read as a number
+            raise InputError(f"outputs: {config.outputs!r} is not the path of a folder")
+        config.outputs = str(config.outputs)
+        _check_room(config.outputs)
+    if config.get("record") is not None:
+        config.record = str(config.record)
+        if os.path.isdir(config.record):
+            raise InputError(f"record: {config.record} is a folder, not a file")
+        _check_folder("record", os.path.dirname(os.path.abspath(config.record)))
+
+
+def _check_room(folder: str) -> None:
+    stats = os.statvfs(_check_folder("outputs", folder))
+    if stats.f_bavail * stats.f_frsize < _LEAST_FREE_BYTES:
+        raise InputError(f"outputs: {folder} has no space left; {_LEAST_FREE_BYTES // 2**20} MB are needed")
+
+
+def _check_folder(name: str, folder: str) -> str:
+    """Refuse what cannot become a folder to write in; returns as much of it as exists."""
+    place = os.path.abspath(folder)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        raise InputError(f"{name}: {place} is not a folder")
+    if not os.access(place, os.W_OK):
+        raise InputError(f"{name}: {place} cannot be written to")
+    return place
+
+
+def made(config: DictConfig, part: str, **more: Any) -> Any:
+    """Instantiate a part that another library checks; what that refuses names the part.
+
+    Raises:
+        InputError: it is refused.
+    """
+    try:
+        return instantiate(config[part], **more)
+    except InstantiationException as error:
+        reason = next((link for link in causes(error) if isinstance(link, (ValueError, TypeError))), None)
+        if reason is None or isinstance(reason, _INPUT_ERRORS):
+            raise
+        raise InputError(f"{part}: {_one_line(reason)}") from error
+
+
 _INPUT_ERRORS = (
     InputError,
     ConfigError,
@@ -145,6 +198,7 @@ def run(config_name: str, task: Callable[[DictConfig], Any], goes_on: bool = Tru
     def guarded(config: DictConfig) -> None:
         # In here, so that Hydra does not put its own words before ours; it lets SystemExit pass.
         try:
+            check_places(config)
             task(config)
         except (Exception, KeyboardInterrupt) as error:
             _end(error, goes_on)

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.environment import machine
+from layerskip.files import digest
 from layerskip.measure import Contender, Decoder, Task, interleave
 from layerskip.measurement import Sample
 
+from .heading import sources
 from .kept import Kept
 
 BASELINE = "baseline"
@@ -32,6 +35,11 @@ class Bench(Protocol):
     @property
     def exact(self) -> bool:
         """Whether outputs have to be equal token for token, as in float32."""
+        ...
+
+    @property
+    def conditions(self) -> Any:
+        """What decides the samples beside configurations, prompts and seed, as plain values."""
         ...
 
     def compare(
@@ -82,6 +90,12 @@ class ModelBench:
     def exact(self) -> bool:
         """In float32."""
         return self.target.dtype == "float32"
+
+    @property
+    def conditions(self) -> Any:
+        """The target, how it is decoded, the machine and this program."""
+        how = self.sampling.to_dict(), self.max_new_tokens
+        return [self.target.digest, *how, machine(self.target), digest(sources())]
 
     def compare(
         self,

@@ -65,7 +65,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     target: Target = instantiate(config.target)
     _fit_depth(config, target.layers)
     if config.draft_folder is None:
-        made = f"{Path(target.name).name}-{target.dtype}-without-{config.draft_mask}"
+        made = f"{Path(target.name).name}-{target.digest[:8]}-{target.dtype}-without-{config.draft_mask}"
         config.draft_folder = str(Path(config.outputs) / "drafts" / re.sub(r"[^\w.-]+", "_", made))
     contenders, rivals, configs = _contenders(config, target, prompts, sampling)
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
@@ -142,7 +142,7 @@ def _contenders(
     contenders: dict[str, Decoder | Peer] = {BASELINE: Decoder.of(target, SpeculativeConfig())}
     configs = {BASELINE: SpeculativeConfig()}
     own, others = _present(config.contenders), _present(config.peers)
-    export = None if config.config is None else Export.load(config.config, target).config
+    export = None if config.config is None else Export.load(config.config, target)
     peers, timer = set(others), Timer(target, sampling, config.tree.context, config.seed)
     verifying, drafting = cache(timer.verifying), partial(timer.drafting, known={})
     cascades: dict[str, Mapping[str, Any]] = {}
@@ -164,8 +164,9 @@ def _contenders(
         configs[name] = SpeculativeConfig.from_dict(values | said)
         refuse_answers_of(f"contenders.{name}", configs[name], target, prompts)
     if export is not None:
-        configs["export"] = export
-        refuse_answers_of("config", export, target, prompts)
+        configs["export"] = export.config
+        _say_found(export, target, sampling)
+        refuse_answers_of("config", export.config, target, prompts)
     for name, found in list(configs.items()):
         try:
             if name in cascades:
@@ -186,6 +187,15 @@ def _contenders(
     for name, fields in others.items():
         contenders[name] = Peer(target, **fields)
     return contenders, rivals, configs
+
+
+def _say_found(export: Export, target: Target, sampling: Sampling) -> None:
+    """Say where what is measured is not what the export was found for."""
+    found = {"target": export.target["name"], "dtype": export.target["dtype"], "sampling": export.sampling.to_dict()}
+    here = {"target": target.name, "dtype": target.dtype, "sampling": sampling.to_dict()}
+    for name, value in found.items():
+        if value != here[name]:
+            print(f"config: was found with {name} {value}, and is measured with {here[name]}", flush=True)
 
 
 def _told(

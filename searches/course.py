@@ -244,6 +244,10 @@ class _Timed:
         return self.bench.layers
 
     @property
+    def conditions(self) -> Any:
+        return self.bench.conditions
+
+    @property
     def exact(self) -> bool:
         return self.bench.exact
 

@@ -168,7 +168,7 @@ def compete(
     Returns:
         the verdict, and the rows that it is drawn from.
     """
-    asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed, "rows and their seconds"]
+    asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed, bench.conditions]
     asked += [] if leaving else ["all to the end"]
     kept = Kept(None if folder is None else folder / _KEPT.format(digest(asked)[:12]))
     rows: list[Row] = []

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import optuna
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from optuna.storages import BaseStorage
 from tqdm import tqdm
@@ -21,10 +19,11 @@ from tqdm import tqdm
 from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.attachments import attached
 from layerskip.environment import environment
+from layerskip.measurement import LEAST_RESAMPLED
 from layerskip.passages import OnUse
 
 from . import report, report_picture
-from .application import InputError, run
+from .application import made, run
 from .bench import ModelBench
 from .finals import Finals, measure_finals
 from .foresight import foresee
@@ -58,23 +57,21 @@ from .study import (
 from .tracking import Tracker
 from .trained import TrainedBridges
 
-_LEAST_FREE_BYTES = 64 * 2**20
-
 
 def search(config: DictConfig) -> Finals:
     """Run a composed study to its end; see ``conf/layerskip.yaml``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    pruner, _ = made(config, "pruner"), made(config, "sampler", seed=0)
     plan = Plan.of(config)
     flat = describe(config, plan.target, plan.prompts, plan.space.bridged)
     name = plan.settings.name or default_name(config, flat)
     folder = plan.outputs / name
-    check_space(folder)
     database, tracker = _connect(config, plan.settings.storage)
     with locked(folder):
-        storage = database or open_journal(Path(plan.settings.storage or folder / "journal.log"))
-        study = open_study(name, storage, instantiate(config.pruner), flat)
+        storage = database or open_journal(Path(plan.settings.storage or folder / "journal.log"), not plan.settings.storage)
+        study = open_study(name, storage, pruner, flat)
         # A resumed sampler must not draw once more what it drew before.
-        study.sampler = instantiate(config.sampler, seed=config.seed + len(study.trials))
+        study.sampler = made(config, "sampler", seed=config.seed + len(study.trials))
         plan = dataclasses.replace(plan, space=as_before(plan.space, study))
         described = environment(plan.target) | {"prompts_digest": plan.prompts.digest}
         tracker.open_study(name, study_id(study), flat, described)
@@ -118,6 +115,10 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
     for trial in finished(study):
         tracker.record(trial)
     print(f"study {study.study_name}: {len(finished(study))} of {settings.n_trials} trials are there", flush=True)
+    final_prompts = held_out.take(measuring.held_out_prompts)
+    if len(final_prompts) < LEAST_RESAMPLED:
+        few = f"{len(final_prompts)} held-out prompts cannot show that anything is faster than plain decoding"
+        print(f"prompts: {few}: {LEAST_RESAMPLED} are the least", flush=True)
     bench = ModelBench(plan.target, plan.sampling, measuring.max_new_tokens)
     prior = None if oracle is None else Prior(oracle, bridged)
     with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
@@ -135,7 +136,6 @@ def _search(plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> 
                 bar.close()
                 print(report.summary(study, None))
             raise
-    final_prompts = held_out.take(measuring.held_out_prompts)
     with foreseeing(study, ledgers):
         trained = _trained(plan, study, tracker, bridged)
     _log_fits(plan, study, tracker)
@@ -273,22 +273,6 @@ def _compare_seeds(study: optuna.Study, plan: Plan, folder: Path, oracle: ScanOr
     if mask is None:
         return None
     return across_seeds(folder, study.user_attrs[SETTINGS], mask, 2 * len(plan.space.skippable))
-
-
-def check_space(folder: Path) -> None:
-    """Refuse to start on a disk that is as good as full.
-
-    Raises:
-        InputError: less than 64 MB are free.
-    """
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if not os.access(place, os.W_OK):
-        raise InputError(f"outputs: {place} cannot be written to")
-    stats = os.statvfs(place)
-    if stats.f_bavail * stats.f_frsize < _LEAST_FREE_BYTES:
-        raise InputError(f"outputs: {place} has no space left; {_LEAST_FREE_BYTES // 2**20} MB are needed")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from layerskip.files import digest
 from layerskip.loading import load_draft
 from layerskip.memory import out_of_memory
 from layerskip.packing import packs
+from layerskip.positions import most_positions
 from layerskip.tree import tree_model
 
 from .application import InputError, check_seed
@@ -58,8 +59,7 @@ class Plan:
         prompts: PromptSet = instantiate(config.prompts)
         prompts.split()  # refuses a set that is too small to hold anything out
         target: Target = instantiate(config.target)
-        for item in prompts:
-            target.encode(item.messages())  # a chat template that refuses one shall do so now
+        check_prompts(prompts, target, measuring.max_new_tokens)
         space = instantiate(config.space, layers=target.layers)
         _say_missing(space)
         space = _opened(supported(space, target), target)
@@ -75,6 +75,23 @@ class Plan:
         space = replace(space, datastores=[str(Path(name).resolve()) for name in space.datastores])
         outputs = Path(config.outputs)
         return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, outputs)
+
+
+def check_prompts(prompts: PromptSet, target: Target, max_new_tokens: int) -> None:
+    """Refuse prompts that a target has no template or no positions for.
+
+    Raises:
+        PromptError: the chat template refuses one.
+        InputError: one is too long.
+    """
+    most = most_positions(target.model)
+    for item in prompts:
+        count = len(target.encode(item.messages()))
+        if most is not None and count + max_new_tokens > most:
+            raise InputError(
+                f"prompts: {item.id} has {count} tokens; with measure.max_new_tokens={max_new_tokens} that is beyond the "
+                f"{most} positions that the model has learnt"
+            )
 
 
 def _say_missing(space: SearchSpace) -> None:

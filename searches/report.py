@@ -12,6 +12,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
+from layerskip.measurement import LEAST_RESAMPLED
 
 from .agreement import SCANNED
 from .finals import Finalist, Finals
@@ -149,6 +150,9 @@ def verdict(finals: Finals) -> str:
     """One sentence: who won, by how much, and how sure that is."""
     winner = finals.winner
     if winner.config.kind == "none":
+        if finals.baseline["prompts"] < LEAST_RESAMPLED:
+            few = f"{finals.baseline['prompts']} held-out prompts"
+            return f"No drafting wins, as {few} cannot show that anything is faster: {LEAST_RESAMPLED} are the least."
         return "No drafting wins: no configuration's held-out interval lies wholly above the speed of plain decoding."
     held_out = winner.held_out
     return (

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -79,6 +80,11 @@ class SimulatedBench:
     def layers(self) -> int:
         """The landscape's."""
         return self.landscape.layers
+
+    @property
+    def conditions(self) -> Any:
+        """Nothing: simulated samples are not kept."""
+        return None
 
     @property
     def exact(self) -> bool:

@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 
-from .application import InputError, check_whole
+from .application import InputError, check_number, check_whole
 from .interrupt import undisturbed
 from .kept import drop_partial_line
 from .ledger import Ledger, noted, spent_here
@@ -38,6 +38,7 @@ FORESIGHT_SECONDS = "foresight_seconds"
 BETWEEN = "between_seconds"
 """Of a trial: what Optuna, MLflow and Hydra took before it, from the end of the one before."""
 SETTINGS = "settings"
+_JOURNAL = b'{"op_code":'
 _ID = "id"
 
 
@@ -62,10 +63,11 @@ class StudySettings:
     def __post_init__(self) -> None:
         check_whole("study.n_trials", self.n_trials)
         check_whole("study.remeasure", self.remeasure)
-        if self.max_seconds is not None and not isinstance(self.max_seconds, (int, float)):
-            raise InputError(f"study.max_seconds: {self.max_seconds!r} is not a number")
-        if self.name is not None:
-            object.__setattr__(self, "name", str(self.name))  # yaml reads a name of digits as a number
+        if self.max_seconds is not None:
+            check_number("study.max_seconds", self.max_seconds, or_zero=True)
+        for field in ("name", "storage"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, str(getattr(self, field)))  # yaml reads a name of digits as a number
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             raise InputError(f"study.name: {self.name!r} cannot be the name of a folder")
 
@@ -89,18 +91,38 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def open_journal(path: Path) -> BaseStorage:
+def open_journal(path: Path, alone: bool) -> BaseStorage:
     """A study's storage in a file.
 
+    Args:
+        path: of the file.
+        alone: whether nobody else may be writing it, so that a lock was left by a program that was killed.
+
     Raises:
-        InputError: it cannot be written there.
+        InputError: it cannot be written there, or something else is.
     """
+    path = path.resolve()  # Optuna's lock links to it, and a killed program leaves one, which has to lead here
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _check_journal(path)
         drop_partial_line(path)
+        if alone:
+            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
         return JournalStorage(JournalFileBackend(str(path)))
     except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"study.storage: cannot write {path}: {error.strerror}") from error
+
+
+def _check_journal(path: Path) -> None:
+    """Refuse a file that Optuna did not begin, before it is mended: another journal, or one that was killed at once."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        begun = file.read(len(_JOURNAL))
+    if not (begun.startswith(_JOURNAL) or _JOURNAL.startswith(begun)):
+        raise InputError(
+            f"study.storage: {path} is no journal of Optuna's; a database is named by its address, sqlite:///..."
+        )
 
 
 def open_database(url: str) -> BaseStorage:

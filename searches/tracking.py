@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.tracking import MlflowClient
 from optuna.trial import FrozenTrial
 
@@ -74,6 +74,11 @@ class Tracker:
         except Exception as error:  # the client raises whatever its store's driver does
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"tracking.uri: cannot open {without_password(self.uri)}: {reason}") from error
+        if found is not None and found.lifecycle_stage != LifecycleStage.ACTIVE:
+            raise InputError(
+                f"tracking.experiment: {experiment} was deleted; name another, or restore it: "
+                f"MLFLOW_TRACKING_URI={without_password(self.uri)} mlflow experiments restore -x {found.experiment_id}"
+            )
 
     @undisturbed()
     def open_study(

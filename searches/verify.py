@@ -33,6 +33,7 @@ from .claim import Claim, Speedup, Verdict, judge, judge_plain
 from .datastore import refuse_answers_of
 from .interrupt import INTERRUPTED
 from .kept import Kept
+from .plan import check_prompts
 from .verify_report import differences, report, table
 
 EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_SHOWN}
@@ -102,8 +103,7 @@ def verify(config: DictConfig) -> None:
     target = _load(config.target, export)
     export.check(target)
     refuse_answers_of("config", export.config, target, prompts)
-    for item in prompts:
-        target.encode(item.messages())  # a chat template that refuses one shall do so now
+    check_prompts(prompts, target, max_new_tokens)
     rows: list[Row] = []
     asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed]
     unfinished = Path(config.outputs) / f"verify-{digest([*asked, target.digest, machine(target)])[:12]}.jsonl"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StopStringCriteria,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from layerskip import Export, ExportError, SpeculativeConfig, Target, TargetError
 from tests.families import build
@@ -124,6 +128,36 @@ def test_a_stopping_criterion_of_ones_own_ends_it(tiny_target: Target, config: S
     assert len(ours) < 32
 
 
+@pytest.mark.parametrize("own", [MaxLengthCriteria(14), MaxLengthCriteria(60), MaxLengthCriteria(4)])
+def test_a_length_of_ones_own_takes_the_place_of_generates(tiny_target: Target, own: MaxLengthCriteria) -> None:
+    for config in CONFIGS[:3]:
+        ours, theirs = _both(tiny_target, config, stopping_criteria=[own], **GREEDY)
+        assert ours == theirs
+
+
+def test_an_end_of_ones_own_takes_the_place_of_generates(tiny_target: Target) -> None:
+    free, _ = _both(tiny_target, CONFIGS[0], **GREEDY)
+    own = [EosTokenCriteria([free[12]])]
+    for config in CONFIGS[:3]:
+        ours, theirs = _both(tiny_target, config, stopping_criteria=own, eos_token_id=free[3], **GREEDY)
+        assert ours == theirs
+        assert len(ours) > 4
+
+
+class Longer(MaxLengthCriteria):
+    """One of transformers' own, and something beside."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
+        return super().__call__(input_ids, scores, **options) | (input_ids[:, -1] % 3 == 0)  # type: ignore[arg-type, return-value]
+
+
+def test_a_criterion_that_extends_one_of_generates_is_asked(tiny_target: Target) -> None:
+    for config in CONFIGS[:3]:
+        ours, theirs = _both(tiny_target, config, stopping_criteria=[Longer(30)], **GREEDY)
+        assert ours == theirs
+        assert len(ours) < 21
+
+
 def test_a_time_limit_ends_it(tiny_target: Target) -> None:
     criteria = [MaxTimeCriteria(max_time=60.0, initial_timestamp=0.0)]  # ran out in 1970
     ours, theirs = _both(tiny_target, CONFIGS[0], stopping_criteria=criteria, **GREEDY)
@@ -220,6 +254,13 @@ def _scores(model: PreTrainedModel, output: Tensor, options: dict[str, Any]) -> 
             "RepetitionPenalty",
         ),
         ({"typical_p": 0.5, "do_sample": True}, "TypicalLogitsWarper"),
+        ({"logits_processor": [TopKLogitsWarper(5)], "do_sample": True, "top_k": 50}, "TopKLogitsWarper comes twice"),
+        ({"logits_processor": [TopPLogitsWarper(0.8)], "do_sample": True, "temperature": 0.7}, "another order"),
+        (
+            {"logits_processor": [TopPLogitsWarper(0.8, min_tokens_to_keep=3)], "do_sample": True, "top_k": 0},
+            "TopP.*settings",
+        ),
+        ({"logits_processor": [RepetitionPenaltyLogitsProcessor(by) for by in (1.2, 1.3)]}, "comes twice"),
     ],
 )
 def test_what_drafting_cannot_follow_is_refused_by_name(tiny_target: Target, options: dict[str, Any], name: str) -> None:
@@ -264,6 +305,43 @@ def test_one_method_serves_several_models(tiny_target: Target) -> None:
     models = [build("llama", seed, num_hidden_layers=3) for seed in (1, 2)]
     for model in (*models, *models):
         assert _generate(model, custom_generate=method, **GREEDY).equal(_generate(model, **GREEDY))
+
+
+def test_a_method_goes_on_with_a_model_of_another_dtype(tiny_target: Target) -> None:
+    model = build("llama", num_hidden_layers=3)
+    for config in CONFIGS:
+        method = _method(tiny_target, config)
+        assert _generate(model.float(), custom_generate=method, **GREEDY).equal(_generate(model, **GREEDY))
+        model.bfloat16()
+        assert _generate(model, custom_generate=method, **GREEDY).shape == (1, PROMPT.shape[1] + 32)
+
+
+@kinds
+def test_threads_take_turns_on_one_model(tiny_target: Target, config: SpeculativeConfig) -> None:
+    method = _method(tiny_target, config)
+    prompts = [PROMPT[:, begin:] for begin in range(4)]
+    expected = [_generate(tiny_target.model, prompt, **GREEDY) for prompt in prompts]
+
+    def ours(prompt: Tensor) -> Tensor:
+        found: Tensor = _generate(tiny_target.model, prompt, custom_generate=method, **GREEDY)
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ours, prompts * 3))
+    assert all(one.equal(other) for one, other in zip(found, expected * 3, strict=True))
+
+
+def test_a_hook_on_the_model_counts_as_long_as_it_is_there(tiny_target: Target) -> None:
+    model = build("llama", num_hidden_layers=3)
+    method = _method(tiny_target, CONFIGS[1])
+    plain = _generate(model, **GREEDY)
+    for _ in range(2):
+        assert _generate(model, custom_generate=method, **GREEDY).equal(plain)
+        hook = model.model.layers[1].register_forward_hook(lambda module, inputs, output: output + 0.5)
+        steered = _generate(model, **GREEDY)
+        assert not steered.equal(plain)
+        assert _generate(model, custom_generate=method, **GREEDY).equal(steered)
+        hook.remove()
 
 
 def test_a_method_does_not_keep_a_model_alive(tiny_target: Target) -> None:

@@ -19,8 +19,9 @@ from ..cache import KVCache
 from ..config import StopRule
 from ..draft import Draft
 from ..draft_head import DraftHead
-from ..forward import forward, most_positions, readable
+from ..forward import forward, readable
 from ..lending import lend_cache
+from ..positions import most_positions
 from ..recording import RecordedCache
 from ..sampling import Chooser, widen
 from ..translation import Translation, common_prefix

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 
 from searches import benchmark, layerskip
 from searches.application import run
 from tests.disk import fill
-from tests.searches.programs import environment, execute, quick, tracked, wait_for_trials
+from tests.searches.programs import environment, execute, quick, sqlite, tracked, wait_for_trials
 
 
 def _end(program: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -74,6 +75,11 @@ run("datastore", task)
         (["study.storage=nonesuch://x"], "study.storage"),
         (["tracking.uri=http://127.0.0.1:1"], "tracking.uri"),
         (["prompts=jsonl", "prompts.path=/there/is/none.jsonl"], "prompts.path"),
+        (["prompts=jsonl", "prompts.path=5"], "prompts.path"),
+        (["target.trust_remote_code=no"], "trust_remote_code"),
+        (["study.max_seconds=-1"], "study.max_seconds"),
+        (["pruner.p_threshold=2"], "pruner: "),
+        (["sampler=nsga2", "sampler.population_size=1"], "sampler: "),
     ],
 )
 def test_a_search_refuses(
@@ -91,6 +97,48 @@ def test_a_search_refuses(
     assert named in said
     assert said.count("\n") == 1
     assert not outputs.exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("outputs=null", "outputs"), ("outputs=file", "outputs"), ("outputs=file/deep", "outputs"), ("record=.", "record")],
+)
+def test_what_cannot_be_written_to_is_refused_before_anything_is_measured(
+    override: str,
+    named: str,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    said = _end("benchmark", ["target=local", f"target.path={tiny_folder}", override], monkeypatch, capsys)
+    assert said.startswith(f"error: {named}: ")
+    assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("content", [b"SQLite format 3\0and more", b"notes\nof mine"])
+def test_a_file_that_is_no_journal_is_left_alone(
+    content: bytes, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "studies.db"
+    file.write_bytes(content)
+    said = _end("layerskip", [*quick(tiny_folder, tmp_path / "outputs"), f"study.storage={file}"], monkeypatch, capsys)
+    assert said.startswith(f"error: study.storage: {file} is no journal")
+    assert file.read_bytes() == content
+
+
+def test_an_experiment_that_was_deleted_is_named(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = tracked(tmp_path / "outputs")
+    client = MlflowClient(sqlite(outputs))
+    client.delete_experiment(client.create_experiment("gone"))
+    overrides = [*quick(tiny_folder, outputs), "tracking.experiment=gone"]
+    said = _end("layerskip", overrides, monkeypatch, capsys)
+    assert said.startswith("error: tracking.experiment: gone was deleted")
 
 
 def test_a_bad_prompt_line_is_named_by_its_number(

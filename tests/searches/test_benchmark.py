@@ -55,6 +55,28 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
     return {"record": written, "printed": done.stdout, "outputs": folder / "outputs"}
 
 
+def test_a_draft_model_belongs_to_the_very_weights_it_was_cut_from(record: dict) -> None:  # type: ignore[type-arg]
+    (drafts,) = (record["outputs"] / "drafts").iterdir()
+    target = load_target(str(record["outputs"].parent / "model"), dtype="float32", device="cpu")
+    assert f"-{target.digest[:8]}-" in drafts.name
+
+
+def test_an_export_of_elsewhere_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device="cpu")
+    lookup = SpeculativeConfig("prompt_lookup")
+    Export(Export.describe(target), lookup).save(tmp_path / "same.json")
+    elsewhere = Export.describe(target) | {"dtype": "bfloat16"}
+    Export(elsewhere, lookup, Sampling(temperature=0.7)).save(tmp_path / "other.json")
+    for name, said in (("same", []), ("other", ["dtype bfloat16", "sampling {"])):
+        with initialize_config_dir(CONF, version_base="1.3"):
+            config = compose("benchmark", [*NO_PEERS, "draft_mask=layers:1", f"config={tmp_path / name}.json"])
+        config.contenders = {}
+        _contenders(config, target, PromptSet.of(["one"]), Sampling())
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("config: ")]
+        assert len(lines) == len(said)
+        assert all(line.startswith(f"config: was found with {what}") for line, what in zip(lines, said, strict=True))
+
+
 def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  # type: ignore[type-arg]
     results = record["record"]["results"]
     assert set(results) == {

@@ -14,6 +14,7 @@ from typing import Any
 import optuna
 import pytest
 from mlflow.tracking import MlflowClient
+from optuna.storages.journal import JournalFileSymlinkLock
 from optuna.trial import TrialState
 
 import layerskip
@@ -160,6 +161,19 @@ def test_half_written_runs_and_lines_are_mended(done: Path, tiny_folder: Path, l
     result = launch("layerskip", *quick(tiny_folder, done, "study.name=one", "study.n_trials=7"), cwd=done.parent)
     assert result.returncode == 0, result.stderr
     _check_complete(done, "one", 7)
+
+
+def test_a_lock_that_a_killed_program_left_holds_nobody_up(tiny_folder: Path, tmp_path: Path) -> None:
+    overrides = quick(tiny_folder, Path("outputs"), "study.n_trials=1", "study.name=killed")  # as users name it, not from /
+    tracked(tmp_path / "outputs")
+    journal = (tmp_path / "outputs" / "killed").resolve() / "journal.log"
+    journal.parent.mkdir()
+    journal.touch()
+    lock = JournalFileSymlinkLock(str(journal), grace_period=None)
+    assert lock.acquire()  # and never released
+    result = execute("layerskip", *overrides, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    _check_complete(tmp_path / "outputs", "killed", 1)
 
 
 def test_ctrl_c_prints_what_is_done_and_the_same_command_goes_on(tiny_folder: Path, tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_an_interrupt_prints_what_is_known_and_the_same_command_goes_on(
 class _Bench:
     """Decodes in its head: each comparison's pairs have speedups as told, in turn."""
 
-    layers, exact = 3, True
+    layers, exact, conditions = 3, True, None
 
     def __init__(self, speedups: Sequence[Sequence[float]], changed: bool = False) -> None:
         self.speedups, self.comparisons = speedups, 0
