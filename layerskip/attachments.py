@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +29,10 @@ def attach(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
 
     def copied(part: str, name: str) -> str:
         source = Path(name)
-        found = [source / name for name in _FILES if (source / name).is_file()]
+        found = _files(source)
         if not found:
             raise ConfigError(f"{part}: there is nothing in {source} to export")
-        digest = hashlib.sha256(b"".join(path.read_bytes() for path in found)).hexdigest()[:12]
-        folder = file.parent / f"{file.stem}.{part}-{digest}"
+        folder = file.parent / f"{file.stem}.{part}-{_digest(found)}"
         if not folder.exists():
             partial = folder.with_name(f".{folder.name}.{os.getpid()}")
             partial.mkdir(parents=True)
@@ -61,8 +60,25 @@ def locate(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
 def attached(file: Path) -> list[Path]:
     """The folders beside an export's file that it names."""
     config = SpeculativeConfig.from_dict(json.loads(file.read_text(encoding="utf-8"))["config"])
+    return [file.parent / name for name in _names(config) if (file.parent / name).is_dir()]
+
+
+def digests(config: SpeculativeConfig) -> list[str]:
+    """What the trained parts are that a configuration names, whatever lies in their folders tomorrow."""
+    return [_digest(_files(Path(name))) for name in _names(config)]
+
+
+def _names(config: SpeculativeConfig) -> list[str]:
     names = [getattr(part, name) for part in (config, *config.members) for name in _PARTS]
-    return [file.parent / name for name in dict.fromkeys(names) if name and (file.parent / name).is_dir()]
+    return [name for name in dict.fromkeys(names) if name]
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder / name for name in _FILES if (folder / name).is_file()]
+
+
+def _digest(files: Sequence[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
 def _renamed(config: SpeculativeConfig, rename: Callable[[str, str], str]) -> SpeculativeConfig:

@@ -93,8 +93,8 @@ class BridgeTraining:
                 break
         return total
 
-    def nbytes(self, passage: Passage) -> int:
-        """The most that one continuation takes at a time until its gradient is there, in bytes, however good drafts become.
+    def nbytes(self, *passages: Passage) -> int:
+        """The most that continuations take together until their gradient is there, in bytes, however good drafts become.
 
         The text as the target read it and its keys and values, laid out for drafts, are in it; weights are not counted.
         Copies of logits and their gradients outweigh all that is kept for the gradient, so a real one is taken.
@@ -103,7 +103,7 @@ class BridgeTraining:
         made = Made([self.target.model, self._head, self.bridges])
         try:
             with made:
-                loss = self.loss([passage], never_wrong=True)
+                loss = self.loss(passages, never_wrong=True)
                 torch.autograd.grad(loss, [*self.bridges.parameters()], allow_unused=True)
         finally:
             self._memory = remembered

@@ -12,16 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .anatomy import UnsupportedModel
 from .cache import KVCache
+from .closeness import close
 from .config import ConfigError
+from .eagle import read_modules
 from .features import Features
 from .files import full_disk_told
 from .forward import forward
 from .own_texts import OwnText
+from .readout import Readout
 from .target import Target
 from .view import decoding_view
 
 _BYTES = 2  # of a number: bfloat16
+_PROBE = 8  # tokens
 _SPARE = 64 * 2**20  # left free on the disk, beside what whoever learns from them needs
 
 
@@ -91,10 +96,9 @@ class FeatureStore:
         """What the hidden states take."""
         return _BYTES * self._end
 
-    @property
-    def positions(self) -> int:
-        """How many tokens the answers have."""
-        return sum(len(tokens) - begin for tokens, begin, _, _ in self._rows[: len(self)])
+    def positions(self, texts: int) -> int:
+        """How many tokens the answers of so many texts have."""
+        return sum(len(tokens) - begin for tokens, begin, _, _ in self._rows[:texts])
 
     @property
     def _end(self) -> int:
@@ -176,6 +180,25 @@ def read_features(target: Target, tokens: tuple[int, ...], modules: tuple[str, .
             view, torch.tensor(tokens, device=target.device), KVCache(target.layers, len(tokens), device=target.device), 1
         )
     return features.read()
+
+
+@torch.inference_mode()
+def check_readout(target: Target) -> None:
+    """Make sure that a target's output layer turns its last hidden states into its logits, as heads are taught that way.
+
+    Raises:
+        UnsupportedModel: it does not; something else stands between the two.
+    """
+    # From the middle of the vocabulary: special tokens lie at its ends, on which half precision is far off.
+    tokens = (target.vocabulary // 3 + 17 * torch.arange(_PROBE, device=target.device)) % target.vocabulary
+    features, view = Features(read_modules(target)), decoding_view(target.model)
+    with features.of(view):
+        logits = forward(view, tokens, KVCache(target.layers, _PROBE, device=target.device), _PROBE)
+    if not close(Readout(target, None)(features.read()), logits):
+        raise UnsupportedModel(
+            f"{target.architecture}: no head can be taught, as its logits are not what its output layer makes of its last "
+            "hidden states"
+        )
 
 
 def think(target: Target, tokens: Sequence[int], begin: int, modules: tuple[str, ...]) -> Thought:

@@ -117,7 +117,7 @@ def check_head(folder: Path, target: Target, field: str = "head") -> dict[str, A
     sample = made_for.get("weights")
     if not isinstance(sample, list) or not all(isinstance(value, float) for value in sample):
         raise ConfigError(f"{field}: {folder} is damaged: {_ABOUT} has no weights of its target")
-    if not same_weights(sample, target.weights_sample):
+    if not any(same_weights(sample, known) for known in (target.weights_sample, target.earlier_weights_sample)):
         raise ConfigError(f"{other} weights are not those of {target.name}")
     revisions = made_for.get("revision"), target.revision
     # A copy elsewhere has another name, and no revision that could be compared.

@@ -226,7 +226,7 @@ def _one_prompt(
             samples[name].append(sample)
         for name in contenders:
             samples[name][-1] = samples[name][-1].judged(
-                checks[name]
+                (checks[name] if len(samples[name]) == 1 else Losslessness(0))  # one comparison counts once
                 if checks is not None
                 else _judge(target, item.id, prompt, outputs[reference], outputs[name], task.sampling)
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .packing import decide
@@ -100,10 +101,17 @@ class Target:
 
     @functools.cached_property
     def weights_sample(self) -> tuple[float, ...]:
-        """Some hundred of its weights, the same ones in any dtype: what a model is told by wherever it was rounded."""
-        weights = [weight.detach().flatten() for weight in self.model.state_dict().values() if weight.is_floating_point()]
-        chosen = weights[:: max(1, len(weights) // _SAMPLED_WEIGHTS)]
-        return tuple(float(weight[place]) for weight in chosen for place in (0, weight.numel() // 2))
+        """Two of every tensor's, the same ones in any dtype: what a model is told by wherever it was rounded."""
+        return _two_of_each(self._weights())
+
+    @functools.cached_property
+    def earlier_weights_sample(self) -> tuple[float, ...]:
+        """What earlier versions took: two of every so manieth tensor's, which may be the same one of every layer."""
+        weights = self._weights()
+        return _two_of_each(weights[:: max(1, len(weights) // _SAMPLED_WEIGHTS)])
+
+    def _weights(self) -> list[Tensor]:
+        return [weight.detach().flatten() for weight in self.model.state_dict().values() if weight.is_floating_point()]
 
     @functools.cached_property
     def tokenizer_digest(self) -> str | None:
@@ -157,3 +165,7 @@ class Target:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         assert isinstance(text, str)
         return text
+
+
+def _two_of_each(weights: Sequence[Tensor]) -> tuple[float, ...]:
+    return tuple(float(weight[place]) for weight in weights for place in (0, weight.numel() // 2))

@@ -91,6 +91,8 @@ def judge_of(config: DictConfig, target: Target, continued: Sequence[Passage]) -
         raise InputError(f"held_out_tokens: {config.held_out_tokens} leave nothing to draft")
     read = [passage for passage in continued if passage.starts > 0]
     scanner = Scanner(target, read, Sampling(), int(config.unroll), most_bytes=int(config.calibration_bytes))
+    if len(scanner.passages) < len(read):
+        print(f"calibration_bytes: {config.calibration_bytes:,} hold {len(scanner.passages)} of {len(read)} held-out texts")
     scanner.check()  # bridges learn in such rows, too
     return scanner
 
@@ -194,11 +196,10 @@ class BridgeLearner(Learner):
         self.bridges = Bridges(shape).to(target.device)
         said = tokens if tokens is not None else torch.arange(target.vocabulary)
         self._training = BridgeTraining(target, self.bridges, said, int(config.unroll), memory)
-        longest = max(self._training.nbytes(passage) for passage in _largest(passages))
         learnt = _LEARNT * shape.numbers
-        fit = int(_USED * config.training_bytes - learnt) // longest
+        fit, least = _at_once(self._training, passages, int(_USED * config.training_bytes - learnt))
         if fit < 1:
-            takes = int((learnt + longest) / _USED) + 1
+            takes = int((learnt + least) / _USED) + 1
             raise InputError(f"training_bytes: {config.training_bytes} hold not even one text, which takes {takes}")
         super().__init__(config, self.bridges, len(passages), file)
         self.texts_per_step = min(self.texts_per_step, fit)
@@ -228,6 +229,21 @@ class BridgeLearner(Learner):
         if self._scanner is None:
             return []
         return _judged(self._scanner, self.bridges.shape, self.bridges, self._tokens)
+
+
+def _at_once(training: BridgeTraining, passages: list[Passage], budget: int) -> tuple[int, int]:
+    """How many texts at a time fit a budget of bytes, whichever they are, and what one takes.
+
+    Rows of one text beside another's are masked: part of what texts take grows with the square of how many there are.
+    """
+    one, dearest = max(((training.nbytes(passage), passage) for passage in _largest(passages)), key=lambda pair: pair[0])
+    if 2 * one > budget:
+        return int(one <= budget), one
+    beside = max(0, training.nbytes(dearest, dearest) - 2 * one)
+    fit = 1
+    while fit < len(passages) and (fit + 1) * one + beside * (fit + 1) * fit // 2 <= budget:
+        fit += 1
+    return fit, one
 
 
 def _largest(passages: list[Passage]) -> list[Passage]:

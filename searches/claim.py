@@ -83,9 +83,10 @@ class Claim:
             decoding, so no claim can be above it.
         lossy: whether its rule of acceptance may change the output.
         kept: whether its evidence says that the output was kept all the same.
-        elsewhere: whether its evidence is of other held-out prompts than those that are measured now.
-        repeatable: whether greedy decoding of the very prompts of its evidence must come to as many tokens per round, but
-            for near-ties, and for what learns from prompts in another order.
+        elsewhere: whether its evidence is of other held-out prompts than those that are measured now, or of outputs that
+            might be longer or shorter.
+        repeatable: whether greedy decoding of the very prompts of its evidence, as far, must come to as many tokens per
+            round, but for near-ties, and for what learns from prompts in another order.
         implied: speedups that follow from other figures of its evidence, by what they follow from; none where tokens are
             sampled, as the two sides' outputs differ in length.
     """
@@ -99,8 +100,8 @@ class Claim:
     implied: tuple[tuple[str, float], ...] = ()
 
     @classmethod
-    def of(cls, export: Export, held_out: PromptSet, prompts: PromptSet) -> Claim:
-        """An export's, where some of these held-out prompts are measured now.
+    def of(cls, export: Export, held_out: PromptSet, prompts: PromptSet, max_new_tokens: int) -> Claim:
+        """An export's, where some of these held-out prompts are measured now, so many tokens of each.
 
         Evidence of all of them, or of as many as it says that it took, is of the same work, whichever part is measured;
         evidence that does not say which it is of is taken to be.
@@ -110,14 +111,15 @@ class Claim:
         """
         said = export.evidence
         rate, output, named, count = (said.get(n) for n in ("tokens_per_round", "losslessness", "prompts_digest", "prompts"))
+        as_far = said.get("max_new_tokens", max_new_tokens) == max_new_tokens
         same = [held_out, prompts, *([held_out.take(count)] if type(count) is int else [])]
         return cls(
             Speedup.claimed(said),
             float(rate) if isinstance(rate, (int, float)) and not isinstance(rate, bool) else None,
             lossy=not export.config.lossless,
             kept=isinstance(output, Mapping) and output.get("verdict") in ("exact", "near_tie"),
-            elsewhere=named is not None and named not in [part.digest for part in same],
-            repeatable=export.sampling.greedy and named == prompts.digest,
+            elsewhere=not as_far or (named is not None and named not in [part.digest for part in same]),
+            repeatable=as_far and export.sampling.greedy and named == prompts.digest,
             implied=_implied(said) if export.sampling.greedy else (),
         )
 
@@ -177,7 +179,7 @@ def judge(
         return Verdict("refuted", f"{rounds}, which no machine changes.")
     measured = f"measured {found}"
     if claim.elsewhere:
-        measured += " on other prompts than the evidence's (prompts= chooses them)"
+        measured += " on other prompts or lengths than the evidence's (prompts= and measure.max_new_tokens= choose them)"
     if found.high < 1:
         return Verdict("refuted", f"slower than plain decoding: {measured}.")
     if said is not None and found.high < said.low * (1 - tolerance) and not claim.elsewhere:

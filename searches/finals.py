@@ -19,6 +19,7 @@ from typing import Any
 import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
+from layerskip.attachments import digests
 from layerskip.files import digest
 from layerskip.measurement import CONFIDENCE, LEAST_RESAMPLED
 
@@ -168,7 +169,8 @@ def compete(
     Returns:
         the verdict, and the rows that it is drawn from.
     """
-    asked = [[config.to_dict() for config in configs.values()], prompts.digest, seed, bench.conditions]
+    asked: list[Any] = [[[config.to_dict(), digests(config)] for config in configs.values()], prompts.digest, seed]
+    asked += [bench.conditions]
     asked += [] if leaving else ["all to the end"]
     kept = Kept(None if folder is None else folder / _KEPT.format(digest(asked)[:12]))
     rows: list[Row] = []

@@ -69,11 +69,17 @@ def leading(study: optuna.Study) -> list[FrozenTrial]:
     if not valued:
         return []
     _, best = max(valued, key=lambda pair: (pair[1].state == TrialState.COMPLETE, pair[0]))
-    return [
-        create_trial(params=_without_kind(trial.params), distributions=_without_kind(trial.distributions), value=value)
-        for value, trial in valued
-        if trial.params.get(_KIND) == best.params.get(_KIND)
-    ]
+    alike = [(value, trial) for value, trial in valued if trial.params.get(_KIND) == best.params.get(_KIND)]
+    return [found for value, trial in alike if (found := _of_its_kind(trial, value)) is not None]
+
+
+def _of_its_kind(trial: FrozenTrial, value: float) -> FrozenTrial | None:
+    """A trial as one of its kind alone; None where a scan chose what lies beyond a sampler's choices, or between them."""
+    params, distributions = _without_kind(trial.params), _without_kind(trial.distributions)
+    try:
+        return create_trial(params=params, distributions=distributions, value=value)
+    except ValueError:
+        return None
 
 
 def _without_kind(parameters: dict[str, Any]) -> dict[str, Any]:

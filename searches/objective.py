@@ -33,6 +33,7 @@ MEASURING = "measuring_seconds"
 OUT_OF_MEMORY = "out of memory"
 
 _CANDIDATE = "candidate"
+_APART = 10_000_019  # draws of two trials lie so far apart, which count up prompt by prompt
 _KNOWN = "measured often enough"
 _REPLICATES = 2  # whole measurements of a configuration that does not lead; samplers repeat themselves
 _LEVEL = 0.02  # so close behind the best, a trial is level with it
@@ -188,7 +189,8 @@ class Objective:
         for repeat in range(settings.repeats + settings.survivor_repeats):
             if repeat >= settings.repeats and not (survives and self._is_level(trial.study, config, rows)):
                 break
-            seed, begin = self.seed + trial.number + len(rows), len(rows)
+            # No two trials draw alike: the leader's replicates would be one.
+            seed, begin = self.seed + _APART * (trial.number + 1) + len(rows), len(rows)
             # One comparison for all, as some drafters learn from prompt to prompt.
             for number, row in enumerate(self.bench.compare({_CANDIDATE: config}, prompts, 1, seed, (), self._warming), 1):
                 rows.append(row)

@@ -19,6 +19,7 @@ from layerskip.memory import out_of_memory
 from layerskip.packing import packs
 from layerskip.positions import most_positions
 from layerskip.tree import tree_model
+from layerskip.wheels import WHEELS
 
 from .application import InputError, check_seed
 from .datastore import refuse_answers
@@ -60,6 +61,8 @@ class Plan:
         prompts.split()  # refuses a set that is too small to hold anything out
         target: Target = instantiate(config.target)
         check_prompts(prompts, target, measuring.max_new_tokens)
+        instantiate(config.space, layers=target.layers)  # refuses lists that are none
+        _make_absolute(config)
         space = instantiate(config.space, layers=target.layers)
         _say_missing(space)
         space = _opened(supported(space, target), target)
@@ -72,7 +75,6 @@ class Plan:
             space = replace(space, shelf=shelf)
         for name in space.datastores:
             refuse_answers("space.datastores", name, target, prompts)
-        space = replace(space, datastores=[str(Path(name).resolve()) for name in space.datastores])
         outputs = Path(config.outputs)
         return cls(settings, measuring, scanning, sampling, target, prompts, space, config.seed, outputs)
 
@@ -94,6 +96,16 @@ def check_prompts(prompts: PromptSet, target: Target, max_new_tokens: int) -> No
             )
 
 
+def _make_absolute(config: DictConfig) -> None:
+    """Name folders by where they lie: a study's choices and what it exports mean the same ones from anywhere."""
+
+    def placed(name: str) -> str:
+        return str(Path(name).resolve()) if name not in WHEELS and Path(name).exists() else name
+
+    for listed in (*_LISTS.values(), "datastores"):
+        config.space[listed] = [placed(str(name)) for name in config.space[listed]]
+
+
 def _say_missing(space: SearchSpace) -> None:
     """Name the kinds that are asked for and have nothing to draft with, and what would put them in."""
     listed = space.heads | space.models
@@ -103,7 +115,7 @@ def _say_missing(space: SearchSpace) -> None:
 
 
 def _opened(space: SearchSpace, target: Target) -> SearchSpace:
-    """The space with absolute paths of heads; a head or a draft model that cannot be used is refused now, not mid-study.
+    """The space, once every head and draft model in it was loaded: one that cannot be used is refused now, not mid-study.
 
     Draft models stay loaded, as a study would load them all anyway: each is among what it tries first.
 
@@ -124,8 +136,7 @@ def _opened(space: SearchSpace, target: Target) -> SearchSpace:
                 if not out_of_memory(error):
                     raise
                 raise InputError(f"space.{_LISTS[kind]}: {name} does not fit into memory beside the rest") from error
-    eagle, medusa = ([str(Path(folder).resolve()) for folder in space.heads[kind]] for kind in ("eagle", "medusa"))
-    return replace(space, eagle_heads=eagle, medusa_heads=medusa)
+    return space
 
 
 def supported(space: SearchSpace, target: Target) -> SearchSpace:

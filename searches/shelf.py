@@ -179,10 +179,12 @@ class Shelf:
         if not 0 < size < owner.vocabulary:
             return ""
         folder = self.folder / name
-        if not (folder / "head.json").exists():
-            tokens = choose(size)
-            assert tokens is not None
-            save_draft_tokens(folder, tokens, owner, {"tokens": size, "texts": self._asked})
+        _ = self.texts  # which it is made from; whoever uses it is told of them
+        with turn(folder):
+            if not (folder / "head.json").exists():
+                tokens = choose(size)
+                assert tokens is not None
+                save_draft_tokens(folder, tokens, owner, {"tokens": size, "texts": self._asked})
         return str(folder)
 
     def tokens(self, size: int) -> Tensor | None:

@@ -76,7 +76,8 @@ def suggest_stop(trial: optuna.trial.BaseTrial, prefix: str, stops: Sequence[str
     kind = str(trial.suggest_categorical(f"{prefix}_stop", tuple(stops)))
     if kind == "length":
         return StopRule()
-    return StopRule(kind, trial.suggest_float(f"{prefix}_threshold", 0.1, 0.9, step=0.05))
+    # Optuna's steps add up to 0.7000000000000001, which is another rule than the 0.7 of scans.
+    return StopRule(kind, round(trial.suggest_float(f"{prefix}_threshold", 0.1, 0.9, step=0.05), 9))
 
 
 def stop_params(stop: StopRule, prefix: str) -> Params:

@@ -258,7 +258,7 @@ def _summary(config: SpeculativeConfig) -> dict[str, str]:
         fields |= {f"member_{place}_{key}": value for key, value in _summary(member).items()}
     if config.kind == "layer_skip":
         fields["skipped_attention"], fields["skipped_mlp"] = mask.count(config.mask)
-    if "stop" in fields:
+    if "stop" in config.to_dict():
         fields |= {"stop": config.stop.kind}
         if config.stop.kind != "length":
             fields["threshold"] = config.stop.threshold

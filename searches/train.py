@@ -22,7 +22,7 @@ from tqdm import tqdm
 from layerskip import PromptSet, Sampling, Target
 from layerskip.eagle import MOST_BACK, EagleHead, EagleShape, read_modules
 from layerskip.environment import environment
-from layerskip.feature_store import FeatureStore, Thought, think
+from layerskip.feature_store import FeatureStore, Thought, check_readout, think
 from layerskip.files import digest
 from layerskip.heads import save_head
 from layerskip.induction import induce
@@ -75,7 +75,7 @@ def train(config: DictConfig) -> Path | None:
     if kind == "layer_skip" and config.max_seconds is None:
         config.max_seconds = _BRIDGES
     prompts: PromptSet = instantiate(config.prompts)
-    held_out = prompts.split()[1]
+    held_out = prompts.split()[1].take(None)  # kinds of work in turn, as memory may hold the first of them alone
     like = begun_like("begin_like", config.begin_like, prompts)
     target: Target = instantiate(config.target)
     check_drafted("vocabulary", config.vocabulary, target)
@@ -105,6 +105,7 @@ def train(config: DictConfig) -> Path | None:
             texts = write_texts(config, target, sampling, like)
             said = drafted_tokens(target, texts, config.vocabulary)
             return train_bridges(config, target, shape, texts, scanner, said, folder, learnt, tracker, neighbour)
+        check_readout(target)
         three_layers = kind == "eagle" and bool(config.three_layers)
         modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
         states = outputs / "features" / digest([kind_of_texts(config, target, sampling, like), modules])[:16]
@@ -131,7 +132,9 @@ def _train_head(
     head = _head(config, kind, target, texts)
     with turn(store.folder), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
         store = FeatureStore(store.folder, store.modules)  # another training may have gone on with it
-        store.fill(target, texts, int(config.feature_bytes), bar.update, room(head))
+        kept = folder / "training.pt"
+        spare = room(head) - (kept.stat().st_size if kept.exists() else 0)
+        store.fill(target, texts, int(config.feature_bytes), bar.update, max(0, spare))
     if len(store) < len(texts):
         print(f"feature_bytes: {config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
     if not len(store):
@@ -143,8 +146,8 @@ def _train_head(
     learner.end()
     accepted = learner.judge()
     training: dict[str, Any] = {
-        "data": digest([list(text.tokens) for text in texts[: len(store)]]),
-        "positions": store.positions,
+        "data": digest([list(text.tokens) for text in texts[: learner.texts]]),
+        "positions": store.positions(learner.texts),
         "texts_seconds": texts_seconds,
     } | learnt
     others = range(learner.texts, len(store))

@@ -97,7 +97,7 @@ def verify(config: DictConfig) -> None:
     all_prompts: PromptSet = instantiate(config.prompts)
     held_out = all_prompts.split()[1]
     prompts = held_out.take(settings.held_out_prompts)
-    claim = Claim.of(export, held_out, prompts)
+    claim = Claim.of(export, held_out, prompts, max_new_tokens)
     if len(prompts) < LEAST_RESAMPLED:
         raise InputError(f"prompts: {len(prompts)} held-out prompts say next to nothing; {LEAST_RESAMPLED} are the least")
     target = _load(config.target, export)

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerskip import feature_store
+from layerskip import UnsupportedModel, feature_store
 from layerskip.config import ConfigError
-from layerskip.feature_store import FeatureStore, read_features
+from layerskip.feature_store import FeatureStore, check_readout, read_features
 from layerskip.own_texts import OwnText
 from layerskip.target import Target
 from tests.drafters.contract import target_of
+from tests.families import build
 
 TARGET = target_of("llama")
 TEXTS = [OwnText((3, 4, 5, 6, 7), 2), OwnText((5, 4, 3), 1), OwnText((8, 9, 10, 11), 3)]
@@ -24,7 +25,7 @@ def test_what_is_read_back_is_what_the_model_thought(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path, MODULES)
     store.fill(TARGET, TEXTS, 10**6)
     assert len(store) == 3
-    assert store.positions == 3 + 2 + 1
+    assert store.positions(len(store)) == 3 + 2 + 1
     states = TARGET.model(input_ids=torch.tensor([TEXTS[1].tokens]), output_hidden_states=True).hidden_states
     expected = torch.cat((states[2][0], states[-1][0]), -1)
     assert torch.allclose(read_features(TARGET, TEXTS[1].tokens, MODULES), expected, atol=1e-5)
@@ -76,11 +77,20 @@ def test_a_smaller_budget_holds_the_first_texts_and_loses_none(tmp_path: Path, m
     monkeypatch.setattr(feature_store, "read_features", None)
     few = FeatureStore(tmp_path, MODULES)
     few.fill(TARGET, TEXTS, 5 * 64 * 2)
-    assert (len(few), few.positions, few.nbytes) == (1, 3, 5 * 64 * 2)
+    assert (len(few), few.positions(1), few.nbytes) == (1, 3, 5 * 64 * 2)
     few.fill(TARGET, TEXTS[:2], 10**6)
-    assert (len(few), few.positions) == (2, 3 + 2)
+    assert (len(few), few.positions(2)) == (2, 3 + 2)
     few.fill(TARGET, TEXTS, 10**6)
     assert len(few) == 3 and few.nbytes == whole.nbytes
     assert torch.equal(few[2].features, whole[2].features)
     with pytest.raises(ConfigError, match=rf"^features: {tmp_path} holds what the target thought of other texts"):
         few.fill(TARGET, TEXTS[1:], 10**6)
+
+
+def test_who_says_more_than_its_output_layer_does_is_refused_by_name() -> None:
+    for family in ("llama", "gemma2", "granite", "qwen2"):
+        check_readout(Target(build(family)))
+    check_readout(Target(build("hyperclovax")))
+    for odd in (build("hyperclovax", logits_scaling=3.0), build("modernbert-decoder")):
+        with pytest.raises(UnsupportedModel, match=f"^{type(odd).__name__}: no head can be taught"):
+            check_readout(Target(odd))

@@ -249,6 +249,15 @@ def test_sampled_measurements_are_checked_on_greedy_outputs(tiny_target: Target,
     assert [s.tokens for s in measured.candidate] == [12, 12]
 
 
+def test_a_sampled_conversation_is_compared_once(tiny_target: Target) -> None:
+    prompts = PromptSet((PromptItem("talk", "chat", "Hello.", ("And then?", "And then?")), *PROMPTS.items[:2]))
+    contenders = {"plain": Decoder.of(tiny_target, CONFIGS[0]), "skip": Decoder.of(tiny_target, CONFIGS[1])}
+    rows = list(interleave(tiny_target, prompts, contenders, Task(SAMPLED, 12)))
+    assert [row["skip"].lossless.compared for row in rows] == [1, 0, 0]
+    assert rows[0]["skip"].lossless.verdict == "exact"
+    assert "greedy" in rows[0]["skip"].lossless.basis
+
+
 def test_a_change_is_caught_where_tokens_are_sampled(tiny_target: Target) -> None:
     contenders = Ward(tiny_target).contenders(plain=list, changed=_change)
     rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, Task(SAMPLED, 12)))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from layerskip import Target, TargetError, generate, load_target, loading
 from layerskip.loading import load_draft
+from tests.families import build
 from tests.tiny import VOCABULARY, save_gguf, save_tiny, without_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
@@ -160,3 +161,19 @@ def test_a_draft_that_is_not_there_is_refused_as_the_draft(tiny_target: Target) 
         load_draft(tiny_target, "/no/such/draft")
     with pytest.raises(TargetError, match=r"^draft: cannot load no-such-draft: "):
         load_draft(tiny_target, "no-such-draft")
+
+
+def test_weights_are_told_by_any_kind_of_tensor() -> None:
+    """A merged adapter changes the same kind of tensor in every layer, however many there are."""
+    model = build("qwen2", num_hidden_layers=11)
+    before = Target(model).weights_sample
+    kinds = [name for name, _ in model.model.layers[0].named_parameters()]
+    assert len(kinds) == 12
+    for kind in kinds:
+        weights = [layer.get_parameter(kind) for layer in model.model.layers]
+        with torch.no_grad():
+            for weight in weights:
+                weight += 0.5
+            assert Target(model).weights_sample != before
+            for weight in weights:
+                weight -= 0.5

@@ -32,7 +32,7 @@ class Known:
     asked: list[tuple[SpeculativeConfig, str]] = field(default_factory=list)
     layers: int = 6
     exact: bool = True
-    conditions: None = None
+    conditions: str | None = None
 
     def compare(
         self,

@@ -50,6 +50,23 @@ def _learner(
     return _Unfitted(OmegaConf.create(config), shape, target, passages, None, None, file, fitted, None)  # type: ignore[arg-type]
 
 
+def test_probabilities_of_texts_side_by_side_are_in_its_budget(tmp_path: Path) -> None:
+    """A family that keeps them all: their rows see all texts' columns, though masked."""
+    target = Target(build("gemma2", num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8))
+    passages = [Passage(str(number), "own", tuple(range(3, 43)), tuple([5, 6] * 20), 40) for number in range(12)]
+    with pytest.raises(InputError, match="not even one text") as few:
+        _learner(tmp_path, target, passages, 1000, unroll=1)
+    budget = 8 * int(str(few.value).split()[-1])
+    learner = _learner(tmp_path, target, passages, budget, unroll=1)
+    assert 1 < learner.texts_per_step < 8
+
+    def step() -> None:
+        learner.module.zero_grad()
+        learner.loss(list(range(learner.texts_per_step))).backward()  # type: ignore[no-untyped-call]
+
+    assert 0.4 * budget < peak_bytes(step) <= budget
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize(
     ("vocabulary", "dtype", "unroll", "budget"),

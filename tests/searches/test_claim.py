@@ -127,11 +127,17 @@ def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompt
     doctored = {"speedup": 4.0, "speedup_low": 3.5, "speedup_high": 4.6, "tokens_per_round": 5.0}
     doctored["tokens_per_second"] = 4.0 * export.evidence["baseline_tokens_per_second"]
 
-    def verdict(decoded: PromptSet, **said: object) -> str:
-        claim = Claim.of(replace(export, evidence={**export.evidence, **said}), held_out, decoded)
-        return judge(claim, found, measured["losslessness"]["verdict"], TOLERANCE).name
+    def verdict(decoded: PromptSet, max_new_tokens: int = 48, rounds: float | None = None, **said: object) -> str:
+        claim = Claim.of(replace(export, evidence={**export.evidence, **said}), held_out, decoded, max_new_tokens)
+        return judge(claim, found, measured["losslessness"]["verdict"], TOLERANCE, rounds).name
 
+    assert export.evidence["max_new_tokens"] == 48
     assert verdict(held_out) == "confirmed"
+    rounds = float(export.evidence["tokens_per_round"])
+    assert [verdict(held_out, rounds=rounds * share) for share in (1.0, 0.8)] == ["confirmed", "refuted"]
+    # Of shorter outputs, the last round is a larger share, and less text was there to look up in.
+    assert verdict(held_out, 16, rounds * 0.8) == "confirmed"
+    assert verdict(held_out, 16, rounds, **doctored) == "weaker"
     assert verdict(held_out, **doctored) == "refuted"
     assert verdict(held_out.take(6), **doctored) == "refuted"  # a part of the same work
     assert verdict(held_out.take(6), **doctored, prompts=None) == "refuted"
@@ -162,8 +168,8 @@ def test_evidence_whose_figures_do_not_go_together_is_refuted(doctored: dict[str
     held_out = PromptSet.packaged().split()[1]
     export = replace(export, evidence={**export.evidence, **doctored})
     sampled = replace(export, sampling=Sampling(temperature=1.0))
-    assert not Claim.of(sampled, held_out, held_out).implied  # whose outputs may differ in length
-    claim = Claim.of(export, held_out, held_out)
+    assert not Claim.of(sampled, held_out, held_out, 48).implied  # whose outputs may differ in length
+    claim = Claim.of(export, held_out, held_out, 48)
     verdict = judge(claim, Speedup(1.27, 1.2, 1.4), "exact", TOLERANCE)
     assert verdict.name == ("confirmed" if reason is None else "refuted")
     assert reason is None or f"the evidence contradicts itself: {reason}" in verdict.reason

@@ -15,7 +15,7 @@ from layerskip.lossless import Divergence, Losslessness
 from layerskip.measurement import Sample
 from layerskip.prompts import PromptItem
 from searches import report
-from searches.finals import measure_finals
+from searches.finals import compete, measure_finals
 from searches.objective import MeasureSettings, Objective
 from searches.space import SearchSpace
 from searches.standings import ranking
@@ -44,6 +44,23 @@ def test_finals_of_fewer_trials_were_spent_too(tmp_path: Path) -> None:
     study = run_known(bench, first, second)
     assert [measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path).seconds for _ in range(2)] == [48, 48]
     assert measure_finals(study, bench, HELD_OUT, settings, 0).seconds == 24
+
+
+def test_what_was_kept_of_another_head_or_machine_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    head, bench = tmp_path / "head", Known({})
+    head.mkdir()
+    configs = {"head": SpeculativeConfig("eagle", 4, head=str(head))}
+
+    def measured() -> int:
+        before = len(bench.asked)
+        compete(configs, {"head": 1.0}, bench, HELD_OUT, MeasureSettings(), 0, tmp_path / "kept")
+        return len(bench.asked) - before
+
+    for weights in (b"one", b"other"):
+        (head / "pytorch_model.bin").write_bytes(weights)
+        assert [measured(), measured()] == [24, 0]
+    bench.conditions = "another machine"
+    assert [measured(), measured()] == [24, 0]
 
 
 def test_what_seems_a_tenth_slower_does_not_tie_though_prompts_cannot_tell() -> None:
@@ -190,6 +207,17 @@ def test_nobody_wins_who_is_not_faster() -> None:
     assert report.verdict(finals).startswith("No drafting wins") and report.verdict(finals) in text
     assert f"The fastest finalist, {lookup(4).label()}:\nBy kind of work: default 0.90 (0.90 to 0.90).\n" in text
     assert "its speedup went from 0.95 to 0.90" in text
+
+
+def test_the_verdict_names_what_is_faster_and_may_not_win() -> None:
+    fast = lookup(4)
+    bench = Known({fast: 1.5})
+    study = run_known(bench, fast)
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1), 0)
+    (found,) = finals.finalists
+    changed = replace(found, held_out=found.held_out | {"losslessness": {"verdict": "different"}})
+    said = report.verdict(replace(finals, finalists=(changed,)))
+    assert said == f"No drafting wins: {fast.label()} is faster, but its output is not that of plain decoding."
 
 
 def test_nobody_is_decoded_again_whom_plain_decoding_surely_beats() -> None:

@@ -6,6 +6,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from layerskip import SpeculativeConfig, StopRule
 from searches.gaussian import GaussianProcess, leading
 from searches.prior import PREDICTED
 from searches.space import SearchSpace
@@ -55,3 +56,23 @@ def test_what_was_ruled_out_is_known() -> None:
     known = [found.value for found in leading(study)]
     assert 0.7 in known
     assert len(known) == sum(found.params["kind"] == "layer_skip" for found in study.trials)
+
+
+def test_what_scans_tried_beside_the_choices_stops_nobody() -> None:
+    space = SearchSpace(6, kinds=["none", "layer_skip"])
+    study = optuna.create_study(direction="maximize", sampler=GaussianProcess(2, seed=0))
+    for threshold in (0.95, 0.62, 0.5):
+        config = SpeculativeConfig("layer_skip", 3, mask="mlp:2", stop=StopRule("threshold", threshold))
+        study.enqueue_trial(space.params(config))
+        trial = study.ask()
+        assert space.suggest(trial).stop.threshold == threshold
+        study.tell(trial, 1.0 + threshold)
+    assert len(leading(study)) == 1
+    space.suggest(study.ask())
+
+
+def test_a_threshold_that_a_sampler_chose_is_that_of_scans() -> None:
+    space = SearchSpace(6, kinds=["none", "layer_skip"], stops=["threshold"])
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    found = {space.suggest(study.ask()).stop.threshold for _ in range(200)}
+    assert found - {0.0} == {round(0.1 + 0.05 * step, 2) for step in range(17)}

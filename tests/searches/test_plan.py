@@ -73,6 +73,14 @@ def test_draft_models_are_opened_at_once_and_loaded_once(tiny_folder: Path, tmp_
     assert not unused.target.drafts
 
 
+def test_folders_mean_the_same_from_anywhere(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path / "mine" / "draft")
+    monkeypatch.chdir(tmp_path)
+    planned = _plan(tiny_folder, "space.kinds=[none,draft_model]", "space.drafts=[mine/draft]")
+    assert planned.space.drafts == [str(tmp_path / "mine" / "draft")]
+    assert planned.target.drafts.keys() == set(planned.space.drafts)
+
+
 def test_a_draft_model_that_will_not_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     greek = save_tiny(tmp_path / "greek", seed=3)
     _spelling("αβγδ").save_pretrained(greek)

@@ -159,6 +159,25 @@ def test_what_a_sampler_thinks_counts() -> None:
     assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.15
 
 
+def test_no_two_comparisons_of_a_study_draw_alike() -> None:
+    """A leader's replicates are pooled, and a draw that is counted twice is no second one."""
+
+    class Drawing(Known):
+        def compare(
+            self, configs: Any, prompts: PromptSet, repeats: int, seed: int, *rest: Any
+        ) -> Iterator[dict[str, Sample]]:
+            draws.extend((seed + place, item.id) for place, item in enumerate(prompts))
+            return super().compare(configs, prompts, repeats, seed, *rest)
+
+    draws: list[tuple[int, str]] = []
+    fast, settings = lookup(4), MeasureSettings(prompts=3, survivor_prompts=5, survivor_repeats=1)
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(Drawing({fast: 1.5}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, settings, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=9, remeasure=2), lambda trial: None, [fast])
+    assert len(draws) > 30
+    assert len(set(draws)) == len(draws)
+
+
 def test_trials_begin_with_the_prompt_that_they_are_told() -> None:
     bench, fast = Known({lookup(4): 1.5}), lookup(4)
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())

@@ -93,6 +93,9 @@ def test_a_trials_run_says_what_it_measured(done: Path) -> None:
         if run.data.params["kind"] == "layer_skip":
             assert run.data.tags["mask"] == trial.user_attrs["config"]["mask"]
             assert "skipped_attention" in run.data.params
+        stop = trial.user_attrs["config"].get("stop")
+        assert run.data.params.get("stop") == (stop and stop["kind"])
+        assert run.data.params.get("threshold") == (str(stop["threshold"]) if stop and stop["kind"] != "length" else None)
         assert run.data.params["measure.max_new_tokens"] == "8"
         assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["prompts.json"]
     parent = runs(sqlite(done), "study")[0]
