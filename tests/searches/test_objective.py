@@ -125,7 +125,7 @@ def test_finals_are_measured_once(tiny_target: Target, tmp_path: Path) -> None:
     bench = _bench(tiny_target)
 
     class Watched:
-        layers, exact = bench.layers, bench.exact
+        layers, exact, conditions = bench.layers, bench.exact, bench.conditions
 
         def compare(self, configs: Any, prompts: PromptSet, *rest: Any) -> Any:
             measured.extend(item.id for item in prompts)
