@@ -174,12 +174,15 @@ class FeatureStore:
 @torch.inference_mode()
 def read_features(target: Target, tokens: tuple[int, ...], modules: tuple[str, ...]) -> Tensor:
     """``[n, F]``: what the target thinks behind every token of a text."""
+    return _read(target, torch.tensor(tokens, device=target.device), modules, last=1)[0]
+
+
+def _read(target: Target, tokens: Tensor, modules: tuple[str, ...], last: int) -> tuple[Tensor, Tensor]:
+    """The same of ``[n]`` int64 tokens, and ``[last, V]`` logits of the pass."""
     features, view = Features(modules), decoding_view(target.model)
     with features.of(view):
-        forward(
-            view, torch.tensor(tokens, device=target.device), KVCache(target.layers, len(tokens), device=target.device), 1
-        )
-    return features.read()
+        logits = forward(view, tokens, KVCache(target.layers, tokens.shape[0], device=target.device), last)
+    return features.read(), logits
 
 
 @torch.inference_mode()
@@ -191,10 +194,8 @@ def check_readout(target: Target) -> None:
     """
     # From the middle of the vocabulary: special tokens lie at its ends, on which half precision is far off.
     tokens = (target.vocabulary // 3 + 17 * torch.arange(_PROBE, device=target.device)) % target.vocabulary
-    features, view = Features(read_modules(target)), decoding_view(target.model)
-    with features.of(view):
-        logits = forward(view, tokens, KVCache(target.layers, _PROBE, device=target.device), _PROBE)
-    if not close(Readout(target, None)(features.read()), logits):
+    hidden, logits = _read(target, tokens, read_modules(target), last=_PROBE)
+    if not close(Readout(target, None)(hidden), logits):
         raise UnsupportedModel(
             f"{target.architecture}: no head can be taught, as its logits are not what its output layer makes of its last "
             "hidden states"

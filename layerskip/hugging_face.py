@@ -86,7 +86,7 @@ def custom_generate(
                 if check is not None:
                     check(target)
                 known[model] = place, build_drafter(config, target)
-        _, drafter = known[model]
+            _, drafter = known[model]
         continuation = decode(
             target,
             drafter,

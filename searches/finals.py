@@ -136,9 +136,10 @@ def measure_finals(
     configs = {name: standing.config for name, standing in chosen.items()}
     before = {name: standing.speedup for name, standing in chosen.items()}
     found, _ = compete(configs, before, bench, prompts, settings, seed, folder, on_prompt)
+    if folder is None:
+        return found
     # Other finalists, of fewer trials, were measured for the same study.
-    every = [] if folder is None else [seconds_of(Kept(path)) for path in folder.glob(_KEPT.format("*"))]
-    return replace(found, seconds=sum(every) or found.seconds)
+    return replace(found, seconds=sum(seconds_of(Kept(path)) for path in folder.glob(_KEPT.format("*"))))
 
 
 def compete(

@@ -61,7 +61,7 @@ from .trained import TrainedBridges
 def search(config: DictConfig) -> Finals:
     """Run a composed study to its end; see ``conf/layerskip.yaml``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    pruner, _ = made(config, "pruner"), made(config, "sampler", seed=0)
+    pruner, _ = made(config, "pruner"), made(config, "sampler", seed=0)  # refused now, before anything is written
     plan = Plan.of(config)
     flat = describe(config, plan.target, plan.prompts, plan.space.bridged)
     name = plan.settings.name or default_name(config, flat)

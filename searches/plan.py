@@ -21,7 +21,7 @@ from layerskip.positions import most_positions
 from layerskip.tree import tree_model
 from layerskip.wheels import WHEELS
 
-from .application import InputError, check_seed
+from .application import InputError, check_list, check_seed
 from .datastore import refuse_answers
 from .foresight import ScanSettings
 from .objective import MeasureSettings
@@ -61,7 +61,6 @@ class Plan:
         prompts.split()  # refuses a set that is too small to hold anything out
         target: Target = instantiate(config.target)
         check_prompts(prompts, target, measuring.max_new_tokens)
-        instantiate(config.space, layers=target.layers)  # refuses lists that are none
         _make_absolute(config)
         space = instantiate(config.space, layers=target.layers)
         _say_missing(space)
@@ -103,6 +102,7 @@ def _make_absolute(config: DictConfig) -> None:
         return str(Path(name).resolve()) if name not in WHEELS and Path(name).exists() else name
 
     for listed in (*_LISTS.values(), "datastores"):
+        check_list(f"space.{listed}", config.space[listed])
         config.space[listed] = [placed(str(name)) for name in config.space[listed]]
 
 

@@ -18,12 +18,10 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StopStringCriteria,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from layerskip import Export, ExportError, SpeculativeConfig, Target, TargetError
+from layerskip import Export, SpeculativeConfig, Target, TargetError
 from tests.families import build
 
 CONFIGS = [
@@ -38,11 +36,6 @@ PROMPT = torch.tensor([[9, 30, 31, 9, 30, 40, 41, 42, 31]])
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=32)
 LATER_PENALTY = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)
 kinds = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-
-
-@pytest.fixture
-def model(tiny_target: Target) -> PreTrainedModel:
-    return tiny_target.model
 
 
 def _method(target: Target, config: SpeculativeConfig) -> Callable[..., Any]:
@@ -239,65 +232,6 @@ def _scores(model: PreTrainedModel, output: Tensor, options: dict[str, Any]) -> 
         )
         rows.append(made.scores[0][0])
     return torch.stack(rows)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"num_beams": 2}, "num_beams|batch"),
-        ({"num_return_sequences": 2, "do_sample": True}, "batch of 2"),
-        ({"bad_words_ids": [[30]]}, "NoBadWordsLogitsProcessor"),
-        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-        ({"min_new_tokens": 3}, "MinLengthLogitsProcessor|MinNewTokens"),
-        (
-            {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)]},
-            "RepetitionPenalty",
-        ),
-        ({"typical_p": 0.5, "do_sample": True}, "TypicalLogitsWarper"),
-        ({"logits_processor": [TopKLogitsWarper(5)], "do_sample": True, "top_k": 50}, "TopKLogitsWarper comes twice"),
-        ({"logits_processor": [TopPLogitsWarper(0.8)], "do_sample": True, "temperature": 0.7}, "another order"),
-        (
-            {"logits_processor": [TopPLogitsWarper(0.8, min_tokens_to_keep=3)], "do_sample": True, "top_k": 0},
-            "TopP.*settings",
-        ),
-        ({"logits_processor": [RepetitionPenaltyLogitsProcessor(by) for by in (1.2, 1.3)]}, "comes twice"),
-    ],
-)
-def test_what_drafting_cannot_follow_is_refused_by_name(tiny_target: Target, options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[1]), **GREEDY | options)
-
-
-def test_a_batch_is_refused(model: PreTrainedModel, tiny_target: Target) -> None:
-    prompts = PROMPT.repeat(2, 1)
-    with pytest.raises(ValueError, match="batch of 2"):
-        _generate(model, prompts, custom_generate=_method(tiny_target, CONFIGS[0]), **GREEDY)
-
-
-def test_padding_is_refused(model: PreTrainedModel, tiny_target: Target) -> None:
-    padded = torch.cat((torch.zeros(1, 2, dtype=torch.int64), PROMPT), dim=1)
-    method = _method(tiny_target, CONFIGS[0])
-    for mask in ((padded != 0).long(), None):
-        with pytest.raises(ValueError, match="attention_mask: "):
-            model.generate(padded, attention_mask=mask, custom_generate=method, **GREEDY)
-
-
-def test_embeddings_in_the_place_of_tokens_are_refused(model: PreTrainedModel, tiny_target: Target) -> None:
-    embeddings = model.get_input_embeddings()(PROMPT)
-    method = _method(tiny_target, CONFIGS[0])
-    for tokens in (None, PROMPT):
-        with pytest.raises(ValueError, match="inputs_embeds"):
-            model.generate(tokens, inputs_embeds=embeddings, custom_generate=method, **GREEDY)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "field"),
-    [("gpt2", {"num_hidden_layers": 3}, "architecture"), ("llama", {"num_hidden_layers": 4}, "layers")],
-)
-def test_another_model_is_refused_by_field(tiny_target: Target, family: str, changes: dict[str, int], field: str) -> None:
-    method = _method(tiny_target, CONFIGS[0])
-    with pytest.raises(ExportError, match=f"^target.{field}: "):
-        _generate(build(family, **changes), custom_generate=method, **GREEDY)
 
 
 def test_one_method_serves_several_models(tiny_target: Target) -> None:

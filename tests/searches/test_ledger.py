@@ -1,23 +1,29 @@
-"""What a search took has every fit in it that it used, once: here or in another study, killed or not."""
+"""What a search took: every fit that it used, once, made here or in another study, killed or not; and all between trials."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 from mlflow.tracking import MlflowClient
 
 from layerskip import Export, Sampling, SkipMask, Target
+from layerskip.measurement import Sample
 from searches import report
 from searches.finals import Finals
 from searches.ledger import FITS, SHARED, Ledger, noted, seconds_of
 from searches.makeup import Makeup
+from searches.objective import Objective
 from searches.shelf import BridgingSettings, Shelf
-from searches.study import foreseeing
+from searches.space import SearchSpace
+from searches.study import StudySettings, foreseeing, run_trials
 from tests.searches.conftest import Launch
+from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
 from tests.searches.programs import journal_study, quick, runs, sqlite, tracked
 
 NO_FINALS = Finals((), {}, 0.0)
@@ -135,3 +141,36 @@ def test_two_studies_on_one_shelf(tiny_folder: Path, tmp_path: Path, launch: Lau
         assert run.info.status == "FINISHED"
         assert run.data.tags["mlflow.parentRunId"]
         assert {"loss", "fit_seconds", "agreement_empty", "agreement_bridged"} <= run.data.metrics.keys()
+
+
+def test_seconds_of_an_interrupted_trial_count() -> None:
+    class Broken(Known):
+        def compare(self, *_: Any) -> Iterator[dict[str, Sample]]:
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(Broken({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
+
+    def foresee() -> None:
+        with foreseeing(study):
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        foresee()
+    assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.1
+
+
+def test_what_a_sampler_thinks_counts() -> None:
+    class Thinker(optuna.samplers.RandomSampler):
+        def infer_relative_search_space(self, *_: Any) -> dict[str, Any]:
+            time.sleep(0.05)
+            return {}
+
+    study = optuna.create_study(direction="maximize", sampler=Thinker(0), pruner=optuna.pruners.NopPruner())
+    objective = Objective(Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=2), lambda trial: time.sleep(0.05))  # MLflow's turn
+    assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.15

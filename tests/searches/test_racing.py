@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,13 +11,11 @@ from optuna.trial import TrialState
 
 from layerskip import PromptSet, SpeculativeConfig
 from layerskip.measurement import Sample
-from searches import report
-from searches.finals import Finals
 from searches.objective import DRIFTED, MeasureSettings, Objective
 from searches.prior import Judgement
 from searches.space import SearchSpace
 from searches.standings import Standing, configuration, ranking
-from searches.study import StudySettings, finished, foreseeing, run_trials
+from searches.study import StudySettings, finished, run_trials
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup, run_known
 
 
@@ -124,39 +121,6 @@ def test_a_leader_is_due_after_so_many_trials_however_many_were_interrupted() ->
     run_trials(study, objective, StudySettings(n_trials=6, remeasure=3), lambda trial: None, [fast, *others])
     tried = [SpeculativeConfig.from_dict(trial.user_attrs["config"]) for trial in finished(study)]
     assert [place for place, config in enumerate(tried) if config == fast] == [0, 4]
-
-
-def test_seconds_of_an_interrupted_trial_count() -> None:
-    class Broken(Known):
-        def compare(self, *_: Any) -> Iterator[dict[str, Sample]]:
-            time.sleep(0.05)
-            raise KeyboardInterrupt
-
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    objective = Objective(Broken({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
-    with pytest.raises(KeyboardInterrupt):
-        run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
-
-    def foresee() -> None:
-        with foreseeing(study):
-            time.sleep(0.05)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        foresee()
-    assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.1
-
-
-def test_what_a_sampler_thinks_counts() -> None:
-    class Thinker(optuna.samplers.RandomSampler):
-        def infer_relative_search_space(self, *_: Any) -> dict[str, Any]:
-            time.sleep(0.05)
-            return {}
-
-    study = optuna.create_study(direction="maximize", sampler=Thinker(0), pruner=optuna.pruners.NopPruner())
-    objective = Objective(Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
-    run_trials(study, objective, StudySettings(n_trials=2), lambda trial: time.sleep(0.05))  # MLflow's turn
-    assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.15
 
 
 def test_no_two_comparisons_of_a_study_draw_alike() -> None:
