@@ -35,6 +35,7 @@ def attach(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
         folder = file.parent / f"{file.stem}.{part}-{_digest(found)}"
         if not folder.exists():
             partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+            shutil.rmtree(partial, ignore_errors=True)  # of a process of this number that was killed
             partial.mkdir(parents=True)
             try:
                 for path in found:

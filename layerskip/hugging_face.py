@@ -85,7 +85,8 @@ def custom_generate(
             if model not in known or known[model][0] != place:
                 if check is not None:
                     check(target)
-                known[model] = place, build_drafter(config, target)
+                with torch.random.fork_rng([]):  # new modules draw weights, in whose place the trained ones come
+                    known[model] = place, build_drafter(config, target)
             _, drafter = known[model]
         continuation = decode(
             target,

@@ -129,16 +129,16 @@ def check_places(config: DictConfig) -> None:
         config.record = str(config.record)
         if os.path.isdir(config.record):
             raise InputError(f"record: {config.record} is a folder, not a file")
-        _check_folder("record", os.path.dirname(os.path.abspath(config.record)))
+        check_folder("record", os.path.dirname(os.path.abspath(config.record)))
 
 
 def _check_room(folder: str) -> None:
-    stats = os.statvfs(_check_folder("outputs", folder))
+    stats = os.statvfs(check_folder("outputs", folder))
     if stats.f_bavail * stats.f_frsize < _LEAST_FREE_BYTES:
         raise InputError(f"outputs: {folder} has no space left; {_LEAST_FREE_BYTES // 2**20} MB are needed")
 
 
-def _check_folder(name: str, folder: str) -> str:
+def check_folder(name: str, folder: str) -> str:
     """Refuse what cannot become a folder to write in; returns as much of it as exists."""
     place = os.path.abspath(folder)
     while not os.path.exists(place):

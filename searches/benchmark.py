@@ -9,9 +9,9 @@ On CUDA, what decoding takes at its peak beside all that is loaded is told too.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     check_flag("allow_lossy", config.allow_lossy)
     check_whole("tree.tokens", config.tree.tokens, 0)
     check_whole("tree.context", config.tree.context)
+    _check_rows(config)
     target: Target = instantiate(config.target)
     _fit_depth(config, target.layers)
     if config.draft_folder is None:
@@ -112,6 +113,16 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     return record
 
 
+def _check_rows(config: DictConfig) -> None:
+    known = {field.name for field in dataclasses.fields(Peer) if field.init} - {"target"}
+    for group in ("contenders", "peers"):
+        for name, row in config[group].items():
+            if row is not None and not isinstance(row, DictConfig):
+                raise InputError(f"{group}.{name}: {row!r} describes no way to decode; null leaves the row out")
+            if group == "peers" and row is not None and (unknown := [str(key) for key in row if key not in known]):
+                raise InputError(f"peers.{name}.{unknown[0]}: is not one of {', '.join(sorted(known))}")
+
+
 def _fit_depth(config: DictConfig, layers: int) -> None:
     """Fill in what was left to the depth of the model: what the draft model and the self-drafts leave out."""
     if config.draft_mask is None and config.draft_folder is None:
@@ -147,7 +158,8 @@ def _contenders(
     verifying, drafting = cache(timer.verifying), partial(timer.drafting, known={})
     cascades: dict[str, Mapping[str, Any]] = {}
     rivals: dict[str, str] = {BASELINE: "transformers"} if "transformers" in peers else {}
-    used = [fields.get("draft") for fields in (*own.values(), *others.values())]
+    parts = [part for fields in (*own.values(), *others.values()) for part in (fields, *fields.get("members", ()))]
+    used = [part.get("draft") for part in parts]
     if config.draft_mask and config.draft_folder in used:
         _ensure_draft(config, target)
     for name, fields in own.items():
@@ -182,7 +194,7 @@ def _contenders(
                 beside = f"{name}_{rule}"
                 if beside in configs:
                     raise InputError(f"contenders.{beside}: allow_lossy=true gives {name} a row of that name")
-                configs[beside] = replace(found, accept=AcceptRule(rule))
+                configs[beside] = dataclasses.replace(found, accept=AcceptRule(rule))
                 contenders[beside] = Decoder.of(target, configs[beside])
     for name, fields in others.items():
         contenders[name] = Peer(target, **fields)

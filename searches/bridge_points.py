@@ -112,6 +112,7 @@ class BridgePoints:
         asked = {
             "recipe": 8,
             "packed_weights": packs(target.model),
+            "width": self._width,  # of what is fitted; wider MLPs leave room for fewer texts
             "vocabularies": list(config.vocabularies),
             "texts": asked_texts(config, target, sampling, like),
             "calibration_bytes": config.calibration_bytes,
@@ -133,10 +134,15 @@ class BridgePoints:
     @functools.cached_property
     def calibration(self) -> Calibration:
         """Made when first asked for, as a run that goes on may need none."""
-        budget, trained = int(self.config.calibration_bytes), self.config.trained
+        budget = int(self.config.calibration_bytes)
+        return calibrate(self.target, self.passages, budget, "calibration_bytes", self._memory, self._width)
+
+    @property
+    def _width(self) -> int:
+        """Of the widest MLPs that are fitted; 0 for none."""
+        trained = self.config.trained
         learns = isinstance(trained, Mapping) and (MLP in self.config.kinds or self.config.max_seconds)
-        width = int(trained.get("width", 0)) if learns else 0
-        return calibrate(self.target, self.passages, budget, "calibration_bytes", self._memory, width)
+        return int(trained.get("width", 0)) if learns else 0
 
     def points(self, mask: SkipMask, bridged: bool = True) -> list[dict[str, Any]]:
         """What is known of a mask, left empty and perhaps for every kind of bridge, and for every draft head."""

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from layerskip import Export, MaskError, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip import Export, MaskError, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.drafters.build import build_drafter
 from layerskip.environment import environment
 from layerskip.files import write_json
@@ -27,7 +27,7 @@ from .application import InputError, check_list, check_number, check_seed, check
 from .bench import ModelBench
 from .bridge_finals import Contest, choose, contest, named
 from .bridge_points import EMPTY, FITTED, MLP, TRAINED, BridgePoints
-from .eagle_beside import eagle_beside, eagle_configs
+from .eagle_beside import CHAIN, eagle_beside, eagle_configs
 from .foresight import ScanSettings
 from .heading import heading
 from .learner import check_learning
@@ -64,9 +64,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
         check_drafted("vocabularies", size, target)
     masks = [_mask(text, target) for text in config.masks or _runs(target.layers)]
     head = None if config.eagle_head is None else str(config.eagle_head)
-    others = eagle_configs(head) if head else {}
-    for other in others.values():
-        build_drafter(other, target)  # refuses now what cannot draft
+    others = _heads(head, target) if head else {}
     work = BridgePoints(config, target, sampling, scanning, tune.take(measuring.prompts), measuring.max_new_tokens, like)
     points = [point for mask in masks for point in work.points(mask)]
     work.log_fits()  # of those that were there already, too
@@ -102,6 +100,21 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     print(table(record))
     print(f"\n{verdict(found.finals)}\nwrote {work.folder / 'best.json'}, {path} and {path.with_suffix('.png')}")
     return record
+
+
+def _heads(head: str, target: Target) -> dict[str, SpeculativeConfig]:
+    """Who drafts with an EAGLE head; refuses now what cannot draft, but for trees that the target cannot verify."""
+    found = {}
+    for name, config in eagle_configs(head).items():
+        try:
+            build_drafter(config, target)
+        except UnsupportedModel as error:
+            if name == CHAIN:
+                raise
+            print(f"{name}: left out: {error}")
+            continue
+        found[name] = config
+    return found
 
 
 def _check(config: DictConfig) -> None:

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.environment import machine
 from layerskip.files import digest, write_json
+from layerskip.measurement import LEAST_RESAMPLED
 
 from .application import NOT_SHOWN, InputError, check_number, check_seed, check_share, check_whole, run
 from .bars import Count, table
@@ -79,7 +80,8 @@ def _check(config: DictConfig) -> None:
     check_seed(config.seed)
     if config.bench not in ("simulated", "model"):
         raise InputError(f"bench: {config.bench!r} is neither simulated nor model")
-    sizes = {"itself.comparisons": (config.itself.comparisons, 1), "itself.prompts": (config.itself.prompts, 1)}
+    sizes = {"itself.comparisons": (config.itself.comparisons, 1)}
+    sizes |= {"itself.prompts": (config.itself.prompts, LEAST_RESAMPLED)}  # nobody wins over fewer
     sizes |= {"coverage.resamplings": (config.coverage.resamplings, 0)}
     sizes |= {f"coverage.prompts.{i}": (count, 1) for i, count in enumerate(config.coverage.prompts)}
     for name, (value, least) in sizes.items():

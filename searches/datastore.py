@@ -8,6 +8,7 @@ what the target itself says to prompts (kept, and made once), which nobody must 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from layerskip.datastore import Datastore
 from layerskip.files import digest
 from layerskip.passages import continue_prompts
 
-from .application import InputError, check_flag, check_seed, check_whole, run
+from .application import InputError, check_flag, check_folder, check_seed, check_whole, run
 
 _TEXTS = (".txt", ".md", ".jsonl")
 _SHOWN = 5  # continuations of a phrase
@@ -49,6 +50,7 @@ def _build(config: DictConfig, target: Target) -> Datastore:
         raise InputError("output: names no folder for the datastore")
     if Path(config.output).exists():
         raise InputError(f"output: {config.output} exists already")
+    check_folder("output", os.path.dirname(os.path.abspath(config.output)))
     if config.corpus is None and not config.own:
         raise InputError("corpus: names neither a file nor a folder, and own is false; there is nothing to build from")
     if target.tokenizer is None:
@@ -173,4 +175,4 @@ def followers(found: Datastore, phrase: str, target: Target) -> str:
 
 
 if __name__ == "__main__":
-    run("datastore", datastore)
+    run("datastore", datastore, goes_on=False)

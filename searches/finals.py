@@ -191,7 +191,8 @@ def compete(
     again = measure_again(bench, left, rows, prompts, settings, seed, kept)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
     finalists, baseline = judge_rows(rows, configs, before, left), Measurement.of(rows, BASELINE, BASELINE).to_dict()
-    found = Finals(finalists, baseline, seconds_of(kept), len(again), sum(moved(rows, settings.drift)))
+    still = sum(off for place, off in enumerate(moved(rows, settings.drift)) if place in again)
+    found = Finals(finalists, baseline, seconds_of(kept), len(again), still)
     return found, rows
 
 

@@ -63,13 +63,12 @@ def foretell(config: DictConfig) -> dict[str, Any]:
     if space.bridged:
         raise InputError("space.bridges, space.draft_heads: this program skips emptily; searches.bridges has bridges")
     outputs = Path(config.outputs)
-    folder = outputs / "foretold"
+    folder = outputs / "foretold" / digest(sources())[:12]  # another version may count and measure otherwise
     oracle = foresee(target, prompts, sampling, measuring.max_new_tokens, space, scanning, outputs, folder, config.seed)
     if oracle is None:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
     bench = ModelBench(target, sampling, measuring.max_new_tokens)
     asked = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target)]
-    asked += sources()
     measured = Kept(folder / f"measured-{digest(asked)[:12]}.jsonl")
     points = []
     masks = _masks(oracle, space, config.masks, config.seed)

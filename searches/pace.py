@@ -65,13 +65,22 @@ def _offsets(samples: Sequence[Sample]) -> list[float]:
     """How far, on a log scale, each sample's seconds per round are off what is usual, drafting left out: a cascade may draft
     dearly on one prompt and for nothing on the next.
 
-    A round is slower behind a long prompt, and how long one is shows in its prefill: a line through all (Theil, Sen).
+    A round is slower behind a long prompt, and how long one is shows in its prefill; and it is slower where it verifies
+    more tokens, of which a lookup finds many on one prompt and hardly any on the next.
     """
-    lengths = [sample.prefill_seconds for sample in samples]
     paces = [(sample.decode_seconds - sample.draft_seconds) / len(sample.stats.rounds) for sample in samples]
-    if len(set(lengths)) > 1:
-        slope, level, *_ = theilslopes(paces, lengths)
-    else:
-        slope, level = 0.0, statistics.median(paces or [1.0])
-    expected = [level + slope * length for length in lengths]
+    lengths = [sample.prefill_seconds for sample in samples]
+    verified = [statistics.fmean(round_.drafted for round_ in sample.stats.rounds) for sample in samples]
+    expected = _line(lengths, paces)
+    left = [pace - usual for pace, usual in zip(paces, expected, strict=True)]
+    expected = [usual + dearer for usual, dearer in zip(expected, _line(verified, left), strict=True)]
     return [math.log(pace / usual) if pace > 0 and usual > 0 else 0.0 for pace, usual in zip(paces, expected, strict=True)]
+
+
+def _line(causes: Sequence[float], effects: Sequence[float]) -> list[float]:
+    """What each cause leads to expect: on a line that few outliers do not move (Theil, Sen), or, where all are alike, the
+    median."""
+    if len(set(causes)) > 1:
+        slope, level, *_ = theilslopes(effects, causes)
+        return [float(level + slope * cause) for cause in causes]
+    return [statistics.median(effects)] * len(effects) if effects else []

@@ -91,6 +91,7 @@ def across_seeds(
     write_json(folder / _CHOICE, {"like": like, "seed": settings["seed"], "mask": mask.format(), "layers": mask.layers})
     rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.parent.glob(f"*/{_CHOICE}"))]
     chosen = {row["seed"]: SkipMask.parse(row["mask"], row["layers"]) for row in rows if row["like"] == like}
+    chosen[settings["seed"]] = mask  # whatever a study of another name chose with this seed
     if len(chosen) < 2:
         return None
     pairs = [*itertools.combinations(chosen.values(), 2)]

@@ -33,7 +33,7 @@ from layerskip.readout import Readout
 from layerskip.training import Batch, acceptance, fit_linear, foretell, loss_of, stored_modules
 from layerskip.units import NATURAL, Units
 
-from .application import InputError, check_flag, check_number, check_seed, check_whole, run
+from .application import InputError, check_flag, check_folder, check_number, check_seed, check_whole, run
 from .bridging import judge_of, neighbour_of, shape_of, shown, train_bridges
 from .learner import Learner, TrainingFile, check_learning, refuse_another, room
 from .tracking import Tracker
@@ -90,10 +90,10 @@ def train(config: DictConfig) -> Path | None:
         neighbour = neighbour_of(config, target, shape)
         if neighbour is not None:
             learnt["warm_start"] = digest([tensor.float().tolist() for tensor in neighbour.state_dict().values()])
-    folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
+    folder = outputs / f"{kind}-{digest(learnt)[:8]}" if config.head is None else Path(config.head)
     refuse_another(folder, digest(learnt))
     tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
-    tracker.open_study(folder.name, digest(learnt), learnt, environment(target), role="training")
+    tracker.open_study(folder.name, digest([learnt, str(folder.resolve())]), learnt, environment(target), role="training")
     with tracker.closing():
         with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
             continued = continue_prompts(
@@ -176,6 +176,9 @@ def _check(config: DictConfig) -> None:
         check_number("max_seconds", config.max_seconds)
     check_flag("three_layers", config.three_layers)
     check_whole("lookback", config.lookback, 0, MOST_BACK)
+    if config.head is not None:
+        config.head = str(config.head)  # a folder of digits is read as a number
+        check_folder("head", config.head)
     for name in ("bridge", "draft_head"):
         if config.drafter.get(name):
             raise InputError(f"drafter.{name}: is what this program makes; warm_start names bridges to begin from")

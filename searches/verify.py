@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip import Export, Measurement, PromptSet, SpeculativeConfig, Target, load_target
+from layerskip.attachments import digests
 from layerskip.environment import environment, machine
 from layerskip.files import digest, write_json
 from layerskip.measurement import LEAST_RESAMPLED
@@ -31,6 +32,7 @@ from .application import NOT_SHOWN, InputError, check_flag, check_seed, check_wh
 from .bench import BASELINE, Bench, ModelBench, Row, go_on
 from .claim import Claim, Speedup, Verdict, judge, judge_plain
 from .datastore import refuse_answers_of
+from .heading import sources
 from .interrupt import INTERRUPTED
 from .kept import Kept
 from .plan import check_prompts
@@ -102,11 +104,13 @@ def verify(config: DictConfig) -> None:
         raise InputError(f"prompts: {len(prompts)} held-out prompts say next to nothing; {LEAST_RESAMPLED} are the least")
     target = _load(config.target, export)
     export.check(target)
+    claim = dataclasses.replace(claim, repeatable=claim.repeatable and _is_alike(export, target))
     refuse_answers_of("config", export.config, target, prompts)
     check_prompts(prompts, target, max_new_tokens)
     rows: list[Row] = []
     asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed]
-    unfinished = Path(config.outputs) / f"verify-{digest([*asked, target.digest, machine(target)])[:12]}.jsonl"
+    asked += [target.digest, machine(target), digests(export.config), sources()]
+    unfinished = Path(config.outputs) / f"verify-{digest(asked)[:12]}.jsonl"
     if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
         unfinished.unlink()  # what was measured so long ago says nothing of now
     kept = Kept(unfinished)
@@ -159,6 +163,14 @@ def verify(config: DictConfig) -> None:
     unfinished.unlink(missing_ok=True)  # whoever asks again wants to know of another day
     if verdict.name != "confirmed":
         sys.exit(EXIT_CODES[verdict.name])
+
+
+def _is_alike(export: Export, target: Target) -> bool:
+    """Whether the export's outputs must come again: from the model that it names, and where near-ties of rounding count, on
+    a device of the same name."""
+    found, here = export.environment, machine(target)
+    exact = target.dtype == "float32" or found.get("device_name") == here["device_name"]
+    return exact and dict(export.target) == Export.describe(target)
 
 
 def _load(fields: DictConfig, export: Export) -> Target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +166,31 @@ def test_bridges_say_whose_they_are_and_what_they_were_fitted_to(tmp_path: Path)
         load_bridges(tmp_path, other)
     with pytest.raises(ConfigError, match="^bridge: .* another target, some/model, .* its revision is one, not two$"):
         load_bridges(tmp_path, Target(model, None, "some/model", "two"))
+
+
+def test_loading_bridges_draws_nothing(tmp_path: Path) -> None:
+    """A seed says the same of the first text as of the next: weights are drawn for modules that are then read."""
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
+    save_bridges(tmp_path / "bridge", Bridges(bridge_shape(target, "layers:1-2", "mlp", 2, 3)), target, {})
+    skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", bridge=str(tmp_path / "bridge"))
+    method = Export(Export.describe(target), skip).custom_generate()
+    ids, made = torch.tensor([[9, 30, 31, 9]], device=DEVICE), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        options = dict(do_sample=True, temperature=3.0, top_k=0, max_new_tokens=16)
+        made.append(target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=method, **options))
+    assert made[0].equal(made[1])
+
+
+def test_a_copy_that_was_killed_stops_no_export(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
+    save_draft_tokens(tmp_path / "tokens", torch.arange(5, 40), target, {})
+    config = SpeculativeConfig("layer_skip", 3, mask="layers:1", draft_head=str(tmp_path / "tokens"))
+    Export(Export.describe(target), config).save(tmp_path / "best.json")
+    (folder,) = attached(tmp_path / "best.json")
+    folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}"))  # as a process of this number would have left it
+    Export(Export.describe(target), config).save(tmp_path / "best.json")
+    assert attached(tmp_path / "best.json") == [folder]
 
 
 def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from layerskip import Export, SpeculativeConfig, generate, load_target
+from layerskip.eagle import EagleHead, EagleShape
+from layerskip.heads import save_head
 from layerskip.measurement import Sample
 from layerskip.scan import Scanner
 from searches.application import INTERRUPTED, run
 from searches.bench import ModelBench
-from searches.bridges import bridges
+from searches.bridges import _heads, bridges
 from searches.bridging import BridgeLearner
 from tests.device import DEVICE
 from tests.searches.conftest import Launch
@@ -165,6 +167,15 @@ def test_bridges_that_win_are_exported_whole(
     assert config.bridge and Path(config.bridge).is_relative_to(tmp_path / "elsewhere")
     said = [generate(target, "Say 99.", config=one, max_new_tokens=24).tokens for one in (config, SpeculativeConfig())]
     assert said[0] == said[1]
+
+
+def test_a_head_drafts_chains_where_trees_cannot_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-Neo's attention takes no mask of a tree's branches."""
+    target = load_target(str(save_tiny(tmp_path / "model", "gpt_neo")), dtype="float32", device=DEVICE)
+    head = EagleHead(EagleShape.of(target))
+    save_head(tmp_path / "head", "eagle", head.shape.to_dict(), head.weights(), target, {})
+    assert list(_heads(str(tmp_path / "head"), target)) == ["eagle"]
+    assert "eagle_tree: left out: " in capsys.readouterr().out
 
 
 def test_a_budget_that_holds_no_text_is_one_line(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:

@@ -126,6 +126,7 @@ def test_searches_are_kept_until_the_program_changes(tmp_path: Path, monkeypatch
     [
         ("bench=abacus", "bench"),
         ("itself.comparisons=0", "itself.comparisons"),
+        ("itself.prompts=4", "itself.prompts"),
         ("coverage.prompts=[12,x]", "coverage.prompts"),
         ("planted.layers=2", "planted.layers"),
         ("planted.least_hits=all", "planted.least_hits"),

@@ -62,6 +62,7 @@ def test_a_place_is_counted_once(tiny_folder: Path, tmp_path: Path, launch: Laun
         (["corpus=blank.txt"], "output: names no folder for the datastore"),
         (["corpus=blank.txt", "output=empty"], "output: empty exists already"),
         (["inspect=empty"], "datastore: cannot read empty: "),
+        (["corpus=blank.txt", "output=blank.txt/store"], "output: "),
         (["own=true", "output=store", "max_new_tokens=0"], "max_new_tokens: "),
         (["own=true", "output=store", "max_new_tokens=many"], "max_new_tokens: "),
         (["own=true", "output=store", "seed=x"], "seed: "),

@@ -48,6 +48,18 @@ def test_who_drafts_dearly_on_one_prompt_is_not_taken_for_a_slower_machine() -> 
     assert not any(moved(rows, 0.05))
 
 
+def test_who_verifies_more_on_one_prompt_is_not_taken_for_a_slower_machine() -> None:
+    """Six tokens at once may take two steps' time, and lookups find six where a text is copied."""
+    rows = [_row(place, {"plain": 4.0}) for place in range(6)]
+    for place, drafted in enumerate((0, 1, 2, 1, 6, 0)):
+        copied = DecodeStats((Round(drafted, 0, 1),) * 40)
+        for name in ("one", "other", "third"):
+            rows[place][name] = replace(_row(place, {name: 4.0 * (1 + drafted / 6)})[name], stats=copied)
+    assert not any(moved(rows, 0.3))
+    rows[1] = {name: replace(sample, decode_seconds=sample.decode_seconds * 1.5) for name, sample in rows[1].items()}
+    assert moved(rows, 0.3) == [False, True, False, False, False, False]
+
+
 def test_nothing_decoded_says_nothing() -> None:
     empty = _row(0, {"plain": 0.0, "one": 0.0}, rounds=0)
     assert moved([empty, empty], 0.3) == [False, False]

@@ -40,4 +40,7 @@ def test_studies_that_differ_in_their_seed_alone_are_compared(tmp_path: Path) ->
     assert found.seeds == 2 and found.overlap == pytest.approx(4 / 12)
     assert found.chance == pytest.approx(0.26, abs=0.04)
     found = choose("c", 2, "layers:1-4")
+    assert found.seeds == 3
+    choose("z", 2, "layers:7-9")  # of another name, with a seed that is there already
+    found = choose("c", 2, "layers:1-4")
     assert found.seeds == 3 and found.overlap == pytest.approx((1 + 4 / 12 + 4 / 12) / 3)

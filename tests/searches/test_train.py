@@ -221,6 +221,8 @@ def test_the_disk_must_hold_what_a_training_writes(
         ("drafter=layer_skip mask=layers:1 warm_start=nothing", "bridge"),
         ("drafter=layer_skip mask=layers:1 held_out_tokens=1", "held_out_tokens"),
         ("drafter=layer_skip mask=layers:1 drafter.bridge=nearby", "drafter.bridge"),
+        ("head=@/few.jsonl", "head"),
+        ("head=@/few.jsonl/below", "head"),
         ("three_layers=3", "three_layers"),
         ("lookback=-1", "lookback"),
         ("lookback=65", "lookback"),
@@ -232,7 +234,8 @@ def test_the_disk_must_hold_what_a_training_writes(
 )
 def test_bad_input_is_one_line(override: str, named: str, model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl")
-    overrides = (*SMALL, *few, f"target.path={model}", f"outputs={tracked(tmp_path)}", *override.split())
+    given = override.replace("@", str(model)).split()
+    overrides = (*SMALL, *few, f"target.path={model}", f"outputs={tracked(tmp_path)}", *given)
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}: ")

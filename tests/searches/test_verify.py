@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from layerskip import Export, PromptSet, SpeculativeConfig
+from layerskip import Export, PromptSet, SpeculativeConfig, load_target
+from layerskip.environment import machine
 from layerskip.lossless import Divergence, Losslessness
 from layerskip.measurement import Sample
 from layerskip.stats import DecodeStats
@@ -25,7 +27,7 @@ from searches.application import run
 from searches.bench import BASELINE, ModelBench
 from searches.claim import Claim, Speedup, Verdict
 from searches.kept import Kept
-from searches.verify import VerifySettings, command_line, measure_claim, verify
+from searches.verify import VerifySettings, _is_alike, command_line, measure_claim, verify
 from tests.searches.programs import execute
 from tests.tiny import save_tiny
 
@@ -88,6 +90,18 @@ def test_a_doctored_claim_is_refuted(model: Path, tmp_path: Path) -> None:
     assert "refuted: " in done.stdout
     assert "Traceback" not in done.stderr
     assert _record(tmp_path / "outputs")["verdict"] == "refuted"
+
+
+def test_what_another_model_accepts_refutes_no_rounds(model: Path, tmp_path: Path) -> None:
+    export = Export.load(_export(tmp_path / "best.json", model, LOOKUP))
+    target = load_target(str(model), dtype="float32", device="cpu")
+    assert _is_alike(export, target)
+    assert not _is_alike(export, load_target(str(model), dtype="bfloat16", device="cpu"))
+    assert not _is_alike(export, load_target(str(shutil.copytree(model, tmp_path / "tuned")), dtype="float32", device="cpu"))
+    half = replace(export, target=export.target | {"dtype": "bfloat16"})
+    assert not _is_alike(half, load_target(str(model), dtype="bfloat16", device="cpu"))  # who knows what rounded it
+    half = replace(half, environment=machine(target))
+    assert _is_alike(half, load_target(str(model), dtype="bfloat16", device="cpu"))
 
 
 def test_a_slower_configuration_in_its_place_is_refuted(
