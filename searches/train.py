@@ -8,7 +8,8 @@ trains the bridges of that mask instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,7 @@ def train(config: DictConfig) -> Path | None:
             learnt["warm_start"] = digest([tensor.float().tolist() for tensor in neighbour.state_dict().values()])
     folder = outputs / f"{kind}-{digest(learnt)[:8]}" if config.head is None else Path(config.head)
     refuse_another(folder, digest(learnt))
-    tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
-    tracker.open_study(folder.name, digest([learnt, str(folder.resolve())]), learnt, environment(target), role="training")
-    with tracker.closing():
+    with turn(folder), _tracking(config, folder, learnt, target) as tracker:
         with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
             continued = continue_prompts(
                 target, held_out, Sampling(), int(config.held_out_tokens), config.seed, outputs / "continuations", bar.update
@@ -115,6 +114,16 @@ def train(config: DictConfig) -> Path | None:
         took: list[float] = []
         texts = write_texts(config, target, sampling, like, lambda _, seconds, __: took.append(seconds))
         return _train_head(config, target, texts, sum(took), continued, folder, store, learnt, tracker)
+
+
+@contextlib.contextmanager
+def _tracking(config: DictConfig, folder: Path, learnt: dict[str, Any], target: Target) -> Iterator[Tracker]:
+    """A training's own run, which is gone on with."""
+    tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+    identity = digest([learnt, str(folder.resolve())])
+    tracker.open_study(folder.name, identity, learnt, environment(target), role="training")
+    with tracker.closing():
+        yield tracker
 
 
 def _train_head(

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,20 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     assert (more.returncode, more.stderr.count("\n")) == (2, 1), more.stderr
     assert "holds another training" in more.stderr
     assert (tmp_path / "killed" / "texts").stat().st_mtime_ns == written
+
+
+def test_two_programs_train_one_head_in_turns(model: Path, tmp_path: Path) -> None:
+    """With one step after the other in one file: both find the same head, and its steps were done once."""
+    few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=60", f"head={tmp_path}/h")
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(tmp_path)}", *few)
+    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    asked = command("train", *overrides)
+    both = [subprocess.Popen(asked, env=environment(), cwd=tmp_path, text=True, **pipes) for _ in range(2)]
+    said = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    (run,) = runs(sqlite(tmp_path), "training")
+    steps = [metric.step for metric in MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, "loss")]
+    assert len(steps) == len(set(steps))
 
 
 def test_a_disk_that_fills_up_ends_in_one_line_and_the_training_goes_on_later(
