@@ -59,13 +59,13 @@ def test_an_interval_that_is_too_narrow_is_found_out(
 def test_a_real_target_is_compared_with_itself(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = (
         *("bench=model", "target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu"),
-        *("max_new_tokens=4", "itself.comparisons=2", "itself.prompts=2", "itself.config={kind: prompt_lookup}"),
+        *("max_new_tokens=4", "itself.comparisons=2", "itself.prompts=5", "itself.config={kind: prompt_lookup}"),
         *(f"outputs={tmp_path}", f"record={tmp_path / 'mine.json'}"),
     )
     assert _end(monkeypatch, *overrides) == 0
     record = json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
-    # Two prompts are too few for a winner, and nobody knows what the intervals should hold.
-    assert [(count["times"], count["of"]) for count in record["counts"]] == [(0, 2)]
+    # Nobody knows what the intervals should hold.
+    assert [(count["name"], count["of"]) for count in record["counts"]] == [("winners over itself", 2)]
     with monkeypatch.context() as patched:
         patched.setattr("searches.calibration._rows", lambda *_: pytest.fail("decoded again"))
         assert _end(monkeypatch, *overrides) == 0

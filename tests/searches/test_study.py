@@ -142,7 +142,7 @@ def test_killed_at_any_moment_the_same_command_finishes(tiny_folder: Path, tmp_p
     (profile,) = (outputs / "profiles").glob("*.json")
     step, *others = json.loads(profile.read_text(encoding="utf-8"))["profile"]["verify_seconds"]
     study = journal_study(outputs, "killed")
-    made = [trial.user_attrs["config"] for trial in study.trials if trial.user_attrs]
+    made = [trial.user_attrs["config"] for trial in study.trials if "config" in trial.user_attrs]
     configs = [layerskip.SpeculativeConfig.from_dict(config) for config in made]
     cascades = [config for config in configs if config.kind == "cascade"]
     assert cascades  # and all of them know what was measured once
