@@ -91,7 +91,7 @@ def train(config: DictConfig) -> Path | None:
         neighbour = neighbour_of(config, target, shape)
         if neighbour is not None:
             learnt["warm_start"] = digest([tensor.float().tolist() for tensor in neighbour.state_dict().values()])
-    folder = outputs / f"{kind}-{digest(learnt)[:8]}" if config.head is None else Path(config.head)
+    folder = Path(config.head or outputs / f"{kind}-{digest(learnt)[:8]}")
     refuse_another(folder, digest(learnt))
     with turn(folder), _tracking(config, folder, learnt, target) as tracker:
         with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
