@@ -175,4 +175,4 @@ def followers(found: Datastore, phrase: str, target: Target) -> str:
 
 
 if __name__ == "__main__":
-    run("datastore", datastore, goes_on=False)
+    run("datastore", datastore)

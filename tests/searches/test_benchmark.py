@@ -20,7 +20,6 @@ from searches.application import CONF
 from searches.benchmark import _contenders, benchmark
 from searches.benchmark_table import table
 from tests.device import DEVICE
-from tests.searches.conftest import Launch
 from tests.searches.programs import execute, runs, sqlite
 from tests.tiny import save_tiny
 
@@ -106,21 +105,6 @@ def test_who_cannot_draft_for_a_target_is_left_out_by_name(tmp_path: Path, capsy
     for name in ("token_recycling", "fanned"):
         assert name not in contenders.keys() | configs.keys() | rivals.keys()
         assert f"contenders.{name}: left out: " in said
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("contenders.layer_skip=false", "contenders.layer_skip: False describes no way to decode; null leaves the row out"),
-        ("+peers.transformers_prompt_lookup.ngram_min=2", "peers.transformers_prompt_lookup.ngram_min: is not one of "),
-    ],
-)
-def test_rows_that_nothing_can_be_made_of_are_one_line(
-    override: str, said: str, tiny_folder: Path, tmp_path: Path, launch: Launch
-) -> None:
-    done = launch("benchmark", "target=local", f"target.path={tiny_folder}", override, cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"error: {said}")
 
 
 def test_cascades_know_what_drafts_and_their_verification_cost(record: dict) -> None:  # type: ignore[type-arg]

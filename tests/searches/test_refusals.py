@@ -82,3 +82,18 @@ def test_what_cannot_serve_the_target_is_one_line(
     assert done.stderr.startswith(f"error: {field}: ")
     assert said in done.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("contenders.layer_skip=false", "contenders.layer_skip: False describes no way to decode; null leaves the row out"),
+        ("+peers.transformers_prompt_lookup.ngram_min=2", "peers.transformers_prompt_lookup.ngram_min: is not one of "),
+    ],
+)
+def test_rows_that_nothing_can_be_made_of_are_one_line(
+    override: str, said: str, tiny_folder: Path, tmp_path: Path, launch: Launch
+) -> None:
+    done = launch("benchmark", "target=local", f"target.path={tiny_folder}", override, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"error: {said}")
