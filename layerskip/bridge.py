@@ -8,6 +8,7 @@ mask of one target, and touch none of its weights.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -193,6 +194,10 @@ class Bridges(nn.Module):
             if near:
                 bridge.load_state_dict(min(near, key=lambda pair: pair[0])[1].state_dict())
 
+    def decoding(self, target: Target) -> Bridges:
+        """A copy as it decodes for a target: in its dtype, on its device, with nothing to be learnt."""
+        return copy.deepcopy(self).to(target.device, target.model.dtype).eval().requires_grad_(False)
+
     def parts(self) -> list[tuple[Gap, Bridge]]:
         """Every gap with its bridge, in the order in which a pass comes to them."""
         return [(gap, self.of(gap)) for gap in self.mask.gaps]
@@ -235,7 +240,7 @@ def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = Non
         bridges.load_state_dict(weights)
     except (TypeError, RuntimeError, MaskError) as error:
         raise ConfigError(f"bridge: {folder} is damaged: {' '.join(str(error).split())[:200]}") from error
-    bridges = bridges.to(target.device, target.model.dtype).eval().requires_grad_(False)
+    bridges = bridges.decoding(target)
     if packs(target.model):
         pack_matrices(bridges)
     return bridges

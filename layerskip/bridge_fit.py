@@ -29,6 +29,9 @@ from .texts import Pack, Start, Texts
 
 _JUDGED, _MOST_JUDGED = 0.2, 2000  # of the rows; the last ones, hence of other passages than the rest
 _FAR = 8.0  # times the median norm: targets beyond it are left out
+_WORK = {"layers": 1, "attention": 4, "mlp": 4}  # of a gap, in regressions: a sub-layer's also runs its layer
+_SERVED = 8  # of work that all rows are used for; gaps with more share what that takes, so that no mask takes much longer
+_LEAST = 4  # rows for each number of a hidden state that gaps are fitted to, however many they are
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Fit:
         ridges: the constant chosen for every gap.
         empty: how often the draft's first token is the target's, the gaps left empty, on rows that nothing was fitted to.
         bridged: the same with the bridges.
-        rows: how many there were, the judged ones included.
+        rows: that gaps were fitted to.
         seconds: that it took.
     """
 
@@ -127,9 +130,9 @@ class Calibration:
         with torch.random.fork_rng(devices=[]):  # what a map of lower rank and an MLP begin from
             torch.manual_seed(0)
             bridges = Bridges(shape).to(self.target.device)
-        ridges = self._fit(bridges)
+        ridges, rows = self._fit(bridges)
         empty, bridged = self.judge(bridges.mask, None), self.judge(bridges.mask, bridges)
-        return Fit(bridges, ridges, empty, bridged, len(self.starts), time.monotonic() - begin)
+        return Fit(bridges, ridges, empty, bridged, rows, time.monotonic() - begin)
 
     def _pack(self, starts: list[Start]) -> Pack:
         return self._texts.pack(starts, len(starts))
@@ -141,32 +144,43 @@ class Calibration:
         return _Part(pack, positions, visible, *self._model.layers_alone(tokens, positions, self._texts.lay(pack), visible))
 
     @torch.inference_mode()
-    def _fit(self, bridges: Bridges) -> dict[str, float]:
+    def _fit(self, bridges: Bridges) -> tuple[dict[str, float], int]:
+        """The ridge constant of every gap, and how many rows they were fitted to."""
         ridges: dict[str, float] = {}
-        streams = [part.states[0] for part in self._parts]
-        learnt = len(self.starts) - _judged(len(self.starts))
+        parts, rows = self._learnt(bridges.mask.gaps)
+        streams = [part.states[0] for part in parts]
         done, drifted = 0, False  # layers that the streams are through; whether they are still the target's own
         for gap, bridge in bridges.parts():
-            for number, part in enumerate(self._parts):
-                streams[number] = (
-                    self._advance(part, streams[number], done, gap.first) if drifted else part.states[gap.first]
-                )
-            if gap.kind == "layers":
-                pairs = [
-                    (stream, part.states[gap.last + 1] - stream) for stream, part in zip(streams, self._parts, strict=True)
-                ]
-            else:
-                plain = self._plain(self._parts[0], gap)
-                pairs = [self._around(part, stream, gap, plain) for part, stream in zip(self._parts, streams, strict=True)]
-            ridges[gap.name] = _regressed(bridge, pairs, learnt)
+            whole, pairs = gap.kind == "layers", list[tuple[Tensor, Tensor]]()
+            plain = not whole and self._plain(parts[0], gap)
+            for number, part in enumerate(parts):
+                stream = self._advance(part, streams[number], done, gap.first) if drifted else part.states[gap.first]
+                streams[number] = stream
+                behind = part.states[gap.last + 1]
+                pairs.append((stream, behind - stream) if whole else self._around(part, stream, gap, plain))
+            ridges[gap.name] = _regressed(bridge, pairs, rows)
             del pairs
-            for number, part in enumerate(self._parts):
-                if gap.kind == "layers":
+            for number, part in enumerate(parts):
+                if whole:
                     streams[number] = streams[number] + bridge(streams[number])
                 else:
                     streams[number] = self._through(part, streams[number], gap, bridges)
             done, drifted = gap.last + 1, True
-        return ridges
+        return ridges, rows
+
+    def _learnt(self, gaps: Sequence[Gap]) -> tuple[list[_Part], int]:
+        """The parts that gaps are fitted to, evenly spread, and how many of their rows, the first ones: none is judged."""
+        left, every = len(self.starts) - _judged(len(self.starts)), list[tuple[_Part, int]]()
+        for part in self._parts:
+            if left > 0:
+                every.append((part, min(left, len(part.pack.rows))))
+            left -= len(part.pack.rows)
+        rows = sum(size for _, size in every)
+        work = sum(_WORK[gap.kind] for gap in gaps)
+        wanted = max(min(rows, _LEAST * self.target.hidden), rows * _SERVED // max(_SERVED, work))
+        count = -(-wanted * len(every) // rows)
+        some = [every[number * len(every) // count] for number in range(count)]
+        return [part for part, _ in some], sum(size for _, size in some)
 
     def _advance(self, part: _Part, stream: Tensor, first: int, last: int) -> Tensor:
         """A stream through whole layers."""
@@ -180,17 +194,19 @@ class Calibration:
 
         Where the layer adds what its sub-layer gives as it is, the bridge also mends the drift before it.
         """
-        layer, given = part.layers[gap.first], self._given(part, gap)
+        layer = part.layers[gap.first]
+        given = None if plain else self._given(part, gap)
         self._lay(part, _single(self.target.layers, gap))
+        self._model.watch(gap.kind, gap.first)
         before, read = layer(stream), self._model.seen()[0]
-        if plain and gap.kind == "mlp":
+        if given is None and gap.kind == "mlp":
             given = part.states[gap.first + 1] - before
-        elif plain:
+        elif given is None:
             given = self._between(part, gap) - stream
         return read, given
 
     def _given(self, part: _Part, gap: Gap) -> Tensor:
-        """What a sub-layer gives in the target itself; what it reads is watched from now on."""
+        """What a sub-layer gives in the target itself."""
         self._lay(part, SkipMask.none(self.target.layers))
         self._model.watch(gap.kind, gap.first)
         part.layers[gap.first](part.states[gap.first])
@@ -232,8 +248,9 @@ class Calibration:
 
         Args:
             mask: what drafts skip.
-            bridges: of that mask; None for empty skips.
+            bridges: of that mask, judged in the target's dtype, as they decode; None for empty skips.
         """
+        bridges = None if bridges is None else bridges.decoding(self.target)
         left = judged = _judged(len(self.starts))
         right = 0
         for part in reversed(self._parts):

@@ -53,8 +53,9 @@ def _processor() -> str:
 
 
 def _git_commit() -> str | None:
-    """The commit of this program's own checkout; None where it is installed otherwise."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """The commit of this program's own checkout, with ``-dirty`` where its files are others; None where it has none."""
+    here = str(Path(__file__).parent)
+    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except OSError:

@@ -65,9 +65,10 @@ class FeatureStore:
                 break
             try:
                 tokens, begin, start, width = json.loads(line)
+                behind = _BYTES * (start + len(tokens) * width)
             except (ValueError, TypeError):
                 raise ConfigError(f"features: {self._index} is damaged; delete {folder}") from None
-            if _BYTES * (start + len(tokens) * width) > size:
+            if behind > size:
                 break
             self._rows.append((tokens, begin, start, width))
             whole += len(line)

@@ -191,6 +191,10 @@ def _messages(value: Any) -> tuple[Message, ...]:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise PromptError(f"{name}: {value!r} is not a text with something in it")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half of a character, as truncated files have
+        raise PromptError(f"{name}: is no Unicode: {error}") from None
     return value
 
 

@@ -64,7 +64,7 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
             "rope_theta": _rope_theta(config),
             "rms_norm_eps": float(config.get("rms_norm_eps") or 1e-5),
         }
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ConfigError(f"head: {folder} is damaged: {_CONFIG} does not say what it is made from: {error}") from error
     embeddings = weights.pop(_EMBEDDINGS, None)
     if embeddings is not None and hidden == target.hidden:

@@ -197,7 +197,11 @@ def _contenders(
                 configs[beside] = dataclasses.replace(found, accept=AcceptRule(rule))
                 contenders[beside] = Decoder.of(target, configs[beside])
     for name, fields in others.items():
-        contenders[name] = Peer(target, **fields)
+        try:
+            contenders[name] = Peer(target, **fields)
+        except UnsupportedModel as error:
+            print(f"peers.{name}: left out: {error}")
+            rivals = {own: rival for own, rival in rivals.items() if rival != name}
     return contenders, rivals, configs
 
 

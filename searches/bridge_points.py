@@ -110,7 +110,7 @@ class BridgePoints:
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         asked = {
-            "recipe": 8,
+            "recipe": 9,
             "packed_weights": packs(target.model),
             "width": self._width,  # of what is fitted; wider MLPs leave room for fewer texts
             "vocabularies": list(config.vocabularies),
@@ -231,7 +231,7 @@ class BridgePoints:
             found, about = fit.bridges, {"seconds": fit.seconds, "positions": fit.rows, "wall_seconds": fit.seconds}
         about |= {"reading_seconds": reading, "wall_seconds": about["wall_seconds"] + reading}
         save_bridges(self._place(mask, kind), found, self.target, {"asked": self._asked}, self.calibration.digest)
-        return found.to(self.target.model.dtype).requires_grad_(False), about
+        return found.decoding(self.target), about
 
     def _trained(self, shape: BridgeShape, mask: SkipMask) -> BridgeLearner:
         largest = max(self.heads.values(), key=len, default=None)

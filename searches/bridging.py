@@ -128,8 +128,8 @@ def train_bridges(
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leave no text of two tokens to learn from")
     empty = _judged(scanner, shape, None, tokens)
     print(f"{shape.mask}, empty: accepted on held-out prompts, token by token: {shown(empty)}", flush=True)
-    identity = digest(learnt)
-    file = TrainingFile(folder / "training.pt", identity, identity)
+    written = digest([list(text.tokens) for text in texts])  # whose texts were written anew has others
+    file = TrainingFile(folder / "training.pt", digest([learnt, written]), digest(learnt))
     memory = Memory(int(config.remembered_bytes))
 
     def calibration() -> Calibration:
@@ -147,7 +147,7 @@ def train_bridges(
         print(f"the draft is not better than with empty skips ({empty[0]:.3f}); nothing is written")
         return None
     training = learnt | {"steps_done": learner.step, "seconds": learner.seconds, "held_out": accepted, "empty": empty}
-    training |= {"data": digest([list(text.tokens) for text in texts]), "dtype": target.dtype}
+    training |= {"data": written, "dtype": target.dtype}
     save_bridges(folder, learner.bridges, target, training, digest_of(passages))
     if tokens is not None:
         save_draft_tokens(folder / "draft_head", tokens, target, learnt)
@@ -225,10 +225,10 @@ class BridgeLearner(Learner):
         return self._training.loss([self._passages[place] for place in places])
 
     def judge(self) -> list[float]:
-        """By a scan of held-out continuations; nothing where there are none."""
+        """By a scan of held-out continuations, as they decode; nothing where there are none."""
         if self._scanner is None:
             return []
-        return _judged(self._scanner, self.bridges.shape, self.bridges, self._tokens)
+        return _judged(self._scanner, self.bridges.shape, self.bridges.decoding(self._target), self._tokens)
 
 
 def _at_once(training: BridgeTraining, passages: list[Passage], budget: int) -> tuple[int, int]:

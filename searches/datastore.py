@@ -114,6 +114,10 @@ def read(file: Path) -> Iterator[str]:
                 raise InputError(f"corpus: {file}, line {number}: is not a JSON object with a text") from None
             if not isinstance(text, str):
                 raise InputError(f"corpus: {file}, line {number}: text is not a string")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # half of a character, as truncated files have
+                raise InputError(f"corpus: {file}, line {number}: text is no Unicode: {error}") from None
             yield text
 
 

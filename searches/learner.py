@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from abc import ABC, abstractmethod
@@ -167,12 +168,12 @@ class Learner(ABC):
         for group in self.optimiser.param_groups:
             group["lr"] = self.config.learning_rate * rate
         loss = self.loss(self._places())
+        found = self._finite(loss.detach())
         if loss.requires_grad:
             self.optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP)
+            self._finite(torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP))
             self.optimiser.step()
-        found = float(loss.detach())
         self.step += 1
         self.seconds += now(self.device) - start
         return found
@@ -208,6 +209,13 @@ class Learner(ABC):
         with whole(self.file.path) as partial:
             torch.save(state, partial)
         self.kept = self.seconds
+
+    def _finite(self, number: Tensor) -> float:
+        """Refuse to learn from what is no number, before it is kept."""
+        if not math.isfinite(found := float(number)):
+            rate = f"learning_rate: {self.config.learning_rate} may be too large"
+            raise InputError(f"{rate}: loss or gradient is {found} at step {self.step}; nothing of it was kept")
+        return found
 
     def _places(self) -> list[int]:
         """Texts of this step: of all in a random order that changes every time they were gone through, the next ones."""

@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import utils as generation
 
-from layerskip import DecodeStats, Round, Target
+from layerskip import DecodeStats, Round, Target, UnsupportedModel
 from layerskip.decode import Continuation
 from layerskip.loading import load_draft
 from layerskip.measure import Task
@@ -45,6 +45,10 @@ class Peer:
         exit_layer: of ``early_exit``: how many layers the draft keeps.
         draft: of ``assistant`` and ``universal``: the draft model.
         confidence: stop drafting below it; 0 never stops; None keeps transformers' default.
+
+    Raises:
+        InputError: there is no such method.
+        UnsupportedModel: transformers takes no such draft.
     """
 
     target: Target
@@ -59,6 +63,13 @@ class Peer:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise InputError(f"method: {self.method!r} is not one of {', '.join(METHODS)}")
+        if self.method == "universal":
+            draft = load_draft(self.target, self.draft, same_tokenizer=False).model
+            sizes = {model.config.get_text_config(decoder=True).vocab_size for model in (self.target.model, draft)}
+            if len(sizes) == 1:
+                raise UnsupportedModel(
+                    f"draft: {self.draft} has as many tokens, and transformers takes tokenizers for one then"
+                )
         if self.draft_length is not None:
             self._pinned["num_assistant_tokens"] = self.draft_length
         self._pinned["num_assistant_tokens_schedule"] = "constant"

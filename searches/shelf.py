@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from layerskip.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.costs import Aids
 from layerskip.draft_head import save_draft_tokens
-from layerskip.files import digest
+from layerskip.files import digest, write_json
 from layerskip.loading import load_draft
 from layerskip.memory import out_of_memory, release
 from layerskip.own_texts import OwnText
@@ -35,7 +36,7 @@ from .makeup import Makeup
 from .turns import turn
 from .written import asked_texts, drafted_tokens, passages_of, respelled_tokens, write_texts
 
-_RECIPE = 6  # of fitting, training and draft heads; what was made otherwise is made anew
+_RECIPE = 7  # of fitting, training and draft heads; what was made otherwise is made anew
 _REMEMBERED = 16  # masks whose bridges are at hand
 _CHECKED = 2  # texts in which rows must see what decoding does
 
@@ -100,7 +101,7 @@ class Shelf:
     Attributes:
         on_use: hears of every fit that is asked for, however often: its name, the seconds that it took, and how many of them
             were spent just now.
-        on_texts: hears as much of the target's own texts.
+        on_texts: hears as much of the target's own texts, and of reading them for the fits.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Shelf:
         found = about(folder)
         self.on_use(folder.name, found["seconds"], 0.0 if there else found["seconds"])
         _ = self.texts  # to be counted, whoever had them written: they are what this was fitted to
+        self._tell_reading()
         return str(folder) if found["helps"] else ""
 
     def lacks(self, mask: SkipMask, makeup: Makeup) -> bool:
@@ -235,9 +237,25 @@ class Shelf:
     def calibration(self) -> Calibration:
         """What bridges are fitted to, read when first asked for."""
         budget, passages = self.settings.calibration_bytes, passages_of(self.texts)
+        start = time.monotonic()
         longest = sorted(passages, key=lambda passage: passage.starts)[-_CHECKED:]
         Scanner(self.target, longest, Sampling(), depth=2).check()
-        return calibrate(self.target, passages, budget, "bridging.calibration_bytes", self.memory, self._width)
+        found = calibrate(self.target, passages, budget, "bridging.calibration_bytes", self.memory, self._width)
+        if not self._reading.exists():
+            took = time.monotonic() - start
+            write_json(self._reading, {"seconds": took})
+            self._tell_reading(took)
+        return found
+
+    @property
+    def _reading(self) -> Path:
+        """What says how long the target took to read its texts when bridges were first fitted to them."""
+        return self.folder / "reading.json"
+
+    def _tell_reading(self, here: float = 0.0) -> None:
+        if self._reading.exists():
+            took = json.loads(self._reading.read_text(encoding="utf-8"))["seconds"]
+            self.on_texts(f"reading {self._asked[:12]}", took, here)
 
     @functools.cached_property
     def memory(self) -> Memory | None:

@@ -149,7 +149,8 @@ def _train_head(
     if not len(store):
         raise InputError(f"feature_bytes: {config.feature_bytes} hold not even one text")
     judges = [think(target, (*p.prompt, *p.tokens), len(p.prompt), store.modules) for p in continued]
-    file = TrainingFile(folder / "training.pt", digest([learnt, head.shape.to_dict()]), digest(learnt))
+    written = digest([list(text.tokens) for text in texts])  # whose texts were written anew has others
+    file = TrainingFile(folder / "training.pt", digest([learnt, head.shape.to_dict(), written]), digest(learnt))
     learner = _HeadLearner(config, head, target, store, judges, file)
     learner.learn_all(tracker)
     learner.end()

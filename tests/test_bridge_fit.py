@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from layerskip import bridge_fit
 from layerskip.bridge import Bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.mask import Gap, SkipMask
@@ -125,3 +126,35 @@ def test_what_fitting_says_of_bridges_is_what_drafts_do(family: str, mask: str) 
                 drafted = view(input_ids=tokens[:, -1:], past_key_values=cache).logits[0, -1].argmax()
             right += int(drafted) == passages[p].tokens[s + 1]
         assert said == right / len(last)
+
+
+@pytest.mark.parametrize(
+    ("mask", "rows"),
+    [
+        ("layers:1;layers:3", 576),
+        ("layers:1;attention:3,4,5,6,7,8", 576 * 8 // 25),
+        ("layers:1;mlp:2,3,4,5,6,7,8,9,10,11", 128),
+    ],
+)
+def test_many_gaps_share_what_a_few_take(mask: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is not judged, rows from one end to the other, four for each number of a hidden state at least; which ones,
+    by what transformers' own pass says of them."""
+    read, regress = list[torch.Tensor](), bridge_fit.regress
+    monkeypatch.setattr(bridge_fit, "regress", lambda bridge, seen, *rest: read.append(seen) or regress(bridge, seen, *rest))
+    target = Target(build("llama", num_hidden_layers=12))
+    passages = drawn_passages(target, count=48)
+    fit = Calibration(target, passages, 2**26, max_rows=16).fit(bridge_shape(target, mask))
+    states = []
+    for passage in passages:
+        tokens = torch.tensor([[*passage.prompt, *passage.tokens]], device=DEVICE)
+        with torch.no_grad():
+            found = target.model(input_ids=tokens, output_hidden_states=True).hidden_states[1][0]
+        states.append(found[len(passage.prompt) : tokens.shape[1] - 1])
+    every = torch.cat(states)
+    assert len(every) == 720  # of which 144 are judged
+    places = [int((every - row).norm(dim=-1).argmin()) for row in read[0]]
+    assert torch.allclose(every[places], read[0], atol=1e-4)
+    assert min(places) < 16
+    assert 576 - 2 * 576 / (rows / 16) < max(places) < 576
+    assert rows <= fit.rows < rows + 16
+    assert fit.rows * 0.9 <= len(read[0]) == len(set(places)) <= fit.rows  # but for a few that are far off

@@ -54,6 +54,14 @@ def test_a_kill_costs_the_text_at_work(tmp_path: Path, monkeypatch: pytest.Monke
     assert torch.equal(FeatureStore(tmp_path, MODULES)[2].features, store[2].features)
 
 
+@pytest.mark.parametrize("line", ["{", "[7, 1, 0, 576]", '[[7], 1, "0", 576]', "[[7], 1]"])
+def test_a_damaged_index_is_refused_in_one_line(line: str, tmp_path: Path) -> None:
+    FeatureStore(tmp_path, MODULES).fill(TARGET, TEXTS, 10**6)
+    (tmp_path / "texts.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match=r"^features: .*texts\.jsonl is damaged; delete [^\n]*$"):
+        FeatureStore(tmp_path, MODULES)
+
+
 def test_the_budget_ends_it(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path, MODULES)
     store.fill(TARGET, TEXTS, 2 * 64 * 8)

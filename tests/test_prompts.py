@@ -168,6 +168,7 @@ REFUSED = [
     ('{"prompt": "  "}', "prompt: "),
     ('{"prompt": null}', "prompt: "),
     ('{"prompt": ["x"]}', "prompt: "),
+    ('{"prompt": "cut \\ud83d"}', "prompt: is no Unicode"),
     ('{"messages": []}', "messages: "),
     ('{"messages": "x"}', "messages: "),
     ('{"messages": ["x"]}', "messages: "),

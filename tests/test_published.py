@@ -195,6 +195,7 @@ def test_a_head_without_embeddings_is_known_by_its_sizes(target: Target, tmp_pat
         {"intermediate_size": float("inf")},
         {"intermediate_size": 47},
         {"rope_theta": {}, "rms_norm_eps": [1]},
+        {"rope_scaling": "linear"},
     ],
     ids=str,
 )

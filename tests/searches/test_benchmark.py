@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 from layerskip import AcceptRule, Export, PromptSet, Sampling, SpeculativeConfig, Target, load_target
 from layerskip.lossless import Divergence, Losslessness
@@ -21,7 +22,7 @@ from searches.benchmark import _contenders, benchmark
 from searches.benchmark_table import table
 from tests.device import DEVICE
 from tests.searches.programs import execute, runs, sqlite
-from tests.tiny import save_tiny
+from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
 NO_PEERS = tuple(f"peers.transformers{which}=null" for which in ("", "_prompt_lookup", "_early_exit", "_assistant"))
 
@@ -33,6 +34,12 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
     model = save_tiny(folder / "model", num_hidden_layers=4, idle=(2, 3))
     found = {"name": str(model), "revision": None, "architecture": "LlamaForCausalLM", "layers": 4, "dtype": "float32"}
     Export(found, SpeculativeConfig("layer_skip", 3, mask="layers:2")).save(folder / "best.json")
+    other, words = AutoModelForCausalLM.from_pretrained(model), tokenizer()  # the same, with a token more
+    words.add_tokens("<more>")
+    other.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
+    other.get_output_embeddings().weight.data[VOCABULARY:] = 0.0
+    other.save_pretrained(folder / "other")
+    words.save_pretrained(folder / "other")
     done = execute(
         "benchmark",
         "target=local",
@@ -46,6 +53,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
         "+contenders.loose={kind:prompt_lookup,accept:{kind:threshold,threshold:0.0}}",
         "+contenders.lookup_then_model={kind:cascade,members:[{kind:prompt_lookup},"
         "{kind:draft_model,draft:${draft_folder}}]}",
+        f"cross_draft={folder / 'other'}",
         f"config={folder / 'best.json'}",
         f"outputs={folder / 'outputs'}",
         cwd=folder,
@@ -81,13 +89,22 @@ def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  #
     results = record["record"]["results"]
     assert set(results) == {
         "plain", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model",
-        "loose", "lookup_then_model", "export",
+        "cross_tokenizer", "transformers_universal", "loose", "lookup_then_model", "export",
         "transformers", "transformers_prompt_lookup", "transformers_early_exit", "transformers_assistant",
     }  # fmt: skip
     assert {found["losslessness"]["verdict"] for name, found in results.items() if name != "loose"} == {"exact"}
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
     assert results["transformers_assistant"]["draft_share"] == 0  # nobody asked it
+
+
+def test_a_draft_of_another_tokenizer_stands_beside_transformers_own(record: dict) -> None:  # type: ignore[type-arg]
+    """As many tokens a round, as both draft as many, with the same model."""
+    ours, theirs = (record["record"]["results"][name] for name in ("cross_tokenizer", "transformers_universal"))
+    assert ours["rival"]["name"] == "transformers_universal"
+    assert record["record"]["configs"]["cross_tokenizer"]["draft_length"] == 4
+    assert 1.3 < ours["tokens_per_round"] <= 5
+    assert theirs["tokens_per_round"] == pytest.approx(ours["tokens_per_round"], rel=0.15)
 
 
 def test_who_cannot_draft_for_a_target_is_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +122,19 @@ def test_who_cannot_draft_for_a_target_is_left_out_by_name(tmp_path: Path, capsy
     for name in ("token_recycling", "fanned"):
         assert name not in contenders.keys() | configs.keys() | rivals.keys()
         assert f"contenders.{name}: left out: " in said
+
+
+def test_a_draft_that_transformers_refuses_is_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It takes tokenizers of as many tokens for one."""
+    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device=DEVICE)
+    save_tiny(tmp_path / "other", seed=1)
+    left = (*NO_PEERS, *(f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "cascade")))
+    with initialize_config_dir(CONF, version_base="1.3"):
+        config = compose("benchmark", [*left, f"cross_draft={tmp_path / 'other'}"])
+    contenders, rivals, _ = _contenders(config, target, PromptSet.of(["one"]), Sampling())
+    assert "cross_tokenizer" in contenders
+    assert "transformers_universal" not in contenders.keys() | set(rivals.values())
+    assert "peers.transformers_universal: left out: draft: " in capsys.readouterr().out
 
 
 def test_cascades_know_what_drafts_and_their_verification_cost(record: dict) -> None:  # type: ignore[type-arg]

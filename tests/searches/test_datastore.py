@@ -56,6 +56,7 @@ def test_a_place_is_counted_once(tiny_folder: Path, tmp_path: Path, launch: Laun
     [
         (["corpus=empty", "output=store"], "corpus: empty has no .txt, .md, .jsonl files"),
         (["corpus=bad.jsonl", "output=store"], "corpus: bad.jsonl, line 1: is not a JSON object with a text"),
+        (["corpus=half.jsonl", "output=store"], "corpus: half.jsonl, line 1: text is no Unicode: "),
         (["corpus=nothing.txt", "output=store"], "corpus: there is no nothing.txt"),
         (["corpus=blank.txt", "output=store"], "corpus: has no tokens"),
         (["output=store"], "corpus: names neither a file nor a folder, and own is false; there is nothing to build from"),
@@ -76,6 +77,7 @@ def test_bad_input_ends_in_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.jsonl").write_text("[1]\n")
+    (tmp_path / "half.jsonl").write_text('{"text": "cut \\ud83d"}\n')
     (tmp_path / "blank.txt").write_text("")
     done = launch("datastore", *_common(tiny_folder, tmp_path), *overrides, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

@@ -54,6 +54,31 @@ def test_a_damaged_training_is_refused_in_one_line(content: bytes, tmp_path: Pat
     assert file.path.read_bytes() == content
 
 
+class _Diverging(_Still):
+    """Its loss is 1, then something else."""
+
+    then: float
+
+    def loss(self, places: list[int]) -> torch.Tensor:
+        weight = self.module.get_parameter("weight").sum()
+        return weight * 0 + 1 if not self.step else weight * self.then
+
+
+@pytest.mark.parametrize("then", [float("nan"), float("inf"), 1e38])  # the last has a gradient whose norm is infinite
+def test_what_is_no_number_is_not_learnt_and_not_kept(then: float, tmp_path: Path) -> None:
+    config = OmegaConf.create({"texts_per_step": 1, "learning_rate": 0.5, "steps": 9, "max_seconds": None, "seed": 0})
+    module = torch.nn.Linear(100, 1)
+    learner = _Diverging(config, module, 1, TrainingFile(tmp_path / "training.pt", "who"))
+    learner.then = then
+    learner.learn()
+    learner.save()
+    before, kept = module.weight.clone(), learner.file.path.read_bytes()
+    with pytest.raises(InputError, match="^learning_rate: 0.5 may be too large: .* at step 1; nothing of it was kept$"):
+        learner.learn()
+    assert torch.equal(module.weight, before)
+    assert learner.file.path.read_bytes() == kept
+
+
 class _Timed(Learner):
     """On a clock of its own: beginning takes 5 seconds, a step 2, judging 3."""
 
