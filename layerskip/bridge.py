@@ -240,7 +240,7 @@ def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = Non
         bridges.load_state_dict(weights)
     except (TypeError, RuntimeError, MaskError) as error:
         raise ConfigError(f"bridge: {folder} is damaged: {' '.join(str(error).split())[:200]}") from error
-    bridges = bridges.decoding(target)
+    bridges = bridges.to(target.device, target.model.dtype).eval().requires_grad_(False)
     if packs(target.model):
         pack_matrices(bridges)
     return bridges

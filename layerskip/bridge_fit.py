@@ -30,8 +30,8 @@ from .texts import Pack, Start, Texts
 _JUDGED, _MOST_JUDGED = 0.2, 2000  # of the rows; the last ones, hence of other passages than the rest
 _FAR = 8.0  # times the median norm: targets beyond it are left out
 _WORK = {"layers": 1, "attention": 4, "mlp": 4}  # of a gap, in regressions: a sub-layer's also runs its layer
-_SERVED = 8  # of work that all rows are used for; gaps with more share what that takes, so that no mask takes much longer
-_LEAST = 4  # rows for each number of a hidden state that gaps are fitted to, however many they are
+_SERVED = 8  # of work that all rows are used for; gaps with more share what that takes, so that no mask takes far longer
+_LEAST = 4  # rows for each number of a hidden state that gaps are fitted to, though their share be less
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Fit:
         ridges: the constant chosen for every gap.
         empty: how often the draft's first token is the target's, the gaps left empty, on rows that nothing was fitted to.
         bridged: the same with the bridges.
-        rows: that gaps were fitted to.
+        rows: that gaps were fitted to, those left out as too far included.
         seconds: that it took.
     """
 

@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "transformers", "optuna", "mlflow", "hydra-core")
 
 def environment(target: Target) -> dict[str, Any]:
     """Plain values: those of :func:`machine`, ``platform`` and ``git_commit``."""
-    return machine(target) | {"platform": platform.platform(), "git_commit": _git_commit()}
+    return machine(target) | {"platform": platform.platform(), "git_commit": git_commit(Path(__file__).parents[1])}
 
 
 def machine(target: Target) -> dict[str, Any]:
@@ -52,12 +52,20 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _git_commit() -> str | None:
-    """The commit of this program's own checkout, with ``-dirty`` where its files are others; None where it has none."""
-    here = str(Path(__file__).parent)
-    command = ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
+def git_commit(root: Path) -> str | None:
+    """The commit of this program's checkout, with ``-dirty`` where its code is not that commit's; None without one."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return None if done.returncode else done.stdout.strip()
+
+    # A program that is installed within another project's checkout is not of that one's commits.
+    if git("ls-files", "--error-unmatch", f"{__package__}/{Path(__file__).name}") is None:
         return None
-    return done.stdout.strip() or None
+    commit = git("rev-parse", "HEAD")
+    changed = git("status", "--porcelain", "--", __package__, "searches", "conf")
+    return f"{commit}-dirty" if commit and changed else commit

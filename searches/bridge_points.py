@@ -32,7 +32,7 @@ from .application import InputError
 from .bridging import BridgeLearner, calibrate, made_of, rates
 from .foresight import ScanSettings, cost_profile, make_scanner
 from .kept import Kept
-from .learner import TrainingFile
+from .learner import Diverged, TrainingFile
 from .oracle import Choices
 from .scan_oracle import ScanOracle
 from .short_skips import short_skips
@@ -151,7 +151,11 @@ class BridgePoints:
         for kind in (EMPTY, *kinds):
             name = f"{mask.format()} {kind}"
             if name not in self._kept:
-                self._kept.add(name, self._scan(mask, kind))
+                try:
+                    self._kept.add(name, self._scan(mask, kind))
+                except Diverged as error:  # other masks are worth comparing all the same
+                    print(f"{kind} for {mask.format()} is left out: {error}")
+                    continue
                 if kind != EMPTY:
                     self.log_fits()  # now, as the next one takes minutes
             kept, empty = self._kept[name], self._kept[f"{mask.format()} {EMPTY}"]

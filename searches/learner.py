@@ -33,6 +33,10 @@ _LEAST = 1e-3  # seconds of training, where what it began from took all the time
 _LOSSES = 50  # steps over which the loss is averaged
 
 
+class Diverged(InputError):
+    """A training whose loss or gradient is no number any more."""
+
+
 def check_learning(config: DictConfig) -> None:
     """Refuse what no training can go by; how many seconds it may take is for each program to say.
 
@@ -126,7 +130,9 @@ class Learner(ABC):
         if file.path.exists():
             state = _read(file.path)
             if state.get("identity") != file.identity:
-                raise InputError(f"head: {file.path.parent} holds another training; name another folder")
+                raise InputError(
+                    f"head: {file.path.parent} holds another training, or one of other texts; name another folder"
+                )
             module.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds, self._begun = state["step"], state["seconds"], state.get("begun", 0.0)
@@ -161,18 +167,30 @@ class Learner(ABC):
         return float(max(by_steps, spent / max(most - self._begun, _LEAST)))
 
     def learn(self) -> float:
-        """One step; returns its loss."""
+        """One step; returns its loss.
+
+        Raises:
+            Diverged: nothing can be learnt from it.
+        """
         start = now(self.device)
         # By what is done of the steps or of the time, whichever ends the training.
         rate = share_of_rate(self.progress, _WARMING)
         for group in self.optimiser.param_groups:
             group["lr"] = self.config.learning_rate * rate
         loss = self.loss(self._places())
-        found = self._finite(loss.detach())
+        length = loss.new_zeros(())
         if loss.requires_grad:
             self.optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            self._finite(torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP))
+            length = torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP)
+        found, size = map(float, torch.stack((loss.detach().float(), length.float())).tolist())  # one wait for a device
+        if not math.isfinite(found + size):
+            rate = self.config.learning_rate
+            raise Diverged(
+                f"learning_rate: the loss is {found}, its gradient's norm {size} at step {self.step}, as where {rate} is "
+                f"too large; what was kept before stays"
+            )
+        if loss.requires_grad:
             self.optimiser.step()
         self.step += 1
         self.seconds += now(self.device) - start
@@ -209,13 +227,6 @@ class Learner(ABC):
         with whole(self.file.path) as partial:
             torch.save(state, partial)
         self.kept = self.seconds
-
-    def _finite(self, number: Tensor) -> float:
-        """Refuse to learn from what is no number, before it is kept."""
-        if not math.isfinite(found := float(number)):
-            rate = f"learning_rate: {self.config.learning_rate} may be too large"
-            raise InputError(f"{rate}: loss or gradient is {found} at step {self.step}; nothing of it was kept")
-        return found
 
     def _places(self) -> list[int]:
         """Texts of this step: of all in a random order that changes every time they were gone through, the next ones."""

@@ -50,7 +50,7 @@ class Ledger:
             with undisturbed():
                 self._study.set_user_attr(f"{self._kind}:{name}", [place, seconds])
             self._known[name] = seconds
-            self.here += here
+        self.here += here
 
 
 @contextlib.contextmanager

@@ -67,9 +67,8 @@ class Peer:
             draft = load_draft(self.target, self.draft, same_tokenizer=False).model
             sizes = {model.config.get_text_config(decoder=True).vocab_size for model in (self.target.model, draft)}
             if len(sizes) == 1:
-                raise UnsupportedModel(
-                    f"draft: {self.draft} has as many tokens, and transformers takes tokenizers for one then"
-                )
+                same = "a vocabulary as large as the target's, which transformers takes for the same tokenizer"
+                raise UnsupportedModel(f"draft: {self.draft} has {same}")
         if self.draft_length is not None:
             self._pinned["num_assistant_tokens"] = self.draft_length
         self._pinned["num_assistant_tokens_schedule"] = "constant"

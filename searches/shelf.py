@@ -125,6 +125,7 @@ class Shelf:
         self._loaded: dict[str, Bridges] = {}
         self.on_use: OnUse = lambda *_: None
         self.on_texts: OnUse = lambda *_: None
+        self._read_in: float | None = None
         self._beyond: set[Path] = set()  # what could not be fitted in this process's memory
 
     @property
@@ -241,10 +242,10 @@ class Shelf:
         longest = sorted(passages, key=lambda passage: passage.starts)[-_CHECKED:]
         Scanner(self.target, longest, Sampling(), depth=2).check()
         found = calibrate(self.target, passages, budget, "bridging.calibration_bytes", self.memory, self._width)
+        took = time.monotonic() - start
         if not self._reading.exists():
-            took = time.monotonic() - start
             write_json(self._reading, {"seconds": took})
-            self._tell_reading(took)
+        self._tell_reading(took)
         return found
 
     @property
@@ -253,9 +254,11 @@ class Shelf:
         return self.folder / "reading.json"
 
     def _tell_reading(self, here: float = 0.0) -> None:
-        if self._reading.exists():
-            took = json.loads(self._reading.read_text(encoding="utf-8"))["seconds"]
-            self.on_texts(f"reading {self._asked[:12]}", took, here)
+        """It counts once, however often it is done again by who fits to the texts what is not there yet."""
+        if self._read_in is None and self._reading.exists():
+            self._read_in = float(json.loads(self._reading.read_text(encoding="utf-8"))["seconds"])
+        if self._read_in is not None:
+            self.on_texts(f"reading {self._asked[:12]}", self._read_in, here)
 
     @functools.cached_property
     def memory(self) -> Memory | None:

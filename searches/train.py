@@ -52,7 +52,7 @@ _NUMBERS = (
     "remembered_bytes",
     "held_out_tokens",
 )
-_RECIPE = 11  # of what follows and of layerskip.training; a training goes on only as it began
+_RECIPE = 12  # of what follows and of layerskip.training; a training goes on only as it began
 _MEASURED = 32  # texts that say how large hidden states are
 _SPARED = 32  # texts at most, one of twenty, that no weight is learnt from
 _ALONE = 0.6  # of the training, in which EAGLE learns the next token alone: a third of the time, and it decides the rest

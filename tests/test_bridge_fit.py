@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from layerskip import bridge_fit
 from layerskip.bridge import Bridges
 from layerskip.bridge_fit import Calibration
 from layerskip.mask import Gap, SkipMask
+from layerskip.rows import RowModel
 from layerskip.target import Target
 from layerskip.view import skip_view
 from tests.device import DEVICE
@@ -126,6 +129,22 @@ def test_what_fitting_says_of_bridges_is_what_drafts_do(family: str, mask: str) 
                 drafted = view(input_ids=tokens[:, -1:], past_key_values=cache).logits[0, -1].argmax()
             right += int(drafted) == passages[p].tokens[s + 1]
         assert said == right / len(last)
+
+
+def test_bridges_are_judged_as_they_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the target's dtype, which is not that of what is fitted."""
+    target = Target(build("llama").to(torch.bfloat16))
+    calibration = Calibration(target, drawn_passages(target), 2**24)
+    run, judged = RowModel.run, list[torch.dtype]()
+
+    def note(self: RowModel, *args: Any, bridges: list[Bridges | None], **kwargs: Any) -> torch.Tensor:
+        judged.extend(parameter.dtype for some in bridges if some is not None for parameter in some.parameters())
+        return run(self, *args, bridges=bridges, **kwargs)
+
+    monkeypatch.setattr(RowModel, "run", note)
+    fit = calibration.fit(bridge_shape(target, "layers:1-2"))
+    assert set(judged) == {torch.bfloat16}
+    assert {parameter.dtype for parameter in fit.bridges.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

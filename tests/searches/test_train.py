@@ -149,6 +149,16 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     assert (more.returncode, more.stderr.count("\n")) == (2, 1), more.stderr
     assert "holds another training" in more.stderr
     assert (tmp_path / "killed" / "texts").stat().st_mtime_ns == written
+    (texts,) = (tmp_path / "killed" / "texts").glob("*.jsonl")
+    first, *others = texts.read_text(encoding="utf-8").splitlines()
+    name, (tokens, *about) = json.loads(first)
+    texts.write_text("\n".join([json.dumps([name, [tokens[::-1], *about]]), *others, ""]), encoding="utf-8")
+    shutil.rmtree(tmp_path / "killed" / "features")
+    state_before = state.read_bytes()
+    anew = launch("train", *killed, cwd=tmp_path)
+    assert anew.returncode == 2, anew.stderr
+    assert "or one of other texts" in anew.stderr
+    assert state.read_bytes() == state_before
 
 
 def test_two_programs_train_one_head_in_turns(model: Path, tmp_path: Path) -> None:
