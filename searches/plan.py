@@ -22,10 +22,11 @@ from layerskip.tree import tree_model
 from layerskip.wheels import WHEELS
 
 from .application import InputError, check_list, check_seed
+from .bridging_settings import BridgingSettings
 from .datastore import refuse_answers
 from .foresight import ScanSettings
 from .objective import MeasureSettings
-from .shelf import BridgingSettings, Shelf
+from .shelf import Shelf
 from .space import TREES, SearchSpace
 from .study import StudySettings
 from .written import begun_like, check_drafted

@@ -10,7 +10,6 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,9 @@ from layerskip.passages import OnUse
 from layerskip.scan import Scanner
 from layerskip.text import Memory
 
-from .application import InputError, check_number, check_whole
+from .application import InputError
 from .bridging import calibrate
+from .bridging_settings import BridgingSettings
 from .makeup import Makeup
 from .turns import turn
 from .written import asked_texts, drafted_tokens, passages_of, respelled_tokens, write_texts
@@ -39,51 +39,6 @@ from .written import asked_texts, drafted_tokens, passages_of, respelled_tokens,
 _RECIPE = 7  # of fitting, training and draft heads; what was made otherwise is made anew
 _REMEMBERED = 16  # masks whose bridges are at hand
 _CHECKED = 2  # texts in which rows must see what decoding does
-
-
-@dataclass(frozen=True)
-class BridgingSettings:
-    """What bridges are fitted to.
-
-    Args:
-        tokens: of the target's own answers.
-        max_new_tokens: of an answer.
-        batch: answers written at once.
-        calibration_bytes: of hidden states, keys and values in memory, and of what a fit takes beside them.
-        train_seconds: of training, for every finalist that is bridged; 0 for none.
-        train_width: of the MLPs that are trained beside the maps of finalists that have none; 0 for none.
-        learning_rate: of it.
-        unroll: tokens in a row that it learns.
-        texts_per_step: answers of a step, if they fit.
-        training_bytes: of what a step of training and its optimiser hold.
-        remembered_bytes: of texts as the target read them, in memory, for training.
-        begin_like: a file of prompts that every other text begins like, none of which is measured.
-
-    Raises:
-        InputError: one of them is out of range.
-    """
-
-    tokens: int = 20000
-    max_new_tokens: int = 128
-    batch: int = 48
-    calibration_bytes: int = 1_500_000_000
-    train_seconds: float = 0.0
-    train_width: int = 512
-    learning_rate: float = 0.002
-    unroll: int = 1
-    texts_per_step: int = 3
-    training_bytes: int = 2_000_000_000
-    remembered_bytes: int = 1_000_000_000
-    begin_like: str | None = None
-
-    def __post_init__(self) -> None:
-        check_number("bridging.train_seconds", self.train_seconds, or_zero=True)
-        check_number("bridging.learning_rate", self.learning_rate, 1.0)
-        for name in ("tokens", "max_new_tokens", "batch", "unroll", "texts_per_step"):
-            check_whole(f"bridging.{name}", getattr(self, name))
-        for name in ("calibration_bytes", "training_bytes", "remembered_bytes"):
-            check_whole(f"bridging.{name}", getattr(self, name))
-        check_whole("bridging.train_width", self.train_width, 0)
 
 
 class Shelf:
@@ -125,6 +80,7 @@ class Shelf:
         self._loaded: dict[str, Bridges] = {}
         self.on_use: OnUse = lambda *_: None
         self.on_texts: OnUse = lambda *_: None
+        self._reading = self.folder / "reading.json"  # how long the target took to read its texts for the first fits
         self._read_in: float | None = None
         self._beyond: set[Path] = set()  # what could not be fitted in this process's memory
 
@@ -247,11 +203,6 @@ class Shelf:
             write_json(self._reading, {"seconds": took})
         self._tell_reading(took)
         return found
-
-    @property
-    def _reading(self) -> Path:
-        """What says how long the target took to read its texts when bridges were first fitted to them."""
-        return self.folder / "reading.json"
 
     def _tell_reading(self, here: float = 0.0) -> None:
         """It counts once, however often it is done again by who fits to the texts what is not there yet."""

@@ -9,6 +9,7 @@ trains the bridges of that mask instead.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -142,8 +143,13 @@ def _train_head(
     with turn(store.folder), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
         store = FeatureStore(store.folder, store.modules)  # another training may have gone on with it
         kept = folder / "training.pt"
-        spare = room(head) - (kept.stat().st_size if kept.exists() else 0)
-        store.fill(target, texts, int(config.feature_bytes), bar.update, max(0, spare))
+        spare = max(0, room(head) - (kept.stat().st_size if kept.exists() else 0))
+        place = folder if folder.exists() else folder.parent
+        if place.stat().st_dev != store.folder.stat().st_dev:
+            if spare > (free := shutil.disk_usage(place).free):
+                raise InputError(f"head: a training takes {spare:,} bytes, and {place} has {free:,}")
+            spare = 0
+        store.fill(target, texts, int(config.feature_bytes), bar.update, spare)
     if len(store) < len(texts):
         print(f"feature_bytes: {config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
     if not len(store):

@@ -15,11 +15,12 @@ from mlflow.tracking import MlflowClient
 from layerskip import Export, Sampling, SkipMask, Target
 from layerskip.measurement import Sample
 from searches import report
+from searches.bridging_settings import BridgingSettings
 from searches.finals import Finals
 from searches.ledger import FITS, SHARED, Ledger, noted, seconds_of
 from searches.makeup import Makeup
 from searches.objective import Objective
-from searches.shelf import BridgingSettings, Shelf
+from searches.shelf import Shelf
 from searches.space import SearchSpace
 from searches.study import StudySettings, foreseeing, run_trials
 from tests.searches.conftest import Launch

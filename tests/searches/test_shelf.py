@@ -21,10 +21,11 @@ from layerskip.prompts import PromptSet
 from layerskip.scan import Scanner
 from searches.application import InputError
 from searches.bridging import BridgeLearner
+from searches.bridging_settings import BridgingSettings
 from searches.makeup import Makeup, makeups
 from searches.oracle import Choices
 from searches.scan_oracle import ScanOracle
-from searches.shelf import BridgingSettings, Shelf
+from searches.shelf import Shelf
 from searches.space import SearchSpace
 from searches.standings import Standing, configuration
 from tests.device import DEVICE

@@ -223,6 +223,19 @@ def test_the_disk_must_hold_what_a_training_writes(
     assert 0.8 * written < room(head) <= written  # but for names and sizes, which weigh little beside real weights
 
 
+def test_the_heads_own_disk_must_hold_its_training(model: Path, tmp_path: Path, small_disk: Path, launch: Launch) -> None:
+    few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=1", f"head={small_disk}/h")
+    overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(tmp_path / 'outputs')}", *few)
+    fill(small_disk, leave=100_000)
+    done = launch("train", *overrides, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("error: head: a training takes ")
+    (small_disk / "ballast").unlink()
+    done = launch("train", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (small_disk / "h" / "head.json").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [

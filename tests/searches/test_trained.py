@@ -20,10 +20,11 @@ from layerskip.scan import Scanner
 from layerskip.view import skip_view
 from searches.application import InputError
 from searches.bridging import BridgeLearner
+from searches.bridging_settings import BridgingSettings
 from searches.makeup import Makeup
 from searches.oracle import Choices
 from searches.scan_oracle import ScanOracle
-from searches.shelf import BridgingSettings, Shelf
+from searches.shelf import Shelf
 from searches.standings import Standing
 from searches.tracking import Tracker
 from searches.trained import TrainedBridges
