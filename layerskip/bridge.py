@@ -196,7 +196,7 @@ class Bridges(nn.Module):
 
     def decoding(self, target: Target) -> Bridges:
         """A copy as it decodes for a target: in its dtype, on its device, with nothing to be learnt."""
-        return copy.deepcopy(self).to(target.device, target.model.dtype).eval().requires_grad_(False)
+        return _decoding(copy.deepcopy(self), target)
 
     def parts(self) -> list[tuple[Gap, Bridge]]:
         """Every gap with its bridge, in the order in which a pass comes to them."""
@@ -240,7 +240,11 @@ def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = Non
         bridges.load_state_dict(weights)
     except (TypeError, RuntimeError, MaskError) as error:
         raise ConfigError(f"bridge: {folder} is damaged: {' '.join(str(error).split())[:200]}") from error
-    bridges = bridges.to(target.device, target.model.dtype).eval().requires_grad_(False)
+    bridges = _decoding(bridges, target)
     if packs(target.model):
         pack_matrices(bridges)
     return bridges
+
+
+def _decoding(bridges: Bridges, target: Target) -> Bridges:
+    return bridges.to(target.device, target.model.dtype).eval().requires_grad_(False)

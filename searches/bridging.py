@@ -27,7 +27,7 @@ from layerskip.text import Memory
 
 from .application import InputError
 from .learner import Learner, TrainingFile
-from .written import passages_of
+from .written import passages_of, told_apart
 
 if TYPE_CHECKING:
     from .tracking import Tracker
@@ -128,7 +128,7 @@ def train_bridges(
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leave no text of two tokens to learn from")
     empty = _judged(scanner, shape, None, tokens)
     print(f"{shape.mask}, empty: accepted on held-out prompts, token by token: {shown(empty)}", flush=True)
-    written = digest([list(text.tokens) for text in texts])  # whose texts were written anew has others
+    written = told_apart(texts)
     file = TrainingFile(folder / "training.pt", digest([learnt, written]), digest(learnt))
     memory = Memory(int(config.remembered_bytes))
 

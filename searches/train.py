@@ -40,7 +40,7 @@ from .bridging import judge_of, neighbour_of, shape_of, shown, train_bridges
 from .learner import Learner, TrainingFile, check_learning, refuse_another, room
 from .tracking import Tracker
 from .turns import turn
-from .written import asked_texts, begun_like, check_drafted, drafted_tokens, kind_of_texts, write_texts
+from .written import asked_texts, begun_like, check_drafted, drafted_tokens, kind_of_texts, told_apart, write_texts
 
 _KINDS = ("eagle", "medusa", "layer_skip")
 _NUMBERS = (
@@ -155,14 +155,14 @@ def _train_head(
     if not len(store):
         raise InputError(f"feature_bytes: {config.feature_bytes} hold not even one text")
     judges = [think(target, (*p.prompt, *p.tokens), len(p.prompt), store.modules) for p in continued]
-    written = digest([list(text.tokens) for text in texts])  # whose texts were written anew has others
-    file = TrainingFile(folder / "training.pt", digest([learnt, head.shape.to_dict(), written]), digest(learnt))
+    identity = digest([learnt, head.shape.to_dict(), told_apart(texts)])
+    file = TrainingFile(folder / "training.pt", identity, digest(learnt))
     learner = _HeadLearner(config, head, target, store, judges, file)
     learner.learn_all(tracker)
     learner.end()
     accepted = learner.judge()
     training: dict[str, Any] = {
-        "data": digest([list(text.tokens) for text in texts[: learner.texts]]),
+        "data": told_apart(texts[: learner.texts]),
         "positions": store.positions(learner.texts),
         "texts_seconds": texts_seconds,
     } | learnt

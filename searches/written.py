@@ -92,6 +92,11 @@ def _write(config: DictConfig, target: Target, sampling: Sampling, like: Sequenc
     return texts
 
 
+def told_apart(texts: Sequence[OwnText]) -> str:
+    """A digest of texts: those that were written anew are others, though as many were asked for alike."""
+    return digest([list(text.tokens) for text in texts])
+
+
 def begun_like(field: str, path: str | None, measured: PromptSet) -> list[str]:
     """What users said in a file of prompts, for texts that begin like it.
 

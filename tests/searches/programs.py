@@ -36,6 +36,7 @@ QUICK = (
     "measure.held_out_prompts=2",
     "measure.finalists=2",
 )
+NO_PEERS = tuple(f"peers.transformers{which}=null" for which in ("", "_prompt_lookup", "_early_exit", "_assistant"))
 
 
 def command(program: str, *overrides: str) -> list[str]:

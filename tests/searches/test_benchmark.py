@@ -14,17 +14,14 @@ from hydra import compose, initialize_config_dir
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from layerskip import AcceptRule, Export, PromptSet, Sampling, SpeculativeConfig, Target, load_target
+from layerskip import AcceptRule, Export, PromptSet, SpeculativeConfig, Target, load_target
 from layerskip.lossless import Divergence, Losslessness
 from layerskip.measure import interleave
 from searches.application import CONF
-from searches.benchmark import _contenders, benchmark
+from searches.benchmark import benchmark
 from searches.benchmark_table import table
-from tests.device import DEVICE
-from tests.searches.programs import execute, runs, sqlite
+from tests.searches.programs import NO_PEERS, execute, runs, sqlite
 from tests.tiny import VOCABULARY, save_tiny, tokenizer
-
-NO_PEERS = tuple(f"peers.transformers{which}=null" for which in ("", "_prompt_lookup", "_early_exit", "_assistant"))
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +66,6 @@ def test_a_draft_model_belongs_to_the_very_weights_it_was_cut_from(record: dict)
     assert f"-{target.digest[:8]}-" in drafts.name
 
 
-def test_an_export_of_elsewhere_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device="cpu")
-    lookup = SpeculativeConfig("prompt_lookup")
-    Export(Export.describe(target), lookup).save(tmp_path / "same.json")
-    elsewhere = Export.describe(target) | {"dtype": "bfloat16"}
-    Export(elsewhere, lookup, Sampling(temperature=0.7)).save(tmp_path / "other.json")
-    for name, said in (("same", []), ("other", ["dtype bfloat16", "sampling {"])):
-        with initialize_config_dir(CONF, version_base="1.3"):
-            config = compose("benchmark", [*NO_PEERS, "draft_mask=layers:1", f"config={tmp_path / name}.json"])
-        config.contenders = {}
-        _contenders(config, target, PromptSet.of(["one"]), Sampling())
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("config: ")]
-        assert len(lines) == len(said)
-        assert all(line.startswith(f"config: was found with {what}") for line, what in zip(lines, said, strict=True))
-
-
 def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  # type: ignore[type-arg]
     results = record["record"]["results"]
     assert set(results) == {
@@ -107,36 +88,6 @@ def test_a_draft_of_another_tokenizer_stands_beside_transformers_own(record: dic
     assert theirs["tokens_per_round"] == pytest.approx(ours["tokens_per_round"], rel=0.15)
 
 
-def test_who_cannot_draft_for_a_target_is_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """GPT-Neo's attention takes no mask of a tree's branches."""
-    target = load_target(str(save_tiny(tmp_path / "model", "gpt_neo")), dtype="float32", device=DEVICE)
-    skip = "{kind:layer_skip,mask:'layers:1',siblings:1}"
-    fanned = f"+contenders.fanned={{kind:cascade,members:[{{kind:prompt_lookup}},{skip}]}}"
-    with initialize_config_dir(CONF, version_base="1.3"):
-        config = compose(
-            "benchmark", ["contenders.layer_skip.mask=layers:1", *NO_PEERS, "contenders.draft_model=null", fanned]
-        )
-    contenders, rivals, configs = _contenders(config, target, PromptSet.of(["one"]), Sampling())
-    assert {"plain", "prompt_lookup", "layer_skip"} <= contenders.keys()
-    said = capsys.readouterr().out
-    for name in ("token_recycling", "fanned"):
-        assert name not in contenders.keys() | configs.keys() | rivals.keys()
-        assert f"contenders.{name}: left out: " in said
-
-
-def test_a_draft_that_transformers_refuses_is_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It takes tokenizers of as many tokens for one."""
-    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device=DEVICE)
-    save_tiny(tmp_path / "other", seed=1)
-    left = (*NO_PEERS, *(f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "cascade")))
-    with initialize_config_dir(CONF, version_base="1.3"):
-        config = compose("benchmark", [*left, f"cross_draft={tmp_path / 'other'}"])
-    contenders, rivals, _ = _contenders(config, target, PromptSet.of(["one"]), Sampling())
-    assert "cross_tokenizer" in contenders
-    assert "transformers_universal" not in contenders.keys() | set(rivals.values())
-    assert "peers.transformers_universal: left out: draft: " in capsys.readouterr().out
-
-
 def test_cascades_know_what_drafts_and_their_verification_cost(record: dict) -> None:  # type: ignore[type-arg]
     configs = record["record"]["configs"]
     lookup, model = configs["lookup_then_model"]["draft_cost"]
@@ -144,16 +95,6 @@ def test_cascades_know_what_drafts_and_their_verification_cost(record: dict) -> 
     assert "draft_cost" not in configs["cascade"]  # nobody there runs a model
     assert configs["cascade"]["verify_cost"] == configs["lookup_then_model"]["verify_cost"]
     assert len(configs["cascade"]["verify_cost"]) == 16
-
-
-def test_what_drafts_and_their_verification_cost_can_be_said(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device=DEVICE)
-    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model")]
-    with initialize_config_dir(CONF, version_base="1.3"):
-        costs = "+contenders.cascade.verify_cost=[1.5]", "+contenders.cascade.draft_cost=[0.0,0.25]"
-        config = compose("benchmark", [*NO_PEERS, *costs, *others])
-    _, _, configs = _contenders(config, target, PromptSet.of(["one"]), Sampling())
-    assert (configs["cascade"].verify_cost, configs["cascade"].draft_cost) == ((1.5,), (0.0, 0.25))
 
 
 def test_a_self_draft_leaves_out_the_second_half_of_any_model(record: dict) -> None:  # type: ignore[type-arg]

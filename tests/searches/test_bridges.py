@@ -134,6 +134,29 @@ def test_each_mask_begins_by_itself_and_is_told_at_once(
     assert len(client.get_metric_history(run.info.run_id, "fit_seconds")) == 3
 
 
+def test_a_mask_that_diverges_leaves_the_others_to_be_compared(
+    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In training alone; its map is compared all the same."""
+
+    class Diverging(BridgeLearner):
+        def loss(self, places: list[int]) -> torch.Tensor:
+            found = super().loss(places)
+            return found * float("nan") if self.bridges.shape.mask == "layers:1" else found
+
+    monkeypatch.setattr("searches.bridge_points.BridgeLearner", Diverging)
+    few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(8))
+    (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
+    which = ("kinds=[linear]", "prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl", f"record={tmp_path}/record.json")
+    done = launch("bridges", *SMALL, f"target.path={tiny_folder}", f"outputs={tracked(tmp_path)}", *which, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "trained for layers:1 is left out: learning_rate: the loss is nan" in done.stdout
+    points = {(point["mask"], point["bridge"]) for point in json.loads((tmp_path / "record.json").read_text())["points"]}
+    assert points == {(mask, kind) for mask in ("layers:1", "layers:1-2") for kind in ("empty", "linear", "trained")} - {
+        ("layers:1", "trained")
+    }
+
+
 class _Quick(ModelBench):
     """Decodes really, and says of bridged drafts that they took a tenth of their time."""
 
