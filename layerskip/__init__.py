@@ -1,19 +1,19 @@
 """Lossless speculative decoding of any Hugging Face decoder: generate, measure, export."""
 
-from .anatomy import UnsupportedModel
-from .checkpoint import save_draft_checkpoint
-from .config import AcceptRule, ConfigError, SpeculativeConfig, StopRule
-from .drafters.build import build_drafter
-from .export import Export, ExportError
-from .generation import Generation, generate
-from .loading import load_target
-from .mask import MaskError, SkipMask
-from .measure import measure
-from .measurement import Measurement
-from .prompts import PromptError, PromptSet
-from .sampling import Sampling, SamplingError
-from .stats import DecodeStats, Round
-from .target import Target, TargetError
+from layerskip.config import AcceptRule, ConfigError, SpeculativeConfig, StopRule
+from layerskip.decoding.sampling import Sampling, SamplingError
+from layerskip.decoding.stats import DecodeStats, Round
+from layerskip.drafters.registry import build_drafter, load_drafters
+from layerskip.export import Export, ExportError
+from layerskip.generation import Generation, generate
+from layerskip.mask import MaskError, SkipMask
+from layerskip.measure.measure import measure
+from layerskip.measure.measurement import Measurement
+from layerskip.models.architecture import UnsupportedModel
+from layerskip.models.draft_checkpoint import save_draft_checkpoint
+from layerskip.models.loading import load_target
+from layerskip.models.target import Target, TargetError
+from layerskip.prompts import PromptError, PromptSet
 
 __all__ = [
     "AcceptRule",
@@ -41,3 +41,5 @@ __all__ = [
     "measure",
     "save_draft_checkpoint",
 ]
+
+load_drafters()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .config import ConfigError, SpeculativeConfig
+from layerskip.config import ConfigError, SpeculativeConfig
 
 _PARTS = ("bridge", "draft_head", "head")
 _FILES = ("head.json", "head.safetensors", "config.json", "model.safetensors", "pytorch_model.bin")

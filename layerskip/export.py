@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .attachments import attach, locate
-from .config import ConfigError, SpeculativeConfig
-from .files import write_json
-from .heads import check_head, is_head
-from .hugging_face import custom_generate
-from .sampling import Sampling, SamplingError
-from .target import Target
+from layerskip.attachments import attach, locate
+from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.decoding.sampling import Sampling, SamplingError
+from layerskip.files import write_json
+from layerskip.hugging_face import custom_generate
+from layerskip.models.target import Target
+from layerskip.models.trained_module import check_head, is_head
 
 SCHEMA = "layerskip.export/1"
 _SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .config import SpeculativeConfig
-from .decode import decode
-from .drafters.base import Drafter
-from .drafters.build import build_drafter
-from .sampling import Sampling
-from .stats import DecodeStats
-from .target import Prompt, Target
+from layerskip.config import SpeculativeConfig
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Drafter
+from layerskip.decoding.sampling import Sampling
+from layerskip.decoding.stats import DecodeStats
+from layerskip.drafters.registry import build_drafter
+from layerskip.models.target import Prompt, Target
 
 
 @dataclass(frozen=True)

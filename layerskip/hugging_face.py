@@ -24,13 +24,13 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .config import SpeculativeConfig
-from .decode import decode
-from .drafters.base import Drafter
-from .drafters.build import build_drafter
-from .lending import one_at_a_time
-from .sampling import Sampling
-from .target import Target
+from layerskip.config import SpeculativeConfig
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Drafter
+from layerskip.decoding.sampling import Sampling
+from layerskip.drafters.registry import build_drafter
+from layerskip.models.cache_pool import one_at_a_time
+from layerskip.models.target import Target
 
 _READERS: dict[type, tuple[str, str]] = {
     RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),

@@ -116,7 +116,9 @@ class PromptSet:
             begin: so many are passed over first, round and round.
         """
         groups = list(self._by_category().values())
-        turns = [group[turn] for turn in range(max(map(len, groups))) for group in groups if turn < len(group)]
+        turns = [
+            group[turn] for turn in range(max(map(len, groups))) for group in groups if turn < len(group)
+        ]
         begin %= len(turns)
         return PromptSet(tuple([*turns[begin:], *turns[:begin]][:count]), self.name)
 

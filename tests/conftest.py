@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import layerskip
-from tests.device import DEVICE
+from tests.accelerator import DEVICE
 from tests.tiny import save_tiny
 
 # A shell's background jobs ignore SIGINT, and so would every program that the tests start and interrupt.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tests.device import DEVICE
+from tests.accelerator import DEVICE
 
 # Every family gets those of these fields that it has. Embeddings are untied because a tied random model likes
 # to repeat its last token, whatever its layers do.

@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from layerskip.sampling import Sampling
+from layerskip.decoding.sampling import Sampling
 
 
 def processed_scores(prefix: Sequence[int], logits: Tensor, sampling: Sampling) -> Tensor:

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from layerskip import SkipMask, Target, files, save_draft_checkpoint
-from layerskip.datastore import Datastore
-from layerskip.eagle import KIND, EagleHead, EagleShape, load_eagle
-from layerskip.feature_store import FeatureStore
+from layerskip.drafters.datastore import Datastore
 from layerskip.files import whole, write_json
-from layerskip.heads import save_head
-from layerskip.own_texts import OwnText
+from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
+from layerskip.heads.feature_store import FeatureStore
+from layerskip.models.trained_module import save_head
+from layerskip.texts.training_texts import TrainingText
 from tests.disk import fill
 
 NUMBERS = torch.zeros(500_000)  # 2 MB
@@ -99,10 +99,10 @@ def test_a_checkpoint_that_does_not_fit_is_none(small_disk: Path, tiny_target: T
 def test_hidden_states_that_do_not_fit_cost_the_text_at_work(
     small_disk: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = [OwnText((7,) * size, 1) for size in (5, 2000)]
+    texts = [TrainingText((7,) * size, 1) for size in (5, 2000)]
     store = FeatureStore(small_disk / "store", ("model",))
     store.fill(tiny_target, texts[:1], 10**6)
-    monkeypatch.setattr("layerskip.feature_store._SPARE", -(10**9))  # another program takes what was free
+    monkeypatch.setattr("layerskip.heads.feature_store._SPARE", -(10**9))  # another program takes what was free
     fill(small_disk, 20_000)
     with pytest.raises(OSError, match="No space left on device") as refusal:
         store.fill(tiny_target, texts, 10**6)

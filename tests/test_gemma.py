@@ -18,13 +18,13 @@ from layerskip import (
     load_target,
     save_draft_checkpoint,
 )
-from layerskip.bridge import BridgeShape, save_bridges
-from layerskip.bridge_fit import Calibration
+from layerskip.bridges.fit import Calibration
+from layerskip.drafters.token_translation import Translation
 from layerskip.mask import SkipMask
-from layerskip.passages import continue_prompts
-from layerskip.scan import Scanner
-from layerskip.translation import Translation
-from tests.device import DEVICE
+from layerskip.models.bridge import BridgeShape, save_bridges
+from layerskip.scan.scan import Scanner
+from layerskip.texts.continuations import continue_prompts
+from tests.accelerator import DEVICE
 
 NEW_TOKENS = 24
 PROMPTS = PromptSet.packaged().take(None if os.environ.get("LAYERSKIP_ALL_PROMPTS") else 3)
@@ -80,11 +80,11 @@ def test_tokens_are_drawn_with_a_draft_of_another_tokenizer(gemma3: Target, draf
 
 def test_a_bridged_mask_is_scanned_as_it_decodes(gemma3: Target, tmp_path: Path) -> None:
     """Sliding windows, and norms behind every sub-layer."""
-    passages = continue_prompts(gemma3, PROMPTS, Sampling(), NEW_TOKENS)
+    continuations = continue_prompts(gemma3, PROMPTS, Sampling(), NEW_TOKENS)
     mask = SkipMask.parse("layers:3-5;mlp:9", gemma3.layers)
-    fit = Calibration(gemma3, passages, 2**30).fit(BridgeShape.of(gemma3, mask))
+    fit = Calibration(gemma3, continuations, 2**30).fit(BridgeShape.of(gemma3, mask))
     save_bridges(tmp_path / "bridge", fit.bridges, gemma3, {})
-    (scan,) = (scanner := Scanner(gemma3, passages, Sampling(), 3)).scan([mask], bridges=[fit.bridges])
+    (scan,) = (scanner := Scanner(gemma3, continuations, Sampling(), 3)).scan([mask], bridges=[fit.bridges])
     config = SpeculativeConfig("layer_skip", 3, mask=mask.format(), bridge=str(tmp_path / "bridge"))
     for item, found in zip(PROMPTS, scanner.rounds(scan, 3, config.stop), strict=True):
         result = generate(gemma3, item.messages(), config, max_new_tokens=NEW_TOKENS)

@@ -19,7 +19,7 @@ from layerskip import (
     generate,
     load_target,
 )
-from tests.device import DEVICE
+from tests.accelerator import DEVICE
 from tests.tiny import save_tiny
 
 FRUITS = "List three fruits, one per line."

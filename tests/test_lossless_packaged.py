@@ -18,22 +18,22 @@ import pytest
 import torch
 
 from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
-from layerskip.bridge import BridgeShape, save_bridges
-from layerskip.bridge_fit import Calibration
-from layerskip.datastore import Datastore
-from layerskip.decode import decode
-from layerskip.draft_head import save_draft_tokens
-from layerskip.drafters.build import build_drafter
-from layerskip.eagle import EagleHead, EagleShape
-from layerskip.feature_store import Thought, read_features
-from layerskip.heads import save_head
-from layerskip.induction import induce
-from layerskip.loading import load_draft
-from layerskip.medusa import MedusaHeads, MedusaShape
-from layerskip.passages import Passage
-from layerskip.readout import Readout, choose_tokens
-from layerskip.training import fit_linear
-from layerskip.wheels import WheelError, find_weights
+from layerskip.bridges.fit import Calibration
+from layerskip.decoding.decode import decode
+from layerskip.drafters.datastore import Datastore
+from layerskip.drafters.registry import build_drafter
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.heads.feature_store import Thought, read_features
+from layerskip.heads.induction import induce
+from layerskip.heads.medusa import MedusaHeads, MedusaShape
+from layerskip.heads.readout import Readout, choose_tokens
+from layerskip.heads.training import fit_linear
+from layerskip.models.bridge import BridgeShape, save_bridges
+from layerskip.models.draft_head import save_draft_tokens
+from layerskip.models.loading import load_draft
+from layerskip.models.trained_module import save_head
+from layerskip.models.wheels import WheelError, find_weights
+from layerskip.texts.continuations import Continuation
 
 WHOLE = bool(os.environ.get("LAYERSKIP_ALL_PROMPTS"))
 NEW_TOKENS = 64 if WHOLE else 24
@@ -202,8 +202,8 @@ def fitted(
     Datastore.build([tokens for _, tokens in texts], smollm2).save(folder / "answers")
     save_draft_tokens(folder / "commonest", commonest, smollm2, {})
     save_draft_tokens(folder / "drafts_commonest", commonest, load_draft(smollm2, draft_folder), {})
-    passages = [Passage(item.id, item.category, *text, NEW_TOKENS) for item, text in zip(some, texts, strict=True)]
-    calibration = Calibration(smollm2, passages, 2**30)
+    continuations = [Continuation(item.id, item.category, *text, NEW_TOKENS) for item, text in zip(some, texts, strict=True)]
+    calibration = Calibration(smollm2, continuations, 2**30)
 
     def bridged(mask: str, kind: str) -> str:
         place = folder / f"{kind}-{mask}"

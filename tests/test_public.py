@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import layerskip
-from tests.device import DEVICE
+from tests.accelerator import DEVICE
 from tests.tiny import save_tiny
 
 PROMISED = {
@@ -65,7 +65,7 @@ def test_the_promised_lines_work_as_they_stand(folder: Path, tmp_path: Path) -> 
     assert layerskip.generate(target, inputs["input_ids"][0].tolist(), config).tokens == result.tokens
 
     prompts = layerskip.PromptSet.of(["one prompt", "another"])
-    measurement = layerskip.measure(target, prompts, config, max_new_tokens=8)
+    measurement = layerskip.measure.measure(target, prompts, config, max_new_tokens=8)
     assert isinstance(measurement, layerskip.Measurement)
     assert measurement.lossless.verdict == "exact"
 

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..cache import KVCache
-from ..config import ConfigError
-from ..draft import Draft
-from ..sampling import Chooser
-from ..verify import Verdict
-from .base import Context, Drafter, Follower, Learner, Reader, Said
-from .expectation import LONG, Expectation
-from .stopping import Stopped
+from layerskip.config import ConfigError
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Drafter, Follower, Learner, Reader, Said
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.stopping import Stopped
+from layerskip.decoding.verify import Verdict
+from layerskip.drafters.expected_acceptance import LONG, Expectation
+from layerskip.models.cache import KVCache
 
 _HOPE = 8.0  # accepted tokens of a draft that was looked up, before any is known
 _TRIAL = 1.0  # of what a member behind drafts, so that it is tried where what was looked up is worth less

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..cache import KVCache
-from ..draft import Draft
-from ..forward import forward
-from ..sampling import Chooser, widen
-from .fan import Fan
-from .stopping import Stopper
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.sampling import Chooser, widen
+from layerskip.decoding.stopping import Stopper
+from layerskip.drafters.siblings import Fan
+from layerskip.models.cache import KVCache
+from layerskip.models.forward import forward
 
 
 def draft_chain(

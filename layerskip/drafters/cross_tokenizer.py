@@ -15,21 +15,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache import KVCache
-from ..config import StopRule
-from ..draft import Draft
-from ..draft_head import DraftHead
-from ..forward import forward, readable
-from ..lending import lend_cache
-from ..positions import most_positions
-from ..recording import RecordedCache
-from ..sampling import Chooser, widen
-from ..translation import Translation, common_prefix
-from ..upload import upload
-from ..verify import Verdict
-from .base import Context, Said
-from .chain import draft_chain
-from .stopping import Stopped, Stopper
+from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.sampling import Chooser, widen
+from layerskip.decoding.stopping import Stopped, Stopper
+from layerskip.decoding.verify import Verdict
+from layerskip.device.upload import upload
+from layerskip.drafters.chain import draft_chain
+from layerskip.drafters.reduced_vocabulary import draft_label, draft_view, load_draft_model
+from layerskip.drafters.registry import register
+from layerskip.drafters.token_translation import Translation, UnalignedTokenizers, common_prefix
+from layerskip.models.cache import KVCache
+from layerskip.models.cache_pool import acquire_cache
+from layerskip.models.draft_head import DraftHead
+from layerskip.models.forward import forward, readable
+from layerskip.models.graph_capture import RecordedCache
+from layerskip.models.positions import most_positions
+from layerskip.models.target import Target
 
 _SPELLED_LONGER = 4  # times as many tokens as the target's: beyond that, nothing is drafted
 
@@ -77,7 +80,7 @@ class CrossTokenizer(Stopped):
     def _prefill(self, new_tokens: int, recorded: bool, device: torch.device) -> None:
         room = len(self._known) + _SPELLED_LONGER * (new_tokens + self.draft_length)
         room = min(room, self._most or room)  # behind it nothing is drafted
-        self._cache = lend_cache(self.model, self.layers, room, device, recorded, self)
+        self._cache = acquire_cache(self.model, self.layers, room, device, recorded, self)
         self._fed = self._known[:-1] if len(self._known) <= room else []
         if self._fed:
             forward(self.model, readable(self.model, upload(self._fed, device)), self._cache, last=1)
@@ -139,3 +142,29 @@ class _Shared(Chooser):
         """Drawn tokens ``[K]`` and their laws ``[K, V']`` as the target's."""
         found = widen(probs.index_select(1, self._theirs), self._own, self.width)
         return Draft(self._in_target.index_select(0, tokens), probs=found)
+
+
+def _build(config: SpeculativeConfig, target: Target) -> CrossTokenizer:
+    draft = load_draft_model(config, target, same_tokenizer=False)
+    assert target.tokenizer is not None
+    assert draft.tokenizer is not None
+    try:
+        translation = Translation(target.tokenizer, draft.tokenizer)
+    except UnalignedTokenizers as error:
+        raise ConfigError(f"draft: {config.draft} cannot draft for {target.name}: {error}") from error
+    view, head = draft_view(draft, config, draft)
+    shared = {theirs for own, theirs in translation.shared if own < target.vocabulary}
+    if head is not None and shared.isdisjoint(head.tokens.tolist()):  # no token could be drawn
+        raise ConfigError(f"draft_head: {config.draft_head} shares no token with {target.name}")
+    return CrossTokenizer(view, draft.layers, draft.vocabulary, translation, config.draft_length, config.stop, head)
+
+
+register(
+    Kind(
+        "cross_tokenizer",
+        ("draft", "draft_head", "draft_length", "stop"),
+        label=draft_label,
+        benchmark={"draft": "???", "draft_head": "", "draft_length": 4, "stop": "length"},
+    ),
+    _build,
+)

@@ -10,20 +10,23 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from ..cache import KVCache
-from ..config import StopRule
-from ..draft import Draft
-from ..draft_head import DraftHead
-from ..forward import forward, readable
-from ..lending import lend_cache
-from ..positions import most_positions
-from ..recording import RecordedCache
-from ..sampling import Chooser
-from ..upload import upload
-from ..verify import Verdict
-from .base import Context, Said
-from .chain import draft_chain
-from .stopping import Stopped, Stopper
+from layerskip.config import Kind, SpeculativeConfig, StopRule
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.stopping import Stopped, Stopper
+from layerskip.decoding.verify import Verdict
+from layerskip.device.upload import upload
+from layerskip.drafters.chain import draft_chain
+from layerskip.drafters.reduced_vocabulary import draft_label, draft_view, load_draft_model
+from layerskip.drafters.registry import register
+from layerskip.models.cache import KVCache
+from layerskip.models.cache_pool import acquire_cache
+from layerskip.models.draft_head import DraftHead
+from layerskip.models.forward import forward, readable
+from layerskip.models.graph_capture import RecordedCache
+from layerskip.models.positions import most_positions
+from layerskip.models.target import Target
 
 
 class DraftModel(Stopped):
@@ -55,7 +58,7 @@ class DraftModel(Stopped):
             self._head.begin()
         self._device = next(self.model.parameters()).device
         recorded = isinstance(cache, RecordedCache)
-        self._cache = lend_cache(self.model, self.layers, cache.room, self._device, recorded, self)
+        self._cache = acquire_cache(self.model, self.layers, cache.room, self._device, recorded, self)
         if self._reach(len(prompt)) > 0:
             forward(self.model, readable(self.model, upload(prompt, self._device)), self._cache, last=1)
         self._cache.length = self._verified = len(prompt)
@@ -84,3 +87,20 @@ class DraftModel(Stopped):
 
     def hear(self, said: Said) -> None:
         """Nothing to learn."""
+
+
+def _build(config: SpeculativeConfig, target: Target) -> DraftModel:
+    draft = load_draft_model(config, target)
+    view, head = draft_view(draft, config, target)
+    return DraftModel(view, draft.layers, config.draft_length, config.stop, head)
+
+
+register(
+    Kind(
+        "draft_model",
+        ("draft", "draft_head", "draft_length", "stop"),
+        label=draft_label,
+        benchmark={"draft": "???", "draft_head": "", "draft_length": 4, "stop": "length"},
+    ),
+    _build,
+)

@@ -15,19 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache import KVCache
-from ..config import StopRule
-from ..draft import Draft
-from ..eagle import EagleHead
-from ..lending import lend_cache
-from ..readout import Readout
-from ..recording import RecordedCache
-from ..sampling import Chooser
-from ..upload import upload
-from ..verify import Verdict
-from .base import Context, Said
-from .chain import draft_chain
-from .stopping import Stopped, Stopper
+from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.stopping import Stopped, Stopper
+from layerskip.decoding.verify import Verdict
+from layerskip.device.upload import upload
+from layerskip.drafters.chain import draft_chain
+from layerskip.drafters.registry import register
+from layerskip.heads.eagle import EagleHead, load_eagle
+from layerskip.heads.readout import Readout
+from layerskip.models.cache import KVCache
+from layerskip.models.cache_pool import acquire_cache
+from layerskip.models.graph_capture import RecordedCache
+from layerskip.models.target import Target
 
 
 class Eagle(Stopped):
@@ -69,7 +71,7 @@ class Eagle(Stopped):
         device = self.head.fc.weight.device
         room = cache.room + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
         recorded, reads = isinstance(cache, RecordedCache), [self.embeddings]
-        self._cache = lend_cache(self.head, 1, room, device, recorded, holder=self, reads=reads)
+        self._cache = acquire_cache(self.head, 1, room, device, recorded, holder=self, reads=reads)
         self._pending: list[Tensor] = []
         self.readout.begin()
         self.stopper.start()
@@ -208,3 +210,43 @@ class _Step(nn.Module):
         if isinstance(cache, RecordedCache) and cache.records(head, features.shape[0]):
             return cache.replay(head, None, inputs, compute)[0]
         return compute(*inputs)[0]
+
+
+def _build(config: SpeculativeConfig, target: Target) -> Eagle:
+    trained = load_eagle(config.head, target)
+    readout, embeddings = Readout(target, trained.tokens), target.model.get_input_embeddings()
+    tree = config.candidates, config.tree_tokens, config.least_probability
+    return Eagle(trained, embeddings, readout, config.draft_length, config.stop, *tree)
+
+
+def _check(config: SpeculativeConfig) -> None:
+    if config.candidates > 1 and config.stop.kind != "length":
+        raise ConfigError("stop: trees end by least_probability")
+
+
+def _unused(config: SpeculativeConfig) -> Sequence[str]:
+    return ("tree_tokens", "least_probability") if config.candidates == 1 else ()
+
+
+def _label(config: SpeculativeConfig) -> str:
+    return config.head + (f", trees of {config.tree_tokens}, {config.candidates} wide" if config.candidates > 1 else "")
+
+
+register(
+    Kind(
+        "eagle",
+        ("head", "draft_length", "stop", "candidates", "tree_tokens", "least_probability"),
+        check=_check,
+        unused=_unused,
+        label=_label,
+        benchmark={
+            "head": "???",
+            "draft_length": 3,
+            "candidates": 4,
+            "tree_tokens": 8,
+            "least_probability": 0.05,
+            "stop": "length",
+        },
+    ),
+    _build,
+)

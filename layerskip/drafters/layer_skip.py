@@ -3,32 +3,39 @@
 Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding (arXiv 2309.08168). The draft runs
 on the target's own cache: it reads the verified prefix, so it needs no prefill and no memory, and what it writes behind
 that prefix is overwritten by verification. With siblings it drafts trees, as SWIFT does (arXiv 2410.06916):
-:mod:`layerskip.drafters.fan`.
+:mod:`layerskip.drafters.siblings`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePath
 
 from torch import nn
 
-from ..cache import KVCache
-from ..config import StopRule
-from ..draft import Draft
-from ..draft_head import DraftHead
-from ..sampling import Chooser
-from ..verify import Verdict
-from .base import Context, Said
-from .chain import draft_chain
-from .fan import Fan
-from .stopping import Stopped, Stopper
+from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Drafter, Said
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.stopping import Stopped, Stopper
+from layerskip.decoding.verify import Verdict
+from layerskip.drafters.chain import draft_chain
+from layerskip.drafters.reduced_vocabulary import reduce_output
+from layerskip.drafters.registry import register
+from layerskip.drafters.siblings import Fan
+from layerskip.mask import MaskError, SkipMask
+from layerskip.models.bridge import load_bridges
+from layerskip.models.cache import KVCache
+from layerskip.models.draft_head import DraftHead
+from layerskip.models.skip_view import kept_skip_view, skip_view
+from layerskip.models.target import Target
 
 
 class LayerSkip(Stopped):
     """Drafts through a view of the target.
 
     Args:
-        view: the target with sub-layers skipped, as :func:`layerskip.view.skip_view` makes it.
+        view: the target with sub-layers skipped, as :func:`layerskip.models.skip_view.skip_view` makes it.
         draft_length: the most tokens per round.
         stop: when to stop before that.
         siblings: so many other tokens may be verified beside each drafted one; 0 drafts chains.
@@ -78,3 +85,53 @@ class LayerSkip(Stopped):
 
     def hear(self, said: Said) -> None:
         """Nothing to learn."""
+
+
+def _build(config: SpeculativeConfig, target: Target) -> Drafter:
+    try:
+        mask = SkipMask.parse(config.mask, target.layers)
+    except MaskError as error:
+        raise ConfigError(str(error)) from None
+    bridges = load_bridges(config.bridge, target, mask) if config.bridge else None
+    own_view = bridges is not None or config.draft_head  # a view with another output layer is not shared
+    view = skip_view(target.model, mask, bridges) if own_view else kept_skip_view(target.model, mask)
+    head = reduce_output(view, target.model, config, target)
+    return LayerSkip(view, config.draft_length, config.stop, config.siblings, config.least_probability, head)
+
+
+def _check(config: SpeculativeConfig) -> None:
+    if config.bridge and not config.mask:
+        raise ConfigError("bridge: the mask skips nothing that a bridge could stand in for")
+
+
+def _unused(config: SpeculativeConfig) -> Sequence[str]:
+    return () if config.siblings else ("siblings", "least_probability")
+
+
+def _label(config: SpeculativeConfig) -> str:
+    parts = [config.mask or "nothing skipped"]
+    parts += [f"bridged by {PurePath(config.bridge).name}"] if config.bridge else []
+    parts += [PurePath(config.draft_head).name] if config.draft_head else []
+    parts += [f"{config.siblings} siblings from {config.least_probability:g}"] if config.siblings else []
+    return ", ".join(parts)
+
+
+register(
+    Kind(
+        "layer_skip",
+        ("mask", "bridge", "draft_head", "draft_length", "stop", "siblings", "least_probability"),
+        check=_check,
+        unused=_unused,
+        label=_label,
+        benchmark={
+            "mask": "layers:15-29",
+            "draft_length": 1,
+            "stop": {"kind": "adaptive", "threshold": 0.6},
+            "bridge": "",
+            "draft_head": "",
+            "siblings": 0,
+            "least_probability": 0.05,
+        },
+    ),
+    _build,
+)

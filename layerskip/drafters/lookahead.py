@@ -14,13 +14,15 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cache import KVCache
-from ..draft import Draft
-from ..growth import grow
-from ..sampling import Chooser, most_likely
-from ..upload import upload
-from ..verify import Verdict
-from .base import Context, Said
+from layerskip.config import Kind
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.sampling import Chooser, most_likely
+from layerskip.decoding.tree_growth import grow
+from layerskip.decoding.verify import Verdict
+from layerskip.device.upload import upload
+from layerskip.drafters.registry import register
+from layerskip.models.cache import KVCache
 
 Ngram = tuple[int, ...]
 
@@ -108,3 +110,15 @@ class Lookahead:
         known[tuple(rest)] = None
         while len(known) > self.candidates:
             del known[next(iter(known))]
+
+
+register(
+    Kind(
+        "lookahead",
+        ("draft_length", "window", "candidates"),
+        label=lambda config: f"window of {config.window}, {config.candidates} candidates",
+        trees_only=True,
+        benchmark={"draft_length": 2, "window": 4, "candidates": 4},
+    ),
+    lambda config, target: Lookahead(config.draft_length, config.window, config.candidates),
+)

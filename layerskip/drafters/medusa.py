@@ -10,14 +10,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..cache import KVCache
-from ..draft import Draft
-from ..growth import grow
-from ..medusa import MedusaHeads
-from ..readout import Readout
-from ..sampling import Chooser
-from ..verify import Verdict
-from .base import Context, Said
+from layerskip.config import Kind, SpeculativeConfig
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.tree_growth import grow
+from layerskip.decoding.verify import Verdict
+from layerskip.drafters.registry import register
+from layerskip.heads.medusa import MedusaHeads, load_medusa
+from layerskip.heads.readout import Readout
+from layerskip.models.cache import KVCache
+from layerskip.models.target import Target
 
 
 class Medusa:
@@ -73,3 +76,21 @@ class Medusa:
 
     def hear(self, said: Said) -> None:
         """Nothing to learn."""
+
+
+def _build(config: SpeculativeConfig, target: Target) -> Medusa:
+    heads = load_medusa(config.head, target)
+    tree = config.candidates, config.tree_tokens, config.least_probability
+    return Medusa(heads, Readout(target, heads.tokens), config.draft_length, *tree)
+
+
+register(
+    Kind(
+        "medusa",
+        ("head", "draft_length", "candidates", "tree_tokens", "least_probability"),
+        label=lambda config: f"{config.head}, trees of {config.tree_tokens}, {config.candidates} candidates",
+        trees_only=True,
+        benchmark={"head": "???", "draft_length": 2, "candidates": 4, "tree_tokens": 6, "least_probability": 0.05},
+    ),
+    _build,
+)

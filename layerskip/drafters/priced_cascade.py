@@ -14,14 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ..cache import KVCache
-from ..draft import Draft
-from ..sampling import Chooser
-from ..verify import Verdict
-from .base import Context, Drafter, Finder, drafts_at_once, steps_of
-from .cascade import Members, like
-from .expectation import Expectation
+from layerskip.config import ConfigError, Kind, SpeculativeConfig
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Drafter, Finder, drafts_at_once, steps_of
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.verify import Verdict
+from layerskip.drafters.cascade import Cascade, Members, like
+from layerskip.drafters.expected_acceptance import Expectation
+from layerskip.drafters.registry import build_drafter, register
+from layerskip.models.cache import KVCache
+from layerskip.models.target import Target
+from layerskip.rules import check_number
 
 _KEPT = 0.99  # of what is known of the pace, from round to round
 _LATELY = 128  # rounds of one member; older ones fade
@@ -172,3 +177,55 @@ class PricedCascade(Members):
             accepted, cost = (verdict.accepted, verifying) if place == self._drafted else (0, 1.0)
             for known in (self._ever, self._here):
                 known[place].add(accepted, drafting + cost)
+
+
+def _build(config: SpeculativeConfig, target: Target) -> Drafter:
+    members = [build_drafter(member, target) for member in config.members]
+    # A lossy rule accepts tokens that the text does not contain, so the worth of a declined draft is unknown.
+    if config.verify_cost and config.lossless:
+        return PricedCascade(members, config.verify_cost, config.draft_cost)
+    return Cascade(members)
+
+
+def _check(config: SpeculativeConfig) -> None:
+    if not isinstance(config.members, tuple) or len(config.members) < 2:
+        raise ConfigError("members: a cascade needs at least two configurations")
+    for member in config.members:
+        if not isinstance(member, SpeculativeConfig) or member.kind in ("none", "cascade") or not member.lossless:
+            raise ConfigError(f"members: {member!r} is not the configuration of a single lossless drafter")
+    _check_costs("verify_cost", config.verify_cost, 0.1)
+    _check_costs("draft_cost", config.draft_cost, 0.0)
+    if config.draft_cost and not config.verify_cost:
+        raise ConfigError("draft_cost: has no effect without verify_cost")
+    if config.draft_cost and len(config.draft_cost) != len(config.members):
+        raise ConfigError(f"draft_cost: {len(config.draft_cost)} numbers for {len(config.members)} members")
+
+
+def _check_costs(name: str, costs: Any, least: float) -> None:
+    if not isinstance(costs, tuple):
+        raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
+    for cost in costs:
+        check_number(name, cost, least, 1e6)
+
+
+register(
+    Kind(
+        "cascade",
+        ("members", "verify_cost", "draft_cost"),
+        check=_check,
+        label=lambda config: ", then ".join(member.label() for member in config.members),
+        benchmark={
+            "members": [
+                {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 4, "draft_length": 8},
+                {
+                    "kind": "token_recycling",
+                    "draft_length": 6,
+                    "tree_tokens": 8,
+                    "candidates": 4,
+                    "least_probability": 0.05,
+                },
+            ]
+        },
+    ),
+    _build,
+)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..cache import KVCache
-from ..draft import Draft
-from ..sampling import Chooser
-from ..upload import upload
-from ..verify import Verdict
-from .base import Context, Said
-from .expectation import LONG
+from layerskip.config import Kind
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.verify import Verdict
+from layerskip.device.upload import upload
+from layerskip.drafters.expected_acceptance import LONG
+from layerskip.drafters.registry import register
+from layerskip.models.cache import KVCache
 
 
 class PromptLookup:
@@ -97,3 +99,15 @@ def _alike(tokens: Sequence[int], start: int, size: int) -> int:
     while size < min(LONG, start) and tokens[start - size - 1] == tokens[end - size - 1]:
         size += 1
     return size
+
+
+register(
+    Kind(
+        "prompt_lookup",
+        ("ngram_min", "ngram_max", "match", "draft_length"),
+        label=lambda config: f"{config.ngram_min}-{config.ngram_max}-gram, {config.match} match",
+        lookup=True,
+        benchmark={"ngram_min": 1, "ngram_max": 3, "match": "last", "draft_length": 8},
+    ),
+    lambda config, target: PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length),
+)

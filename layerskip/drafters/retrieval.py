@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..cache import KVCache
-from ..datastore import Datastore
-from ..draft import Draft
-from ..growth import grow
-from ..sampling import Chooser
-from ..verify import Verdict
-from .base import Context, Said
+from layerskip.config import Kind, SpeculativeConfig
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.tree_growth import grow
+from layerskip.decoding.verify import Verdict
+from layerskip.drafters.datastore import Datastore
+from layerskip.drafters.registry import register
+from layerskip.models.cache import KVCache
+from layerskip.models.target import Target
 
 _MOST = 32  # continuations of an n-gram from each source
 _REACH = 64  # tokens of a match
@@ -167,3 +170,34 @@ class _Trie:
             if len(row) > self.depth:
                 groups.setdefault(row[self.depth], []).append(row)
         return [(token, len(rows) / len(self.rows), _Trie(rows, self.depth + 1)) for token, rows in groups.items()]
+
+
+def _build(config: SpeculativeConfig, target: Target) -> Retrieval:
+    datastore = Datastore.load(config.datastore, target) if config.datastore else None
+    shape = config.draft_length, config.tree_tokens, config.least_probability
+    return Retrieval(datastore, config.ngram_min, config.ngram_max, *shape)
+
+
+def _label(config: SpeculativeConfig) -> str:
+    ngrams = f"{config.ngram_min}-{config.ngram_max}-gram"
+    return f"{ngrams}, {config.datastore or 'own texts'}, trees of {config.tree_tokens} from {config.least_probability:g}"
+
+
+register(
+    Kind(
+        "retrieval",
+        ("datastore", "ngram_min", "ngram_max", "draft_length", "tree_tokens", "least_probability"),
+        label=_label,
+        lookup=True,
+        trees_only=True,
+        benchmark={
+            "datastore": "",
+            "ngram_min": 1,
+            "ngram_max": 4,
+            "draft_length": 16,
+            "tree_tokens": 24,
+            "least_probability": 0.05,
+        },
+    ),
+    _build,
+)

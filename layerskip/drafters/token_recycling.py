@@ -12,12 +12,15 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cache import KVCache
-from ..draft import Draft
-from ..growth import grow
-from ..sampling import Chooser
-from ..verify import Verdict
-from .base import Context, Said
+from layerskip.config import Kind, SpeculativeConfig
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.tree_growth import grow
+from layerskip.decoding.verify import Verdict
+from layerskip.drafters.registry import register
+from layerskip.models.cache import KVCache
+from layerskip.models.target import Target
 
 
 class TokenRecycling:
@@ -71,3 +74,24 @@ class TokenRecycling:
         likely = zip(*rows[:width], strict=True), zip(*rows[width:], strict=True)
         for token, odds, tokens in zip(block, *likely, strict=True):
             self._table[int(token)] = [(int(found), chance) for found, chance in zip(tokens, odds, strict=True)]
+
+
+def _build(config: SpeculativeConfig, target: Target) -> TokenRecycling:
+    return TokenRecycling(config.draft_length, config.tree_tokens, config.candidates, config.least_probability)
+
+
+def _label(config: SpeculativeConfig) -> str:
+    return f"trees of {config.tree_tokens}, {config.candidates} candidates, from {config.least_probability:g}"
+
+
+register(
+    Kind(
+        "token_recycling",
+        ("draft_length", "tree_tokens", "candidates", "least_probability"),
+        label=_label,
+        lookup=True,
+        trees_only=True,
+        benchmark={"draft_length": 6, "tree_tokens": 8, "candidates": 4, "least_probability": 0.05},
+    ),
+    _build,
+)

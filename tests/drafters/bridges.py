@@ -9,25 +9,25 @@ from pathlib import Path
 
 import torch
 
-from layerskip.bridge import BridgeShape, save_bridges
-from layerskip.bridge_fit import Calibration
-from layerskip.draft_head import save_draft_tokens
+from layerskip.bridges.fit import Calibration
+from layerskip.decoding.sampling import Sampling
 from layerskip.mask import SkipMask
-from layerskip.own_texts import write_texts
-from layerskip.passages import Passage
-from layerskip.sampling import Sampling
-from layerskip.target import Target
+from layerskip.models.bridge import BridgeShape, save_bridges
+from layerskip.models.draft_head import save_draft_tokens
+from layerskip.models.target import Target
+from layerskip.texts.continuations import Continuation
+from layerskip.texts.training_texts import write_texts
 from tests.drafters.contract import toy_target
 from tests.drafters.heads import tiny
 
 _folder = tempfile.TemporaryDirectory()  # gone with the process
 
 
-def drawn_passages(target: Target, count: int = 6, length: int = 20, prompt: int = 4) -> list[Passage]:
+def drawn_passages(target: Target, count: int = 6, length: int = 20, prompt: int = 4) -> list[Continuation]:
     """Of tokens drawn alike; the first ``prompt`` of each are its prompt."""
     torch.manual_seed(3)
     tokens = torch.randint(3, target.vocabulary, (count, length)).tolist()
-    return [Passage(str(i), "own", tuple(t[:prompt]), tuple(t[prompt:]), length - prompt) for i, t in enumerate(tokens)]
+    return [Continuation(str(i), "own", tuple(t[:prompt]), tuple(t[prompt:]), length - prompt) for i, t in enumerate(tokens)]
 
 
 def bridge_shape(target: Target, mask: str, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
@@ -38,11 +38,11 @@ def bridge_shape(target: Target, mask: str, kind: str = "linear", rank: int = 0,
 def calibration(family: str) -> Calibration:
     """Of texts that a tiny target draws."""
     texts = itertools.islice(write_texts(tiny(family), Sampling(1.0), 24, 16, 0), 48)
-    passages = [
-        Passage(str(i), "own", t.tokens[: t.begin], t.tokens[t.begin :], len(t.tokens) - t.begin)
+    continuations = [
+        Continuation(str(i), "own", t.tokens[: t.begin], t.tokens[t.begin :], len(t.tokens) - t.begin)
         for i, t in enumerate(texts)
     ]
-    return Calibration(tiny(family), passages, 2**24)
+    return Calibration(tiny(family), continuations, 2**24)
 
 
 @functools.cache

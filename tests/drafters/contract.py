@@ -9,18 +9,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from layerskip.cache import KVCache
-from layerskip.decode import Continuation, decode
-from layerskip.draft import Draft
-from layerskip.drafters.base import Context, Drafter, Learner, Reader, Said
-from layerskip.prefill import Prefill
-from layerskip.sampling import Chooser, Sampling
-from layerskip.stats import DecodeStats
-from layerskip.target import Target
-from layerskip.tree import path_to
-from layerskip.verify import Verdict
+from layerskip.decoding.decode import DecodeResult, decode
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Drafter, Learner, Reader, Said
+from layerskip.decoding.sampling import Chooser, Sampling
+from layerskip.decoding.stats import DecodeStats
+from layerskip.decoding.tree import path_to
+from layerskip.decoding.verify import Verdict
+from layerskip.models.cache import KVCache
+from layerskip.models.prefill import Prefill
+from layerskip.models.target import Target
+from tests.accelerator import DEVICE
 from tests.chi_square import assert_follows
-from tests.device import DEVICE
 from tests.drafters.exact_law import exact_law
 from tests.families import build
 
@@ -168,7 +168,7 @@ class DrafterContract:
         """A new drafter for ``target``, which is any that this file makes."""
         raise NotImplementedError
 
-    def decode(self, target: Target, prompt: Tokens, length: int = LENGTH, sampling: Sampling = GREEDY) -> Continuation:
+    def decode(self, target: Target, prompt: Tokens, length: int = LENGTH, sampling: Sampling = GREEDY) -> DecodeResult:
         return decode(target, self.drafter(target), prompt, sampling, length)
 
     @FAMILIES

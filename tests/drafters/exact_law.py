@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from layerskip.sampling import Sampling
-from tests.device import DEVICE
+from layerskip.decoding.sampling import Sampling
+from tests.accelerator import DEVICE
 from tests.processors import processed_probs
 
 

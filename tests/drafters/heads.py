@@ -7,16 +7,16 @@ import itertools
 
 import torch
 
-from layerskip.eagle import EagleHead, EagleShape, read_modules
-from layerskip.feature_store import Thought, read_features
-from layerskip.induction import induce
-from layerskip.medusa import MedusaHeads, MedusaShape
-from layerskip.own_texts import write_texts
-from layerskip.readout import Readout
-from layerskip.sampling import Sampling
-from layerskip.target import Target
-from layerskip.training import Batch, foretell, loss_of, stored_modules
-from tests.device import DEVICE
+from layerskip.decoding.sampling import Sampling
+from layerskip.heads.eagle import EagleHead, EagleShape, read_modules
+from layerskip.heads.feature_store import Thought, read_features
+from layerskip.heads.induction import induce
+from layerskip.heads.medusa import MedusaHeads, MedusaShape
+from layerskip.heads.readout import Readout
+from layerskip.heads.training import Batch, foretell, loss_of, stored_modules
+from layerskip.models.target import Target
+from layerskip.texts.training_texts import write_texts
+from tests.accelerator import DEVICE
 from tests.drafters.contract import deep_toy, target_of, toy_target
 
 UNROLL = 3

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 
 import torch
 
-from layerskip.cache import KVCache
 from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decode import decode
-from layerskip.draft import Draft
-from layerskip.drafters.base import Context, Drafter, Finder, Said
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.decode import decode
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Drafter, Finder, Said
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.tree import path_to
+from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Members
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
-from layerskip.readout import Readout
-from layerskip.sampling import Chooser
-from layerskip.target import Target
-from layerskip.translation import Translation
-from layerskip.tree import path_to
-from layerskip.verify import Verdict
+from layerskip.drafters.registry import build_drafter
+from layerskip.drafters.token_translation import Translation
+from layerskip.heads.readout import Readout
+from layerskip.models.cache import KVCache
+from layerskip.models.target import Target
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, target_of
 from tests.drafters.heads import eagle_head, medusa_heads
 from tests.drafters.test_cross_tokenizer import LETTERS, _spelling
@@ -111,7 +111,7 @@ class Told(Member):
         return Draft(torch.tensor(said if self.mood.random() < self.talks else [], dtype=torch.int64))
 
 
-class Kept(Member):
+class ResultLog(Member):
     """Another drafter, and its last draft."""
 
     def __init__(self, drafter: Drafter) -> None:

@@ -7,29 +7,20 @@ import copy
 import pytest
 import torch
 
-from layerskip.cache import KVCache
 from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decode import decode
-from layerskip.draft import Draft
-from layerskip.drafters.base import Context, Drafter, Said
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.decode import decode
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Drafter, Said
+from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
-from layerskip.readout import Readout
-from layerskip.target import Target
-from layerskip.verify import Verdict
-from tests.drafters.contract import (
-    GREEDY,
-    LENGTH,
-    PROMPTS,
-    SAMPLINGS,
-    DrafterContract,
-    Recorder,
-    generated,
-    target_of,
-)
+from layerskip.drafters.registry import build_drafter
+from layerskip.heads.readout import Readout
+from layerskip.models.cache import KVCache
+from layerskip.models.target import Target
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, generated, target_of
 from tests.drafters.heads import eagle_head, family_of
 from tests.drafters.members import LOOKUP, SKIP, Choosing, Member, member_of
 from tests.drafters.test_cross_tokenizer import _other_letters

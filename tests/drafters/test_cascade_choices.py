@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from layerskip.config import SpeculativeConfig
-from layerskip.draft import Draft
-from layerskip.drafters.base import Context
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context
+from layerskip.decoding.stopping import Stopped
+from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
-from layerskip.drafters.stopping import Stopped
-from layerskip.verify import Verdict
+from layerskip.drafters.registry import build_drafter
 from tests.drafters.contract import target_of, toy_target
-from tests.drafters.members import LOOKUP, Kept, Member, Open, Told, branches_of, mean, run_along, score
+from tests.drafters.members import LOOKUP, Member, Open, ResultLog, Told, branches_of, mean, run_along, score
 
 
 @pytest.mark.parametrize("kind", ["prompt_lookup", "retrieval"])
@@ -23,8 +23,8 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
     """Every choice on some texts, against the means of all that the texts had told of earlier drafts by then."""
     source, text = random.Random(1), list[int]()
     fields = {"kind": kind, "ngram_min": 2, "ngram_max": 3, "draft_length": 4}
-    first = Kept(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
-    second = Kept(Told(text))
+    first = ResultLog(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
+    second = ResultLog(Told(text))
     cascade = Cascade([first, second])
     earned: dict[int, list[int]] = {}  # behind matches of each length: what drafts had accepted, taken or not
     taken: list[int] = []  # what the second had accepted
@@ -73,7 +73,7 @@ class Mistaken(Member):
 
 
 def test_what_long_matches_earn_is_known_of_longer_ones() -> None:
-    first, second, text = Mistaken(), Kept(Told([0] * 90)), [0] * 90
+    first, second, text = Mistaken(), ResultLog(Told([0] * 90)), [0] * 90
     cascade = Cascade([first, second])
     cascade.start(text[:4], None, None)  # type: ignore[arg-type]
     known, waited = 4, 0
@@ -94,15 +94,15 @@ def test_what_long_matches_earn_is_known_of_longer_ones() -> None:
 def test_who_runs_a_model_does_not_outdo_what_is_looked_up() -> None:
     """However much of its drafts is accepted: its passes are paid for. It drafts where nothing is found."""
 
-    class Dear(Kept, Stopped):
+    class Dear(ResultLog, Stopped):
         pass
 
     text = random.Random(1).choices(range(4), k=300)
     lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP | {"ngram_max": 2}), target_of("llama"))
     asked = {}
-    for kind in (Kept, Dear):
+    for kind in (ResultLog, Dear):
         second = kind(Told(text))
-        cascade = Cascade([first := Kept(lookup), second])
+        cascade = Cascade([first := ResultLog(lookup), second])
         cascade.start(text[:1], None, None)  # type: ignore[arg-type]
         asked[kind] = 0
         for known in range(2, 290):
@@ -111,7 +111,7 @@ def test_who_runs_a_model_does_not_outdo_what_is_looked_up() -> None:
             asked[kind] += first.last.match > 0 and draft is second.last
             accepted = run_along(branches_of(draft), text[known:])
             cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
-    assert asked[Kept] > 10
+    assert asked[ResultLog] > 10
     assert asked[Dear] == 0
 
 
@@ -119,7 +119,9 @@ def test_of_what_is_looked_up_the_more_promising_is_taken() -> None:
     """Three tokens repeat themselves: the first copies one of them, the second, once it was seen to look up, six."""
     fields = {"kind": "prompt_lookup", "ngram_max": 3}
     first, second = (
-        Kept(build_drafter(SpeculativeConfig.from_dict(fields | {"ngram_min": least, "draft_length": length}), toy_target()))
+        ResultLog(
+            build_drafter(SpeculativeConfig.from_dict(fields | {"ngram_min": least, "draft_length": length}), toy_target())
+        )
         for least, length in ((2, 1), (1, 6))
     )
     cascade, text, chosen = Cascade([first, second]), [1, 2, 3] * 40, []

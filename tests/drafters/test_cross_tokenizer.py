@@ -11,19 +11,19 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from layerskip.cache import KVCache
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
-from layerskip.decode import decode
-from layerskip.draft_head import DraftHead, save_draft_tokens
-from layerskip.drafters.base import Context, Drafter, Learner
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Context, Drafter, Learner
+from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
-from layerskip.loading import load_target
-from layerskip.sampling import Chooser, Sampling
-from layerskip.target import Target, TargetError
-from layerskip.translation import Translation, UnalignedTokenizers
-from layerskip.view import twin
-from tests.device import DEVICE
+from layerskip.drafters.registry import build_drafter
+from layerskip.drafters.token_translation import Translation, UnalignedTokenizers
+from layerskip.models.cache import KVCache
+from layerskip.models.draft_head import DraftHead, save_draft_tokens
+from layerskip.models.loading import load_target
+from layerskip.models.skip_view import twin
+from layerskip.models.target import Target, TargetError
+from tests.accelerator import DEVICE
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, target_of, toy_target
 from tests.drafters.test_draft_model import _like
 from tests.tiny import save_tiny, tokenizer, without_tokenizer

@@ -11,29 +11,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from layerskip.anatomy import UnsupportedModel
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
-from layerskip.decode import decode
-from layerskip.draft_head import DraftHead
-from layerskip.drafters.base import Drafter, NoDraft
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Drafter, NoDraft
+from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.draft_model import DraftModel
-from layerskip.loading import load_target
-from layerskip.sampling import Sampling
-from layerskip.target import Target, TargetError
-from layerskip.view import twin
-from tests.device import DEVICE
+from layerskip.drafters.registry import build_drafter
+from layerskip.models.architecture import UnsupportedModel
+from layerskip.models.draft_head import DraftHead
+from layerskip.models.loading import load_target
+from layerskip.models.skip_view import twin
+from layerskip.models.target import Target, TargetError
+from tests.accelerator import DEVICE
 from tests.drafters.bridges import most_tokens
-from tests.drafters.contract import (
-    FAMILIES,
-    GREEDY,
-    LENGTH,
-    PROMPTS,
-    SAMPLINGS,
-    DrafterContract,
-    target_of,
-    toy_target,
-)
+from tests.drafters.contract import FAMILIES, GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, target_of, toy_target
 from tests.families import build
 
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from layerskip.config import StopRule
-from layerskip.decode import decode
-from layerskip.drafters.base import Drafter, NoDraft
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Drafter, NoDraft
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.priced_cascade import PricedCascade
 from layerskip.drafters.prompt_lookup import PromptLookup
-from layerskip.eagle import EagleHead
-from layerskip.feature_store import Thought, read_features, think
-from layerskip.readout import Readout
-from layerskip.target import Target
-from layerskip.training import Batch, acceptance, foretell, stored_modules
-from tests.device import DEVICE
+from layerskip.heads.eagle import EagleHead
+from layerskip.heads.feature_store import Thought, read_features, think
+from layerskip.heads.readout import Readout
+from layerskip.heads.training import Batch, acceptance, foretell, stored_modules
+from layerskip.models.target import Target
+from tests.accelerator import DEVICE
 from tests.drafters.contract import (
     GREEDY,
     LENGTH,

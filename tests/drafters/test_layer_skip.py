@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from layerskip.config import ConfigError, SpeculativeConfig
-from layerskip.decode import decode
-from layerskip.drafters.base import Drafter
-from layerskip.drafters.build import build_drafter
-from layerskip.sampling import Sampling
-from layerskip.target import Target
-from tests.device import DEVICE
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Drafter
+from layerskip.decoding.sampling import Sampling
+from layerskip.drafters.registry import build_drafter
+from layerskip.models.target import Target
+from tests.accelerator import DEVICE
 from tests.drafters.bridges import FEW_PROMPT, bridge_folder, few_tokens, head_folder, most_tokens
 from tests.drafters.contract import (
     FAMILIES,

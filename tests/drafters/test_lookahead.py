@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from layerskip.config import SpeculativeConfig
-from layerskip.drafters.base import Context, Drafter, Said
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.drafter import Context, Drafter, Said
+from layerskip.decoding.tree import path_to
 from layerskip.drafters.lookahead import Lookahead
-from layerskip.target import Target
-from layerskip.tree import path_to
+from layerskip.drafters.registry import build_drafter
+from layerskip.models.target import Target
 from tests.drafters.contract import DrafterContract
 
 CPU = torch.device("cpu")

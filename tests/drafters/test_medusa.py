@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from layerskip.decode import decode
-from layerskip.drafters.base import Drafter
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Drafter
 from layerskip.drafters.medusa import Medusa
-from layerskip.feature_store import Thought, read_features
-from layerskip.readout import Readout
-from layerskip.target import Target
-from layerskip.training import Batch, foretell
+from layerskip.heads.feature_store import Thought, read_features
+from layerskip.heads.readout import Readout
+from layerskip.heads.training import Batch, foretell
+from layerskip.models.target import Target
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, target_of
 from tests.drafters.heads import UNROLL, family_of, medusa_heads
 

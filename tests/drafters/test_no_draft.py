@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from layerskip.config import SpeculativeConfig
-from layerskip.drafters.base import Drafter
-from layerskip.drafters.build import build_drafter
-from layerskip.stats import Round
-from layerskip.target import Target
+from layerskip.decoding.drafter import Drafter
+from layerskip.decoding.stats import Round
+from layerskip.drafters.registry import build_drafter
+from layerskip.models.target import Target
 from tests.drafters.contract import PROMPTS, DrafterContract, target_of
 
 

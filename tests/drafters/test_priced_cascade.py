@@ -8,25 +8,20 @@ from collections import Counter
 import pytest
 
 from layerskip.config import AcceptRule, SpeculativeConfig, StopRule
-from layerskip.decode import decode
-from layerskip.drafters.base import Drafter, Finder
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Drafter, Finder
+from layerskip.decoding.stats import Round
+from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.priced_cascade import PricedCascade
-from layerskip.readout import Readout
-from layerskip.stats import Round
-from layerskip.target import Target
-from layerskip.verify import Verdict
+from layerskip.drafters.registry import build_drafter
+from layerskip.heads.readout import Readout
+from layerskip.models.target import Target
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Recorder, generated, target_of
 from tests.drafters.heads import eagle_head, family_of
-from tests.drafters.members import (
-    LOOKUP,
-    SKIP,
-    Choosing,
-    member_of,
-)
+from tests.drafters.members import LOOKUP, SKIP, Choosing, member_of
 from tests.drafters.test_draft_model import _like
 from tests.drafters.test_token_recycling import experienced
 

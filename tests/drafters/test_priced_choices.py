@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from layerskip.config import SpeculativeConfig
-from layerskip.decode import decode
-from layerskip.draft import Draft
-from layerskip.drafters.base import Context
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.decode import decode
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context
+from layerskip.decoding.verify import Verdict
 from layerskip.drafters.priced_cascade import PricedCascade
-from layerskip.verify import Verdict
+from layerskip.drafters.registry import build_drafter
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, target_of
 from tests.drafters.members import (
     LOOKUP,
-    Kept,
     Member,
     Open,
+    ResultLog,
     Told,
     ToldForNothing,
     Trees,
@@ -48,8 +48,8 @@ def test_of_drafts_that_are_found_as_much_is_taken_as_pays(alone: bool) -> None:
     """Every choice on some texts, against how often all that they had told of by then, taken or not, had been right."""
     source, text, costs = random.Random(1), list[int](), {0: 1.0, 1: 1.3, 2: 1.3, 3: 1.8, 4: 2.05}
     fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
-    first = Kept(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
-    second = Kept(teller := ToldForNothing([] if alone else text))
+    first = ResultLog(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
+    second = ResultLog(teller := ToldForNothing([] if alone else text))
     teller.right = 0.5
     cascade = PricedCascade([first, second], (costs[1], costs[2], costs[3]))  # beyond which they go on straight
     reached: dict[tuple[int, int], list[int]] = {}  # behind matches of each length, 0 by the second: whether each depth was
@@ -97,8 +97,8 @@ def test_of_drafts_that_are_found_as_much_is_taken_as_pays(alone: bool) -> None:
 def test_who_runs_a_model_drafts_where_its_rounds_have_brought_more(price: float) -> None:
     """Every choice on some texts, against the mean of rounds that it was asked in, those of earlier texts as sixteen."""
     source, text, costs = random.Random(2), list[int](), {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.3, 4: 1.4}
-    first = Kept(build_drafter(SpeculativeConfig.from_dict(LOOKUP), target_of("llama")))
-    second = Kept(Told(text))
+    first = ResultLog(build_drafter(SpeculativeConfig.from_dict(LOOKUP), target_of("llama")))
+    second = ResultLog(Told(text))
     cascade = PricedCascade([first, second], (1.1, 1.2, 1.3, 1.4), (0.0, price))
     reached: dict[tuple[int, int], list[int]] = {}
     # Tokens accepted and steps taken in rounds that the second was asked in, and two that are hoped for.
@@ -142,7 +142,7 @@ def test_who_runs_a_model_drafts_where_its_rounds_have_brought_more(price: float
     assert min(choices.values()) > 4
 
 
-def _asked(cascade: PricedCascade, members: Sequence[Kept], begin: int, end: int) -> list[list[int]]:
+def _asked(cascade: PricedCascade, members: Sequence[ResultLog], begin: int, end: int) -> list[list[int]]:
     """Where in a text of nothing but zeros each member was asked, from some token on to another."""
     asked: list[list[int]] = [[] for _ in members]
     known = begin
@@ -159,7 +159,7 @@ def _asked(cascade: PricedCascade, members: Sequence[Kept], begin: int, end: int
 
 
 def test_who_was_declined_for_long_is_asked_again_and_taken_once_it_is_worth_it() -> None:
-    first, second = Member(), Kept(teller := Told([0] * 3000))
+    first, second = Member(), ResultLog(teller := Told([0] * 3000))
     first.proposes, first.finds, teller.right = False, True, 0.0
     cascade = PricedCascade([first, second], (1.1, 1.2), (0.0, 0.3))
     cascade.start([0], None, None)  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_who_was_declined_for_long_is_asked_again_and_taken_once_it_is_worth_it(
 @pytest.mark.parametrize(("price", "at_once"), [(0.95, False), (1.0, False), (2.5, False), (2.5, True)])
 def test_who_can_never_pay_is_never_asked(price: float, at_once: bool) -> None:
     """However right it is: every token of a chain takes a step then. All that are drafted at once take one, and may pay."""
-    first, second = Member(), Kept(Told([0] * 3000))
+    first, second = Member(), ResultLog(Told([0] * 3000))
     first.proposes, first.finds = False, True
     second.at_once = at_once
     cascade = PricedCascade([first, second], (1.0, 1.0), (0.0, price))
@@ -191,7 +191,7 @@ def test_who_can_never_pay_is_never_asked(price: float, at_once: bool) -> None:
 def test_a_better_model_is_found_behind_a_good_one() -> None:
     """Both bring more than nothing, but the second, whom the first leaves no round, would bring more."""
     text = [0] * 3000
-    first, second = Kept(Told(text)), Kept(Told(text))
+    first, second = ResultLog(Told(text)), ResultLog(Told(text))
     first.drafter.right, first.drafter.talks, second.drafter.right = 0.9, 1.0, 1.0  # type: ignore[attr-defined]
     cascade = PricedCascade([first, second], (1.0, 1.0), (0.02, 0.0))
     cascade.start([0], None, None)  # type: ignore[arg-type]

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from layerskip.cache import KVCache
 from layerskip.config import SpeculativeConfig
-from layerskip.drafters.base import Context, Drafter
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.drafter import Context, Drafter
+from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.drafters.prompt_lookup import PromptLookup
-from layerskip.sampling import Chooser, Sampling
-from layerskip.target import Target
+from layerskip.drafters.registry import build_drafter
+from layerskip.models.cache import KVCache
+from layerskip.models.target import Target
 from tests.drafters.contract import SAMPLINGS, DrafterContract
 
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from layerskip.config import ConfigError, SpeculativeConfig
-from layerskip.datastore import Datastore
-from layerskip.drafters.base import Drafter
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.drafter import Drafter
+from layerskip.decoding.tree import path_to
+from layerskip.drafters.datastore import Datastore
+from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.retrieval import Retrieval
-from layerskip.target import Target
-from layerskip.tree import path_to
+from layerskip.models.target import Target
 from tests.drafters.contract import DrafterContract, target_of, toy_target
 
 SHAPE = {"ngram_min": 1, "ngram_max": 3, "draft_length": 4, "tree_tokens": 6, "least_probability": 0.0}

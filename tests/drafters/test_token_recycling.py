@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from layerskip.config import SpeculativeConfig
-from layerskip.decode import decode
-from layerskip.drafters.base import Drafter, Said
-from layerskip.drafters.build import build_drafter
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Drafter, Said
+from layerskip.decoding.sampling import Sampling
+from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.token_recycling import TokenRecycling
-from layerskip.sampling import Sampling
-from layerskip.target import Target
+from layerskip.models.target import Target
 from tests.drafters.contract import LENGTH, PROMPTS, DrafterContract
 
 

@@ -36,4 +36,4 @@ def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 def a_second_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows take no time here, as nothing is decoded: a clock that is looked at twice for each."""
     ticks = itertools.count()
-    monkeypatch.setattr("searches.bench.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("searches.study.bench.monotonic", lambda: float(next(ticks)))

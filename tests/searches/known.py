@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import optuna
 
 from layerskip import PromptSet, SpeculativeConfig
-from layerskip.lossless import Losslessness
-from layerskip.measurement import Sample
+from layerskip.decoding.stats import DecodeStats, Round
+from layerskip.measure.losslessness import Losslessness
+from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
-from layerskip.stats import DecodeStats, Round
-from searches.bench import BASELINE
-from searches.objective import MeasureSettings, Objective
-from searches.space import SearchSpace
-from searches.study import StudySettings, run_trials
+from searches.space.search_space import SearchSpace
+from searches.study.bench import BASELINE
+from searches.study.objective import MeasureSettings, Objective
+from searches.study.study import StudySettings, run_trials
 
 PROMPTS = PromptSet.of([f"prompt {i}" for i in range(8)])
 HELD_OUT = PromptSet.of([f"held-out {i}" for i in range(24)])

@@ -15,17 +15,20 @@ from typing import Any
 
 import optuna
 
-from layerskip import SkipMask, passages
-from layerskip.bridge_fit import Calibration, Fit
-from layerskip.measurement import Sample
-from layerskip.scan import Scan, Scanner
-from searches import foresight, layerskip, trained
-from searches.application import run
-from searches.bench import ModelBench
-from searches.bridging import BridgeLearner
-from searches.layerskip import search
-from searches.objective import Objective
-from searches.standings import Standing, configuration
+from layerskip import SkipMask
+from layerskip.bridges.fit import Calibration, Fit
+from layerskip.measure.measurement import Sample
+from layerskip.scan.scan import Scan, Scanner
+from layerskip.texts import continuations as continuations
+from searches import layerskip
+from searches.app.application import run
+from searches.predict import preparation as foresight
+from searches.study import trained_finalists as trained
+from searches.study.bench import ModelBench
+from searches.study.leaderboard import LeaderboardEntry, configuration
+from searches.study.objective import Objective
+from searches.sweep import search
+from searches.training.bridge_training import BridgeLearner
 
 log, dies_in, dies_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 begun: list[str] = []
@@ -41,7 +44,7 @@ def begin(stage: str, what: object) -> None:
 
 
 def told(stage: str, work: Callable[..., Any], name: Callable[..., object]) -> Callable[..., Any]:
-    """Work that is written down when it begins."""
+    """Workload that is written down when it begins."""
 
     def worked(*args: Any, **more: Any) -> Any:
         begin(stage, name(*args))
@@ -68,12 +71,12 @@ def compare_finalists(self: ModelBench, *args: Any) -> Iterator[Mapping[str, Sam
         yield row
 
 
-def one_bridged(study: optuna.Study, most: int) -> list[Standing]:
+def one_bridged(study: optuna.Study, most: int) -> list[LeaderboardEntry]:
     configs = [configuration(trial) for trial in study.get_trials(deepcopy=False) if "config" in trial.user_attrs]
-    return [Standing(config) for config in configs if config.bridge][:1]
+    return [LeaderboardEntry(config) for config in configs if config.bridge][:1]
 
 
-passages._decode = told("continuations", passages._decode, lambda target, item, *_: item.id)
+continuations._decode = told("continuations", continuations._decode, lambda target, item, *_: item.id)
 foresight.profile_costs = told("profile", foresight.profile_costs, lambda *_: "")  # type: ignore[attr-defined]
 Scanner.scan = scan_one_by_one  # type: ignore[method-assign, assignment]
 ModelBench.compare = compare_finalists  # type: ignore[method-assign, assignment]

@@ -22,7 +22,7 @@ from mlflow.tracking import MlflowClient
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from tests.device import DEVICE
+from tests.accelerator import DEVICE
 
 REPOSITORY = Path(__file__).parents[2]
 QUICK = (

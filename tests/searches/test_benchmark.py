@@ -15,11 +15,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from layerskip import AcceptRule, Export, PromptSet, SpeculativeConfig, Target, load_target
-from layerskip.lossless import Divergence, Losslessness
-from layerskip.measure import interleave
-from searches.application import CONF
-from searches.benchmark import benchmark
-from searches.benchmark_table import table
+from layerskip.measure.losslessness import Divergence, Losslessness
+from layerskip.measure.measure import interleave
+from searches.app.application import CONF
+from searches.benchmarking.benchmark import benchmark
+from searches.benchmarking.table import table
 from tests.searches.programs import NO_PEERS, execute, runs, sqlite
 from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
@@ -229,7 +229,7 @@ def test_ctrl_c_shows_what_was_measured_and_writes_no_record(
         yield from itertools.islice(interleave(*asked), measured)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("searches.benchmark.interleave", interrupted)
+    monkeypatch.setattr("searches.benchmarking.benchmark.interleave", interrupted)
     model, outputs = save_tiny(tmp_path / "model"), tmp_path / "outputs"
     others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "retrieval", "lookahead", "cascade")]
     which = ["target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]

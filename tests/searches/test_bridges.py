@@ -14,15 +14,15 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from layerskip import Export, SpeculativeConfig, generate, load_target
-from layerskip.eagle import EagleHead, EagleShape
-from layerskip.heads import save_head
-from layerskip.measurement import Sample
-from layerskip.scan import Scanner
-from searches.application import INTERRUPTED, run
-from searches.bench import ModelBench
-from searches.bridges import _heads, bridges
-from searches.bridging import BridgeLearner
-from tests.device import DEVICE
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.measure.measurement import Sample
+from layerskip.models.trained_module import save_head
+from layerskip.scan.scan import Scanner
+from searches.app.application import INTERRUPTED, run
+from searches.bridging.bridges import _heads, bridges
+from searches.study.bench import ModelBench
+from searches.training.bridge_training import BridgeLearner
+from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import runs, sqlite, tracked
 from tests.tiny import save_tiny
@@ -117,9 +117,9 @@ def test_each_mask_begins_by_itself_and_is_told_at_once(
                 raise KeyboardInterrupt
             super().begin()
 
-    monkeypatch.setattr("searches.bridge_points.BridgeLearner", Noting)
+    monkeypatch.setattr("searches.bridging.comparison.BridgeLearner", Noting)
     # All that is trained helps: whether it does is for another test to ask.
-    monkeypatch.setattr("searches.bridge_points.rates", lambda scan: [float(scan.bridges is not None)])
+    monkeypatch.setattr("searches.bridging.comparison.rates", lambda scan: [float(scan.bridges is not None)])
     few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(8))
     (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
     which = ("kinds=[]", "masks=[layers:0,layers:1-2,layers:0-1]", "prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")
@@ -144,7 +144,7 @@ def test_a_mask_that_diverges_leaves_the_others_to_be_compared(
             found = super().loss(places)
             return found * float("nan") if self.bridges.shape.mask == "layers:1" else found
 
-    monkeypatch.setattr("searches.bridge_points.BridgeLearner", Diverging)
+    monkeypatch.setattr("searches.bridging.comparison.BridgeLearner", Diverging)
     few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(8))
     (tmp_path / "few.jsonl").write_text(few, encoding="utf-8")
     which = ("kinds=[linear]", "prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl", f"record={tmp_path}/record.json")
@@ -175,7 +175,7 @@ def test_bridges_that_win_are_exported_whole(
     (tmp_path / "some.jsonl").write_text(some, encoding="utf-8")
     prompts = ("prompts=jsonl", f"prompts.path={tmp_path}/some.jsonl", "measure.held_out_prompts=10", "kinds=[linear]")
     outputs = tracked(tmp_path)
-    monkeypatch.setattr("searches.bridges.ModelBench", _Quick)
+    monkeypatch.setattr("searches.bridging.bridges.ModelBench", _Quick)
     monkeypatch.setattr(sys, "argv", ["bridges", *SMALL, *prompts, f"outputs={outputs}", f"target.path={tiny_folder}"])
     with pytest.raises(SystemExit) as end:
         run("bridges", bridges)

@@ -9,10 +9,10 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig
-from searches.application import CONF
-from searches.objective import MeasureSettings
-from searches.space import SearchSpace
-from searches.study import StudySettings
+from searches.app.application import CONF
+from searches.space.search_space import SearchSpace
+from searches.study.objective import MeasureSettings
+from searches.study.study import StudySettings
 
 LEAVES = sorted(path.relative_to(CONF) for path in Path(CONF).glob("*/*.yaml"))
 NEEDED = {

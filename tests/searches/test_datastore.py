@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from layerskip import PromptSet, SpeculativeConfig, load_target
-from layerskip.drafters.build import build_drafter
+from layerskip.drafters.registry import build_drafter
 from layerskip.prompts import PromptItem
-from searches.application import InputError
-from searches.datastore import refuse_answers
-from tests.device import DEVICE
+from searches.app.checks import InputError
+from searches.training.datastores import refuse_answers
+from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick
 

@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 
 import layerskip
 from layerskip import PromptSet, Target
-from tests.device import DEVICE
+from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import (
     command,
@@ -249,10 +249,10 @@ def test_another_seed_searches_on_other_prompts_and_scans_them(
 ) -> None:
     decoded, scanned = [], []
 
-    def foresee(target: Target, prompts: PromptSet, *rest: Any) -> None:
+    def prepare_oracle(target: Target, prompts: PromptSet, *rest: Any) -> None:
         scanned.append({item.id for item in prompts})
 
-    monkeypatch.setattr("searches.foresight.foresee", foresee)
+    monkeypatch.setattr("searches.predict.preparation.prepare_oracle", prepare_oracle)
     for seed in (0, 1):
         outputs = tmp_path / str(seed)
         kept = "space.kinds=[none,layer_skip]", "scan=default", "scan.prompts=2"

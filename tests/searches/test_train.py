@@ -17,11 +17,11 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from layerskip import SpeculativeConfig, generate, load_target
-from layerskip.eagle import EagleHead, EagleShape
 from layerskip.files import digest
-from layerskip.heads import save_head
-from searches.learner import Learner, room
-from tests.device import DEVICE
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.models.trained_module import save_head
+from searches.training.learner import Learner, room
+from tests.accelerator import DEVICE
 from tests.disk import fill
 from tests.searches.conftest import Launch
 from tests.searches.programs import command, environment, execute, runs, sqlite, tracked

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 from layerskip import Export, PromptSet, SpeculativeConfig, load_target
-from layerskip.environment import machine
-from layerskip.lossless import Divergence, Losslessness
-from layerskip.measurement import Sample
-from layerskip.stats import DecodeStats
-from searches.application import run
-from searches.bench import BASELINE, ModelBench
-from searches.claim import Claim, Speedup, Verdict
-from searches.kept import Kept
-from searches.verify import VerifySettings, _is_alike, command_line, measure_claim, verify
+from layerskip.decoding.stats import DecodeStats
+from layerskip.measure.losslessness import Divergence, Losslessness
+from layerskip.measure.measurement import Sample
+from layerskip.models.environment import machine
+from searches.app.application import run
+from searches.app.resume_log import ResultLog
+from searches.study.bench import BASELINE, ModelBench
+from searches.verification.claim import Claim, Speedup, Verdict
+from searches.verification.verification import VerifySettings, _is_alike, command_line, measure_claim, verify
 from tests.searches.programs import execute
 from tests.tiny import save_tiny
 
@@ -294,4 +294,4 @@ def test_a_changed_output_is_refuted_at_once() -> None:
 def _measured(bench: _Bench, claim: Speedup | None) -> tuple[Verdict, list[Mapping[str, Sample]]]:
     prompts = PromptSet.of([f"prompt {i}" for i in range(8)])
     rows: list[Mapping[str, Sample]] = []
-    return measure_claim(bench, LOOKUP, Claim(claim), prompts, VerifySettings(), 0, Kept(None), rows), rows
+    return measure_claim(bench, LOOKUP, Claim(claim), prompts, VerifySettings(), 0, ResultLog(None), rows), rows

@@ -1,0 +1,50 @@
+"""What if a token only had to be likely enough? Rules of acceptance that are faster and change the output.
+
+They are here to be compared with, as published systems use them: a threshold on the target's probability, and typical
+acceptance, Medusa (arXiv 2401.10774), section 2.3.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.sampling import draw
+from layerskip.decoding.verify import Verdict
+from layerskip.rules import AcceptRule
+
+
+def accept_lossy(
+    draft: Draft, target_probs: Tensor, logits: Tensor, rule: AcceptRule, generator: torch.Generator | None = None
+) -> Verdict:
+    """Accept tokens that the target finds likely enough, along the branch that goes deepest so, and add one of its own.
+
+    Of several such branches the likeliest is taken.
+
+    Args:
+        draft: K tokens, a chain or a tree.
+        target_probs: as :func:`~layerskip.decoding.verify.verify` takes them.
+        logits: ``[K + 1, V]``: the target's, before any warping.
+        rule: any but ``exact``.
+        generator: the source of randomness.
+    """
+    probs = logits.float().softmax(-1)
+    limits = torch.full_like(probs[:, 0], rule.threshold)
+    if rule.kind == "typical":
+        entropy = torch.special.entr(probs).sum(-1)
+        limits = (rule.delta * (-entropy).exp()).clamp_max(rule.epsilon)
+    tokens = draft.tokens.tolist()
+    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
+    found = zip(tokens, parents, strict=True)
+    chances = [float(probs[parent + 1, token]) for token, parent in found]
+    passes = [chance >= float(limits[parent + 1]) for chance, parent in zip(chances, parents, strict=True)]
+    branches: dict[int, tuple[float, tuple[int, ...]]] = {-1: (1.0, ())}  # all of whose tokens pass, by their ends
+    for node, parent in enumerate(parents):
+        if passes[node] and parent in branches:
+            chance, way = branches[parent]
+            branches[node] = chance * chances[node], (*way, node)
+    _, path = max(branches.values(), key=lambda branch: (len(branch[1]), branch[0]))
+    row = target_probs[(path[-1] if path else -1) + 1]
+    last = row[None] if target_probs.dtype == torch.int64 else draw(row[None], generator)
+    return Verdict(tuple(tokens), len(path), int(last), last, None if draft.parents is None else path)

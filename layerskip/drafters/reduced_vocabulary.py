@@ -1,0 +1,55 @@
+"""Draft models whose output layer is reduced to a part of the vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from transformers import PreTrainedModel
+
+from layerskip.config import SpeculativeConfig
+from layerskip.models.architecture import UnsupportedModel, check_rewind
+from layerskip.models.draft_head import DraftHead, load_draft_tokens
+from layerskip.models.loading import load_draft
+from layerskip.models.skip_view import decoding_view, twin
+from layerskip.models.target import Target
+
+
+def load_draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: bool = True) -> Target:
+    """The draft model that a configuration names.
+
+    Raises:
+        TargetError: it cannot be loaded.
+        UnsupportedModel: its cache cannot be rewound.
+    """
+    draft = load_draft(target, config.draft, same_tokenizer)
+    try:
+        check_rewind(draft.model)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"draft: {error}") from error
+    return draft
+
+
+def draft_view(draft: Target, config: SpeculativeConfig, owner: Target) -> tuple[PreTrainedModel, DraftHead | None]:
+    """A view of a draft model with the output layer that the configuration asks for, and the reduced vocabulary if any.
+
+    Args:
+        owner: the model whose tokens the reduced vocabulary was chosen from.
+    """
+    view = twin(draft.model) if config.draft_head else decoding_view(draft.model)
+    return view, reduce_output(view, draft.model, config, owner)
+
+
+def reduce_output(
+    view: PreTrainedModel, model: PreTrainedModel, config: SpeculativeConfig, owner: Target
+) -> DraftHead | None:
+    """Reduce a view's output layer to the tokens of ``config.draft_head``; None, and no change, where it names none."""
+    if not config.draft_head:
+        return None
+    head = DraftHead(model, load_draft_tokens(config.draft_head, owner), owner.vocabulary)
+    head.narrow(view)
+    return head
+
+
+def draft_label(config: SpeculativeConfig) -> str:
+    """The draft model and its reduced vocabulary, for a configuration's label."""
+    return config.draft + (f", {PurePath(config.draft_head).name}" if config.draft_head else "")

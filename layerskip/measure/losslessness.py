@@ -1,0 +1,133 @@
+"""Did drafting change the output?
+
+In float32 the tokens must be equal. In half precision a block of tokens and a single token run different kernels, so two
+nearly equal logits can change places; the first token that differs is then judged by the target itself, run once more over
+the common prefix: were both tokens, up to rounding, its most likely one? If so it is a near-tie, counted and shown; if not,
+the output was changed and the measurement fails its check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from layerskip.decoding.sampling import Chooser, Sampling
+from layerskip.device.upload import upload
+from layerskip.models.cache import KVCache
+from layerskip.models.forward import forward
+from layerskip.models.target import Target
+
+NEAR_TIE_ULPS = 4
+"""Rounding steps, at the size of the largest logit, within which two logits count as equal in half precision."""
+
+_ENDS = 1e9
+"""The margin of an output that ends where the other goes on: no rounding explains it, and JSON has no infinity."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two greedy outputs of one prompt part.
+
+    Args:
+        prompt_id: the prompt.
+        position: index of the first new token that differs.
+        margin: how far the lower of the two tokens' logits lies below the largest one, in logits.
+        tolerance: the largest margin that rounding explains; 0 in float32.
+    """
+
+    prompt_id: str
+    position: int
+    margin: float
+    tolerance: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding explains it."""
+        return self.margin <= self.tolerance and self.tolerance > 0
+
+
+@dataclass(frozen=True)
+class Losslessness:
+    """The verdict of one measurement.
+
+    Args:
+        compared: outputs compared.
+        divergences: those that differ.
+        basis: what was compared: the measured outputs, or, where those are sampled, greedy ones made for the purpose.
+    """
+
+    compared: int
+    divergences: tuple[Divergence, ...] = ()
+    basis: str = "measured outputs"
+
+    @property
+    def verdict(self) -> str:
+        """``exact``, ``near_tie`` (only those differ), ``different``, or ``unchecked``."""
+        if not self.compared:
+            return "unchecked"
+        if not self.divergences:
+            return "exact"
+        return "near_tie" if all(d.near_tie for d in self.divergences) else "different"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for exports and logs; ``tolerance`` is that where the margin is the largest."""
+        worst = max(self.divergences, key=lambda found: found.margin, default=None)
+        return {
+            "verdict": self.verdict,
+            "basis": self.basis,
+            "compared": self.compared,
+            "near_ties": sum(d.near_tie for d in self.divergences),
+            "different": sum(not d.near_tie for d in self.divergences),
+            "largest_margin": 0.0 if worst is None else worst.margin,
+            "tolerance": 0.0 if worst is None else worst.tolerance,
+        }
+
+    @classmethod
+    def join(cls, parts: Iterable[Losslessness]) -> Losslessness:
+        """One verdict over several measurements."""
+        parts = list(parts)
+        return cls(
+            sum(part.compared for part in parts),
+            tuple(d for part in parts for d in part.divergences),
+            next((part.basis for part in parts if part.compared), "measured outputs"),
+        )
+
+
+@torch.inference_mode()
+def find_divergence(
+    target: Target,
+    prompt_id: str,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    actual: Sequence[int],
+    sampling: Sampling,
+) -> Divergence | None:
+    """Where two greedy continuations of a prompt part, judged by the target; None where they are equal.
+
+    Args:
+        target: the model that made both.
+        prompt_id: for the record.
+        prompt: token ids.
+        expected: the baseline's new tokens.
+        actual: the candidate's new tokens.
+        sampling: greedy, with the repetition penalty that both used.
+    """
+    if list(expected) == list(actual):
+        return None
+    pairs = enumerate(zip(expected, actual, strict=False))
+    position = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(actual)))
+    if position == min(len(expected), len(actual)):
+        return Divergence(prompt_id, position, _ENDS, 0.0)  # one output ends where the other goes on
+    block = upload([*prompt, *expected[:position]], target.device)
+    cache = KVCache(target.layers, len(block), device=target.device)
+    logits = forward(target.model, block, cache, last=1).float()
+    chooser = Chooser(sampling, target.vocabulary, target.device)
+    chooser.observe(block.tolist())
+    scores = chooser.penalise(logits, block[-1:])[0]
+    margin = float(scores.max() - scores[[expected[position], actual[position]]].min())
+    half = target.model.dtype != torch.float32
+    tolerance = NEAR_TIE_ULPS * torch.finfo(target.model.dtype).eps * float(scores.max().abs()) if half else 0.0
+    return Divergence(prompt_id, position, margin, tolerance)

@@ -1,0 +1,274 @@
+"""What came out of a comparison? Paired samples, and the figures made of them. No clock and no torch in here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+
+from layerskip.decoding.stats import DecodeStats, Round
+from layerskip.measure.losslessness import Divergence, Losslessness
+
+RESAMPLES = 2000
+LEAST_RESAMPLED = 5  # prompts; of fewer, resampling knows next to nothing about the next one
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One contender on one prompt; a conversation's turns are added up.
+
+    Args:
+        prompt_id: the prompt.
+        category: its kind of work.
+        tokens: new tokens in all.
+        decoded_tokens: those that prefill did not give, which ``decode_seconds`` were spent on.
+        prefill_seconds: until prefill was done and its token known.
+        decode_seconds: from then on; what recording passes took, which is done once, is left out of both.
+        peak_memory_bytes: device memory on CUDA, process memory on a CPU.
+        stats: the rounds.
+        lossless: compared with the reference's output.
+        draft_seconds: those of ``decode_seconds`` that drafting took; 0.0 for a peer, who does not say.
+        decoding_bytes: how far device memory rose above what was allocated before, as caches are that are lent again; None
+            on a CPU, where nobody can tell.
+    """
+
+    prompt_id: str
+    category: str
+    tokens: int
+    decoded_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    peak_memory_bytes: int
+    stats: DecodeStats
+    lossless: Losslessness = Losslessness(0)
+    draft_seconds: float = 0.0
+    decoding_bytes: int | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens per second of decoding; 0.0 where nothing was decoded."""
+        return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else 0.0
+
+    def judged(self, lossless: Losslessness) -> Sample:
+        """The same sample with its verdict."""
+        return dataclasses.replace(self, lossless=lossless)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; :meth:`from_dict` reads them back to an equal sample."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Sample:
+        """The sample that :meth:`to_dict` wrote, though JSON has lists for tuples."""
+        rounds = tuple(Round(**row) for row in fields["stats"]["rounds"])
+        checked = fields["lossless"]
+        divergences = tuple(Divergence(**row) for row in checked["divergences"])
+        lossless = Losslessness(checked["compared"], divergences, checked["basis"])
+        return cls(**dict(fields) | {"stats": DecodeStats(rounds), "lossless": lossless})
+
+    @classmethod
+    def join(cls, parts: Sequence[Sample]) -> Sample:
+        """Several outputs of one prompt as one sample."""
+        return cls(
+            parts[0].prompt_id,
+            parts[0].category,
+            sum(p.tokens for p in parts),
+            sum(p.decoded_tokens for p in parts),
+            sum(p.prefill_seconds for p in parts),
+            sum(p.decode_seconds for p in parts),
+            max(p.peak_memory_bytes for p in parts),
+            DecodeStats.join(p.stats for p in parts),
+            Losslessness.join(p.lossless for p in parts),
+            sum(p.draft_seconds for p in parts),
+            max((p.decoding_bytes for p in parts if p.decoding_bytes is not None), default=None),
+        )
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A candidate against the baseline on the same prompts, pair by pair.
+
+    Args:
+        baseline: plain decoding's samples.
+        candidate: the candidate's, of the same prompts in the same order.
+    """
+
+    baseline: tuple[Sample, ...]
+    candidate: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Sample]], baseline: str, candidate: str) -> Measurement:
+        """Pair two contenders out of rows of samples."""
+        rows = list(rows)
+        return cls(tuple(row[baseline] for row in rows), tuple(row[candidate] for row in rows))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The candidate's decoded tokens per second of decoding, over all prompts."""
+        return _rate(self.candidate)
+
+    @property
+    def baseline_tokens_per_second(self) -> float:
+        """The baseline's."""
+        return _rate(self.baseline)
+
+    @property
+    def speedup(self) -> float:
+        """The ratio of the two over the pairs in which both decoded something; 1.0 without any."""
+        pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if b.decoded_tokens and c.decoded_tokens]
+        if not pairs:
+            return 1.0
+        return _rate([c for _, c in pairs]) / _rate([b for b, _ in pairs])
+
+    @property
+    def speedups(self) -> tuple[float, ...]:
+        """The same ratio for each pair."""
+        return tuple(pair_speedup(one, other) for one, other in zip(self.baseline, self.candidate, strict=True))
+
+    @property
+    def by_category(self) -> dict[str, Measurement]:
+        """The pairs of each kind of work."""
+        found = {}
+        for category in sorted({s.category for s in self.candidate}):
+            pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if c.category == category]
+            found[category] = Measurement(*map(tuple, zip(*pairs, strict=True)))
+        return found
+
+    def interval(self, seed: int = 0, confidence: float = CONFIDENCE) -> tuple[float, float]:
+        """An interval of the speedup: the wider, on either side, of Student's t and the studentized bootstrap.
+
+        Both are of the logarithm, with the standard error of a ratio of totals (the delta method). The t interval knows how
+        little few prompts tell, the bootstrap that their speedups are skewed. Of fewer than five prompts it knows nothing:
+        too many resamples are one prompt over and over. Prompts are resampled with replacement, each with both sides and all
+        its repeats: repeats of a prompt say nothing about other prompts.
+
+        Args:
+            seed: of the resampling.
+            confidence: the share of such intervals that hold the long-run speedup.
+        """
+        table = self._totals()
+        prompts = len(table)
+        if not prompts:
+            return 1.0, 1.0
+        if prompts == 1:
+            return self.speedup, self.speedup  # nothing is known of other prompts
+        ratio, error = _log_ratio(table)
+        tails = [(1 - confidence) / 2, (1 + confidence) / 2]
+        # One degree of freedom is the least there is; its quantile bounds what nearly equal prompts would claim.
+        student, most = (float(stdtrit(freedom, tails[1])) for freedom in (prompts - 1, 1))
+        if prompts < LEAST_RESAMPLED:
+            return float(np.exp(ratio - student * error)), float(np.exp(ratio + student * error))
+        chosen = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
+        ratios, errors = _log_ratio(table[chosen])
+        varied = errors > 1e-6 * error  # a resample of one prompt alone has no error to divide by
+        deviations = np.clip((ratios[varied] - ratio) / errors[varied], -most, most)
+        below, above = np.quantile(deviations, tails) if len(deviations) else (-student, student)
+        low, high = ratio - max(above, student) * error, ratio - min(below, -student) * error
+        return float(np.exp(low)), float(np.exp(high))
+
+    def _totals(self) -> NDArray[np.float64]:
+        """``[prompts, 4]``: the baseline's and the candidate's tokens and seconds, where both decoded something."""
+        prompts: dict[str, list[float]] = {}
+        for b, c in zip(self.baseline, self.candidate, strict=True):
+            if b.decoded_tokens and c.decoded_tokens:
+                row = prompts.setdefault(c.prompt_id, [0.0] * 4)
+                found = (b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds)
+                prompts[c.prompt_id] = [total + value for total, value in zip(row, found, strict=True)]
+        return np.array(list(prompts.values())).reshape(-1, 4)
+
+    @property
+    def stats(self) -> DecodeStats:
+        """The candidate's rounds."""
+        return DecodeStats.join(s.stats for s in self.candidate)
+
+    @property
+    def lossless(self) -> Losslessness:
+        """Whether the candidate's outputs are the baseline's."""
+        return Losslessness.join(s.lossless for s in self.candidate)
+
+    @property
+    def draft_share(self) -> float:
+        """The share of the candidate's decoding that drafting took."""
+        seconds = sum(s.decode_seconds for s in self.candidate)
+        return sum(s.draft_seconds for s in self.candidate) / seconds if seconds else 0.0
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The candidate's peak."""
+        return max((s.peak_memory_bytes for s in self.candidate), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain values, for exports and logs."""
+        stats, (low, high), kinds = self.stats, self.interval(), self.by_category
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "baseline_tokens_per_second": self.baseline_tokens_per_second,
+            "speedup": self.speedup,
+            "speedup_low": low,
+            "speedup_high": high,
+            "speedup_by_category": {category: part.speedup for category, part in kinds.items()},
+            "interval_by_category": {category: list(part.interval()) for category, part in kinds.items()},
+            "acceptance_rate": stats.acceptance_rate,
+            "acceptance_by_position": list(stats.acceptance_by_position),
+            "tokens_per_round": stats.tokens_per_round,
+            "tokens_per_round_by_category": {category: part.stats.tokens_per_round for category, part in kinds.items()},
+            "draft_share": self.draft_share,
+            "prompts": len({s.prompt_id for s in self.candidate}),
+            "prompts_by_category": {
+                category: len({s.prompt_id for s in part.candidate}) for category, part in kinds.items()
+            },
+            "tokens": sum(s.tokens for s in self.candidate),
+            "prefill_seconds": sum(s.prefill_seconds for s in self.candidate),
+            "decode_seconds": sum(s.decode_seconds for s in self.candidate),
+            "baseline_prefill_seconds": sum(s.prefill_seconds for s in self.baseline),
+            "baseline_decode_seconds": sum(s.decode_seconds for s in self.baseline),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "baseline_peak_memory_bytes": max((s.peak_memory_bytes for s in self.baseline), default=0),
+            "losslessness": self.lossless.to_dict(),
+        }
+
+    def table(self) -> dict[str, list[Any]]:
+        """The pairs as columns, one row per prompt."""
+        pairs = list(zip(self.baseline, self.candidate, strict=True))
+        return {
+            "prompt_id": [c.prompt_id for _, c in pairs],
+            "category": [c.category for _, c in pairs],
+            "tokens": [c.tokens for _, c in pairs],
+            "tokens_per_second": [c.tokens_per_second for _, c in pairs],
+            "baseline_tokens_per_second": [b.tokens_per_second for b, _ in pairs],
+            "speedup": list(self.speedups),
+            "acceptance_rate": [c.stats.acceptance_rate for _, c in pairs],
+            "tokens_per_round": [c.stats.tokens_per_round for _, c in pairs],
+            "prefill_seconds": [c.prefill_seconds for _, c in pairs],
+            "decode_seconds": [c.decode_seconds for _, c in pairs],
+            "baseline_decode_seconds": [b.decode_seconds for b, _ in pairs],
+            "peak_memory_bytes": [c.peak_memory_bytes for _, c in pairs],
+            "lossless": [c.lossless.verdict for _, c in pairs],
+        }
+
+
+def pair_speedup(baseline: Sample, candidate: Sample) -> float:
+    """The candidate's tokens per second over the baseline's on one prompt; 1.0 where either decoded nothing."""
+    if not baseline.decoded_tokens or not candidate.decoded_tokens:
+        return 1.0
+    return candidate.tokens_per_second / baseline.tokens_per_second
+
+
+def _log_ratio(tables: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of ``[..., prompts, 4]`` tables, as a measurement totals them: each one's log speedup and its standard error."""
+    sums, prompts = tables.sum(axis=-2), tables.shape[-2]
+    signs = np.array([-1.0, 1.0, 1.0, -1.0])
+    influence = np.einsum("...pk,...k->...p", tables, signs / sums)
+    error = np.sqrt(np.square(influence).sum(axis=-1) * prompts / (prompts - 1))
+    return np.log(sums) @ signs, error
+
+
+def _rate(samples: Sequence[Sample]) -> float:
+    seconds = sum(s.decode_seconds for s in samples if s.decoded_tokens)
+    return sum(s.decoded_tokens for s in samples) / seconds if seconds else 0.0

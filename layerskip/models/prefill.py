@@ -1,0 +1,42 @@
+"""What has the target read already? A prompt's keys and values, for several decodings of the same prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layerskip.device.upload import upload
+from layerskip.models.cache import KVCache
+from layerskip.models.forward import forward
+from layerskip.models.skip_view import decoding_view
+from layerskip.models.target import Target
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt as the target read it.
+
+    Args:
+        cache: its keys and values.
+        logits: ``[1, V]``: what the target says behind it.
+    """
+
+    cache: KVCache
+    logits: Tensor
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, target: Target, prompt: Sequence[int]) -> Prefill:
+        """Read a prompt of token ids."""
+        cache = KVCache(target.layers, len(prompt), device=target.device)
+        logits = forward(decoding_view(target.model), upload(prompt, target.device), cache, last=1)
+        cache.length = len(prompt)
+        return cls(cache, logits)
+
+    def lay(self, cache: KVCache) -> Tensor:
+        """Fill a cache as reading the prompt would, and return the logits."""
+        cache.take([(self.cache, self.cache.length)])
+        return self.logits

@@ -1,0 +1,168 @@
+"""How fast is transformers' own ``generate``? Its decoding methods as contenders beside ours, on the same model.
+
+The knobs that transformers would adapt by itself are pinned, but where a benchmark asks for its defaults: the number of
+drafted tokens, its schedule and the confidence threshold live in the *assistant's* generation configuration, and with
+scikit-learn installed the threshold learns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import utils as generation
+
+from layerskip import DecodeStats, Round, Target, UnsupportedModel
+from layerskip.decoding.decode import DecodeResult
+from layerskip.device.memory import held_bytes
+from layerskip.measure.measure import Task
+from layerskip.models.loading import load_draft
+from searches.app.checks import InputError
+
+# Earlier releases (5.17 does, 5.23 does not) ask in every round whether a draft would end the output. One that names this
+# private function otherwise is a later one.
+_verify = getattr(generation, "_speculative_sampling", None)
+_ASKS_OF_DRAFTS = _verify is not None and "is_done_candidate" in inspect.signature(_verify).parameters
+METHODS = ("plain", "prompt_lookup", "early_exit", "assistant", "universal")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One of transformers' methods, as a contender.
+
+    Args:
+        target: the model.
+        method: ``plain``, ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``),
+            ``assistant`` (``assistant_model``) or ``universal`` (the same with two tokenizers).
+        draft_length: tokens drafted per round; None keeps transformers' default.
+        ngram_max: of ``prompt_lookup``: the longest n-gram.
+        exit_layer: of ``early_exit``: how many layers the draft keeps.
+        draft: of ``assistant`` and ``universal``: the draft model.
+        confidence: stop drafting below it; 0 never stops; None keeps transformers' default.
+
+    Raises:
+        InputError: there is no such method.
+        UnsupportedModel: transformers takes no such draft.
+    """
+
+    target: Target
+    method: str
+    draft_length: int | None = None
+    ngram_max: int = 3
+    exit_layer: int = 0
+    draft: str = ""
+    confidence: float | None = 0.0
+    _pinned: dict[str, Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise InputError(f"method: {self.method!r} is not one of {', '.join(METHODS)}")
+        if self.method == "universal":
+            draft = load_draft(self.target, self.draft, same_tokenizer=False).model
+            sizes = {model.config.get_text_config(decoder=True).vocab_size for model in (self.target.model, draft)}
+            if len(sizes) == 1:
+                same = "a vocabulary as large as the target's, which transformers takes for the same tokenizer"
+                raise UnsupportedModel(f"draft: {self.draft} has {same}")
+        if self.draft_length is not None:
+            self._pinned["num_assistant_tokens"] = self.draft_length
+        self._pinned["num_assistant_tokens_schedule"] = "constant"
+        if self.confidence is not None:
+            self._pinned["assistant_confidence_threshold"] = self.confidence
+
+    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
+        """Generate, and note after every round how far the output has come."""
+        model = self.target.model
+        inputs: Any = torch.tensor([list(prompt)], device=model.device)
+        watch = _Watch(len(prompt), on_prefill, _ASKS_OF_DRAFTS and self.method != "plain")
+        torch.manual_seed(task.seed)
+        with self._assistant() as options:
+            output: Any = model.generate(  # type: ignore[operator]
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=task.max_new_tokens,
+                stopping_criteria=StoppingCriteriaList([watch]),
+                **_sampling(task),
+                **options,
+            )
+        tokens = output[0, len(prompt) :].tolist()
+        return DecodeResult(tokens, DecodeStats(tuple(watch.rounds())), "")
+
+    def held_bytes(self) -> int:
+        """What a draft model takes beside the target; caches are gone when ``generate`` returns."""
+        with self._assistant() as options:
+            return held_bytes(options.get("assistant_model"), beside=(self.target.model,))
+
+    @contextlib.contextmanager
+    def _assistant(self) -> Iterator[dict[str, Any]]:
+        """The method's arguments, with what it drafts with pinned for the time of a call."""
+        if self.method == "plain":
+            yield {}
+        elif self.method == "prompt_lookup":
+            yield {"prompt_lookup_num_tokens": self.draft_length or 10, "max_matching_ngram_size": self.ngram_max}
+        elif self.method == "early_exit":
+            with _pinned(self.target.model, self._pinned):
+                yield {"assistant_early_exit": self.exit_layer}
+        else:
+            assistant = load_draft(self.target, self.draft, self.method == "assistant")
+            tokenizers = {"tokenizer": self.target.tokenizer, "assistant_tokenizer": assistant.tokenizer}
+            with _pinned(assistant.model, self._pinned):
+                yield {"assistant_model": assistant.model} | (tokenizers if self.method == "universal" else {})
+
+
+class _Watch(StoppingCriteria):
+    """Stops nothing; notes the length after prefill and after every round.
+
+    Args:
+        prompt_length: where it begins.
+        on_prefill: is told how many tokens are known by then.
+        of_drafts: whether it is asked of every draft, too, before that is verified.
+    """
+
+    def __init__(self, prompt_length: int, on_prefill: Callable[[int], None], of_drafts: bool) -> None:
+        self._lengths = [prompt_length]
+        self._on_prefill, self._of_drafts, self._drafted = on_prefill, of_drafts, False
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        self._drafted = self._of_drafts and not self._drafted
+        if not self._drafted:
+            if len(self._lengths) == 1:
+                self._on_prefill(input_ids.shape[1] - self._lengths[0])
+            self._lengths.append(input_ids.shape[1])
+        return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
+
+    def rounds(self) -> list[Round]:
+        """What each round committed; how much was drafted is not to be seen from here."""
+        pairs = zip(self._lengths[1:], self._lengths[2:], strict=False)
+        return [Round(0, 0, after - before) for before, after in pairs]
+
+
+@contextlib.contextmanager
+def _pinned(model: PreTrainedModel, values: dict[str, Any]) -> Iterator[None]:
+    config = model.generation_config
+    assert isinstance(config, GenerationConfig)
+    before = {name: getattr(config, name, None) for name in values}
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _sampling(task: Task) -> dict[str, Any]:
+    sampling = task.sampling
+    options: dict[str, Any] = {"do_sample": not sampling.greedy, "repetition_penalty": sampling.repetition_penalty}
+    if not sampling.greedy:
+        options |= {
+            "temperature": sampling.temperature,
+            "top_k": int(sampling.top_k),
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+        }
+    return options

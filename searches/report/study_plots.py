@@ -1,0 +1,124 @@
+"""What did a study find? Drawn: its history, what skipping costs where, which masks came up, and held-out intervals."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import optuna
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from optuna.trial import FrozenTrial, TrialState
+
+from layerskip import SkipMask, SpeculativeConfig
+from layerskip.mask import count
+from searches.study.finals import Finals
+from searches.study.leaderboard import configuration
+from searches.study.study import finished
+
+_COLORS = {
+    "none": "0.4",
+    "layer_skip": "tab:blue",
+    "prompt_lookup": "tab:orange",
+    "retrieval": "tab:olive",
+    "token_recycling": "tab:purple",
+    "lookahead": "tab:pink",
+    "eagle": "tab:brown",
+    "medusa": "gold",
+    "draft_model": "tab:green",
+    "cross_tokenizer": "tab:cyan",
+    "cascade": "tab:red",
+}
+
+
+def draw(study: optuna.Study, finals: Finals | None, layers: int, path: Path, singles: np.ndarray | None = None) -> None:
+    """Save the report's picture: history, speedup against acceptance, skip heatmap, held-out intervals.
+
+    Args:
+        singles: ``[2, layers]``, what scans said of single skips; drawn where no trial skipped anything.
+    """
+    trials = [t for t in finished(study) if "measurement" in t.user_attrs]
+    figure = Figure(figsize=(14, 9), layout="constrained")
+    axes = figure.subplots(2, 2)
+    _history(axes[0][0], trials)
+    _acceptance(axes[0][1], trials)
+    _heatmap(axes[1][0], trials, layers, singles)
+    _intervals(axes[1][1], finals)
+    figure.suptitle(f"Study {study.study_name}")
+    figure.savefig(path, dpi=110)
+
+
+def _speedup(trial: FrozenTrial) -> float:
+    return float(trial.user_attrs["measurement"]["speedup"])
+
+
+def _history(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
+    for kind, color in _COLORS.items():
+        for state, marker in ((TrialState.COMPLETE, "o"), (TrialState.PRUNED, "x")):
+            chosen = [t for t in trials if configuration(t).kind == kind and t.state == state]
+            if chosen:
+                label = kind.replace("_", " ") + ("" if state == TrialState.COMPLETE else ", stopped early")
+                axes.scatter([t.number for t in chosen], [_speedup(t) for t in chosen], c=color, marker=marker, label=label)
+    complete = [t for t in trials if t.state == TrialState.COMPLETE]
+    if complete:
+        best = np.maximum.accumulate([_speedup(t) for t in complete])
+        axes.step([t.number for t in complete], best, where="post", color="black", lw=1, label="best so far")
+        axes.legend(fontsize=8)
+    axes.axhline(1.0, color="0.6", lw=0.8)
+    axes.set(title="Search history (tune prompts)", xlabel="trial", ylabel="speedup over plain decoding")
+
+
+def _acceptance(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
+    drafted = [t for t in trials if configuration(t).kind != "none"]
+    colors = [_COLORS[configuration(t).kind] for t in drafted]
+    rates = [t.user_attrs["measurement"]["acceptance_rate"] for t in drafted]
+    axes.scatter(rates, [_speedup(t) for t in drafted], c=colors)
+    axes.axhline(1.0, color="0.6", lw=0.8)
+    axes.set(title="Speedup against acceptance", xlabel="acceptance rate", ylabel="speedup over plain decoding")
+    axes.set_xlim(-0.02, 1.02)
+
+
+def _heatmap(axes: Axes, trials: Sequence[FrozenTrial], layers: int, singles: np.ndarray | None) -> None:
+    """Mean speedup of the trials that skipped a sub-layer; without any, the scans' agreement; grey where neither is."""
+    skips = [(SkipMask.parse(configuration(t).mask, layers), _speedup(t)) for t in trials if _skips(configuration(t))]
+    cells = np.full((2, layers), np.nan)
+    for row, part in enumerate(("attention", "mlp")):
+        for layer in range(layers):
+            found = [value for mask, value in skips if getattr(mask, part)[layer]]
+            if found:
+                cells[row, layer] = np.mean(found)
+    title = "Mean speedup of the trials that skipped a sub-layer"
+    if not skips and singles is not None:
+        cells, title = singles, "First drafted token right, one sub-layer skipped (scan)"
+    colors = matplotlib.colormaps["viridis"].with_extremes(bad="0.9")
+    image = axes.imshow(cells, aspect="auto", cmap=colors)
+    axes.set_yticks([0, 1], ["attention", "MLP"])
+    axes.set(title=title, xlabel="layer")
+    if not np.isnan(cells).all():
+        axes.figure.colorbar(image, ax=axes)
+
+
+def _skips(config: SpeculativeConfig) -> bool:
+    return config.kind == "layer_skip" and sum(count(config.mask)) > 0
+
+
+def _intervals(axes: Axes, finals: Finals | None) -> None:
+    axes.set(title="Held-out speedup, 95 % interval (bar: in the search)", xlabel="speedup over plain decoding")
+    axes.axvline(1.0, color="0.6", lw=0.8)
+    if finals is None:
+        axes.text(0.5, 0.5, "not measured yet", transform=axes.transAxes, ha="center")
+        return
+    shown = list(reversed(finals.finalists))
+    for place, finalist in enumerate(shown):
+        found: dict[str, Any] = finalist.held_out
+        reach = [[found["speedup"] - found["speedup_low"]], [found["speedup_high"] - found["speedup"]]]
+        color = _COLORS[finalist.config.kind]
+        axes.errorbar(found["speedup"], place, xerr=reach, fmt="o", color=color, capsize=4)
+        axes.plot(finalist.search_speedup, place, "|", color="black", ms=12)
+    labels = [textwrap.shorten(f.config.label(), 80, placeholder="...") for f in shown]
+    axes.set_yticks(range(len(shown)), [textwrap.fill(label, 32) for label in labels], fontsize=8)
+    axes.set_ylim(-0.6, max(len(shown), 1) - 0.4)

@@ -1,0 +1,82 @@
+"""The search space of a study: from a trial's choices to a configuration, and back.
+
+The space is conditional: a trial chooses a kind of drafter first, then the parameters of that kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import optuna
+
+from layerskip import AcceptRule, SpeculativeConfig
+from searches.app.checks import InputError, check_list
+from searches.space import registry
+from searches.space.cascade import make_cascade
+from searches.space.choices import Choices, Params
+from searches.space.prompt_lookup import every_lookup
+
+
+@dataclass(frozen=True)
+class SearchSpace(Choices):
+    """The configurations that a study may propose; its arguments are those of :class:`~searches.space.choices.Choices`."""
+
+    def __post_init__(self) -> None:
+        known = registry.all_kinds()
+        if self.kinds is None:
+            object.__setattr__(self, "kinds", known)
+        super().__post_init__()
+        chosen = self.chosen
+        check_list("space.kinds", chosen, known)
+        if set(chosen) <= {"none", "cascade"} and "cascade" in chosen:
+            raise InputError("space.kinds: a cascade is prompt_lookup and another kind, and those are missing")
+        registry.arms(self)  # refuses kinds that cannot be searched with these choices
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The kinds that were asked for."""
+        check_list("space.kinds", self.kinds)
+        return tuple(self.kinds or ())
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The kinds that a trial chooses from: those asked for, without those that lack a head, a model or trees."""
+        return registry.arms(self)
+
+    @property
+    def seconds(self) -> tuple[str, ...]:
+        """The kinds that may stand behind the lookup of a cascade."""
+        return registry.seconds(self)
+
+    @property
+    def bridged(self) -> bool:
+        """Whether drafts may have bridges or a reduced vocabulary."""
+        reduced = any(self.draft_heads) and not {"layer_skip", *self.models}.isdisjoint(self.arms)
+        return reduced or ("layer_skip" in self.arms and set(self.bridges) != {"none"})
+
+    def cascade(self, *members: SpeculativeConfig) -> SpeculativeConfig:
+        """A cascade with the costs that are known."""
+        return make_cascade(self, *members)
+
+    def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+        """The configuration that a trial proposes."""
+        config = registry.searched(str(trial.suggest_categorical("kind", self.arms))).suggest(self, trial)
+        if not self.allow_lossy or config.kind == "none":
+            return config
+        rule = str(trial.suggest_categorical("accept", ("exact", "threshold", "typical")))
+        if rule == "threshold":
+            return replace(config, accept=AcceptRule(rule, trial.suggest_float("accept_threshold", 0.05, 0.95, step=0.05)))
+        return replace(config, accept=AcceptRule(rule))
+
+    def params(self, config: SpeculativeConfig) -> Params:
+        """The choices that lead to a configuration; the reverse of :meth:`suggest`."""
+        found = dict(registry.searched(config.kind).params(self, config))
+        if self.allow_lossy and config.kind != "none":
+            found["accept"] = config.accept.kind
+            if config.accept.kind == "threshold":
+                found["accept_threshold"] = config.accept.threshold
+        return found | {"kind": config.kind}
+
+    def lookups(self) -> list[SpeculativeConfig]:
+        """Every prompt lookup of the space; an empty list if it has none."""
+        return every_lookup(self) if "prompt_lookup" in self.arms else []

@@ -1,0 +1,158 @@
+"""Training bridges: its loss against drafts made one by one, its gradient against differences, and what it brings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import layerskip.scan.text_batch
+from layerskip.bridges.training import BridgeTraining
+from layerskip.mask import SkipMask
+from layerskip.models.bridge import Bridges
+from layerskip.models.skip_view import skip_view
+from layerskip.models.target import Target
+from layerskip.scan.row_model import RowModel
+from layerskip.scan.target_pass import Reading
+from layerskip.scan.text_cache import Memory
+from layerskip.texts.continuations import Continuation
+from tests.accelerator import DEVICE
+from tests.drafters.bridges import bridge_shape, calibration, drawn_passages
+from tests.families import build
+
+MASK = "layers:1;mlp:2"
+
+
+def _bridges(target: Target, mask: str = MASK) -> Bridges:
+    torch.manual_seed(4)
+    bridges = Bridges(bridge_shape(target, mask, "mlp", 4, 6))
+    with torch.no_grad():
+        for parameter in bridges.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return bridges.to(DEVICE)
+
+
+def _drafted_one_by_one(target: Target, bridges: Bridges, continuations: list[Continuation], tokens: torch.Tensor) -> float:
+    """The loss of drafts of two tokens, each made by itself through transformers' own cache."""
+    view = skip_view(target.model, bridges.mask, bridges)
+    sums, counts = [0.0, 0.0], [0, 0]
+    for continuation in continuations:
+        for s in range(continuation.starts):
+            known = [*continuation.prompt, *continuation.tokens[: s + 1]]
+            with torch.no_grad():
+                cache = target.model(input_ids=torch.tensor([known[:-1]], device=DEVICE), use_cache=True).past_key_values
+                for place in range(2):
+                    logits = view(input_ids=torch.tensor([[known[-1]]], device=DEVICE), past_key_values=cache).logits[
+                        0, -1, tokens
+                    ]
+                    own = target.model(input_ids=torch.tensor([known], device=DEVICE)).logits[0, -1].softmax(-1)[tokens]
+                    sums[place] -= float((own * logits.log_softmax(-1)).sum())
+                    counts[place] += 1
+                    answer = continuation.tokens[s + 1]
+                    if int(tokens[logits.argmax()]) != answer or s + 2 > continuation.starts:
+                        break
+                    known.append(answer)
+                    s += 1
+    assert all(counts)
+    return sum(0.8**place * sums[place] / counts[place] for place in range(2))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+def test_the_loss_is_that_of_drafts_made_one_by_one(family: str) -> None:
+    target = Target(build(family))
+    continuations, bridges = [*drawn_passages(target)[:3]], _bridges(target)
+    continuations = [_greedy(target, continuation) for continuation in continuations]
+    tokens = torch.arange(3, target.vocabulary, device=DEVICE)
+    loss = BridgeTraining(target, bridges, tokens, 2).loss(continuations)
+    assert float(loss.detach()) == pytest.approx(_drafted_one_by_one(target, bridges, continuations, tokens), rel=1e-3)
+
+
+def _greedy(target: Target, continuation: Continuation) -> Continuation:
+    """The same prompt, continued by the target, so that drafts are right now and then."""
+    ids = torch.tensor([continuation.prompt], device=DEVICE)
+    made = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+    return Continuation(continuation.prompt_id, "own", continuation.prompt, tuple(made[0, ids.shape[1] :].tolist()), 12)
+
+
+def test_what_a_step_holds_grows_with_its_text() -> None:
+    """And with its gradient: twice the text, about twice as much, and never the weights."""
+    target = Target(build("llama"))
+    training = BridgeTraining(target, _bridges(target), torch.arange(target.vocabulary), 1)
+    ids = tuple(range(3, 51))
+    short, long = (training.nbytes(Continuation("0", "own", ids[:4], ids[4 : 4 + new], new)) for new in (16, 32))
+    assert 1.7 * short < long < 4 * short
+    rows = 31 * target.model.config.hidden_size * 4
+    assert long > 10 * rows  # several states of every row in every kept layer
+    further = BridgeTraining(target, _bridges(target), torch.arange(target.vocabulary), 2)
+    continuation = Continuation("0", "own", ids[:4], ids[4:36], 32)
+    assert further.nbytes(continuation) > 1.5 * long  # though no draft is right here: training makes them so
+
+
+def test_the_gradient_is_what_differences_say() -> None:
+    target = Target(build("llama").double())
+    continuations, bridges = drawn_passages(target)[:2], _bridges(target).double()
+    training = BridgeTraining(target, bridges, torch.arange(target.vocabulary), 1)
+    training.loss(continuations).backward()  # type: ignore[no-untyped-call]
+    for _, bridge in bridges.parts():
+        for name in ("bias", "down", "up", "gate", "out"):
+            parameter = getattr(bridge, name)
+            flat, found = parameter.detach().view(-1), float(parameter.grad.view(-1)[3])
+            step = 1e-2
+            losses = []
+            for sign in (1, -1):
+                flat[3] += sign * step
+                with torch.no_grad():
+                    losses.append(float(training.loss(continuations)))
+                flat[3] -= sign * step
+            assert found == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=0.02, abs=1e-4)
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+
+
+def test_training_makes_drafts_better() -> None:
+    """From the closed form, on the texts that it was fitted to."""
+    found = calibration("llama")
+    target = found.target
+    bridges = found.fit(bridge_shape(target, "layers:1-2")).bridges
+    continuations = list(found.continuations)
+    training = BridgeTraining(target, bridges, torch.arange(target.vocabulary), 1)
+    optimiser = torch.optim.AdamW(bridges.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(30):
+        loss = training.loss(continuations)
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert SkipMask.parse("layers:1-2", 4) == bridges.mask
+
+
+def test_a_text_that_is_remembered_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(build("gemma3_text"))  # whose layers see different parts of a text
+    bridges, tokens, continuations = (
+        _bridges(target),
+        torch.arange(3, target.vocabulary, device=DEVICE),
+        drawn_passages(target)[:3],
+    )
+    afresh = float(BridgeTraining(target, bridges, tokens, 2).loss(continuations).detach())
+    of_each = [
+        float(BridgeTraining(target, bridges, tokens, 2).loss([continuation]).detach()) for continuation in continuations
+    ]
+    read: list[int] = []
+    original = layerskip.scan.text_batch.read
+
+    def counted(rows: RowModel, ids: torch.Tensor, last: int, enters: bool = False) -> Reading:
+        read.append(len(ids))
+        return original(rows, ids, last, enters)
+
+    monkeypatch.setattr(layerskip.scan.text_batch, "read", counted)
+    memory = Memory(10**9)
+    for _ in range(2):
+        assert float(BridgeTraining(target, bridges, tokens, 2, memory).loss(continuations).detach()) == afresh
+    assert len(read) == 3
+    # Half the bytes hold some of the texts, and the others are read again.
+    small = Memory(memory.nbytes // 2)
+    training = BridgeTraining(target, bridges, tokens, 2, small)
+    for _ in range(2):
+        assert [float(training.loss([continuation]).detach()) for continuation in continuations] == pytest.approx(of_each)
+    assert 0 < small.nbytes <= small.most_bytes
+    assert 3 + 3 < len(read) < 3 + 6

@@ -1,0 +1,87 @@
+"""What drafts take, by a clock that counts passes instead of seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layerskip import SpeculativeConfig
+from layerskip.costs import draft_timing
+from layerskip.costs.draft_timing import draft_costs, time_drafting
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context
+from layerskip.decoding.sampling import Sampling
+from layerskip.models.target import Target
+from tests.drafters.contract import VOCABULARY
+from tests.drafters.members import Member
+from tests.families import build
+
+LOOKUP = SpeculativeConfig("prompt_lookup")
+SKIP = SpeculativeConfig("layer_skip", 3, mask="layers:1")
+
+
+@pytest.fixture
+def passes() -> list[Any]:
+    """What the clock counts."""
+    return []
+
+
+@pytest.fixture
+def target(passes: list[Any], monkeypatch: pytest.MonkeyPatch) -> Target:
+    """Whose passes, and those of its views, are counted."""
+    model = build("llama", 1, vocab_size=VOCABULARY).cpu()  # a GPU runs recorded passes without the model
+    model.get_input_embeddings().register_forward_pre_hook(lambda *given: passes.append(given))
+    monkeypatch.setattr(draft_timing, "now", lambda device: float(len(passes)))
+    return Target(model, None, "toy")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
+def test_a_token_of_a_chain_takes_a_pass(target: Target, sampling: Sampling) -> None:
+    """Which is what a step takes; a length that only the end of a text would cut changes nothing."""
+    for length in (1, 3, 20):
+        config = SpeculativeConfig("layer_skip", length, mask="layers:1")
+        assert time_drafting(target, config, 9, sampling) == 1.0
+
+
+def test_what_finds_nothing_runs_no_pass(target: Target) -> None:
+    assert time_drafting(target, LOOKUP, 9) == 0.0
+
+
+def test_members_cost_what_their_drafts_take_and_are_timed_once(target: Target) -> None:
+    known: dict[str, float] = {}
+    longer = SpeculativeConfig("layer_skip", 5, mask="layers:1")
+    assert draft_costs(target, (LOOKUP, SKIP, longer), 9, known=known) == (0.0, 1.0, 1.0)
+    assert len(known) == 1
+    (make,) = known
+    known[make] = 0.5
+    assert draft_costs(target, (LOOKUP, SKIP), 9, known=known) == (0.0, 0.5)
+    other = SpeculativeConfig("layer_skip", 3, mask="attention:1")
+    assert draft_costs(target, (LOOKUP, other), 9, known=known) == (0.0, 1.0)
+    assert len(known) == 2
+    assert draft_costs(target, (LOOKUP, LOOKUP), 9, known=known) == ()
+    assert len(known) == 2
+    assert draft_costs(target, (LOOKUP, SpeculativeConfig("lookahead", 2)), 9) == (0.0, 0.0)  # who does not find has to pay
+
+
+class _Trees(Member):
+    """Drafts a tree of three levels, for which it takes six passes; behind more tokens than it can read, nothing."""
+
+    def __init__(self, passes: list[Any], most: int, at_once: bool) -> None:
+        super().__init__()
+        self._passes, self._most, self.at_once = passes, most, at_once
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        if len(context.tokens) > self._most:
+            return Draft.empty(context.last.device)
+        self._passes += [None] * 6
+        return Draft.of_tree([1, 2, 3, 4], [-1, 0, 1, -1], context.last.device)
+
+
+@pytest.mark.parametrize(("at_once", "price"), [(False, 2.0), (True, 6.0)])
+@pytest.mark.parametrize("most", [1000, 100, 0])
+def test_a_level_of_a_tree_is_timed_where_there_are_trees(
+    at_once: bool, price: float, most: int, target: Target, passes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_timing, "build_drafter", lambda config, target: _Trees(passes, most, at_once))
+    assert time_drafting(target, SKIP, 300) == (price if most else 0.0)

@@ -1,0 +1,201 @@
+"""Does a profile find out what everything takes? By a clock that goes on by what each part is said to take."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from layerskip import Sampling, SkipMask, StopRule, Target
+from layerskip.costs import profile as profiling
+from layerskip.costs import tree_timing, verify_timing
+from layerskip.costs.cost_model import CostProfile, in_steps
+from layerskip.costs.profile import profile_costs
+from layerskip.costs.tree_timing import time_tree
+from layerskip.costs.verify_timing import time_verification
+from layerskip.decoding.decode import decode
+from layerskip.decoding.tree import TreeModel
+from layerskip.drafters import layer_skip
+from layerskip.drafters.layer_skip import LayerSkip
+from layerskip.drafters.siblings import Fan
+from layerskip.models.architecture import architecture
+from layerskip.models.bridge import Bridge
+from layerskip.models.cache import KVCache
+from layerskip.models.output_rows import OutputRows
+from layerskip.models.skip_view import skip_view
+from layerskip.scan.replay import count
+from layerskip.scan.trace import Branching
+from tests.families import build
+
+LONGEST = 4
+WINDOWS = ("sliding_attention", "sliding_attention", "full_attention")
+VOCABULARY = 100  # no layer but the output layer is as wide, nor as a quarter of it
+PASS, TOKEN, ROW = 7.0, 0.02, 0.5  # the output layer's, for each token of the vocabulary, for each row
+BLOCK, ROUND, CONFIDENCE = 1.0, 4.0, 0.25
+BRIDGE, MAP, NUMBER = 2.0, 0.75, 1e-3
+LOOK, TREE = 0.75, 1.5
+
+
+class Clock:
+    """Goes on by what parts are said to take, whatever they do take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch, self.seconds = monkeypatch, 0.0
+        for module in (profiling, tree_timing, verify_timing):
+            monkeypatch.setattr(module, "now", lambda device: self.seconds)
+
+    def charge(self, holder: Any, name: str, price: Callable[..., float]) -> None:
+        """Let every call of a function take what ``price`` makes of its arguments."""
+        original = getattr(holder, name)
+
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            self.seconds += price(*args)
+            return original(*args, **kwargs)
+
+        self._monkeypatch.setattr(holder, name, charged)
+
+
+def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[float, ...], **changes: Any) -> Target:
+    """A target whose parts take what they are said to.
+
+    Views copy the price of a sub-layer with it, and have the forward that is charged from its class; where they skip it,
+    they have another one.
+    """
+    model = build(family, vocab_size=VOCABULARY, **changes)
+    found = architecture(model)
+    classes = set()
+    for index, block in enumerate(found.blocks):
+        layer = model.get_submodule(f"{found.path}.{index}")
+        parts = layer, layer.get_submodule(block.attention[0]), layer.get_submodule(block.mlp[0])
+        for module, price in zip(parts, (BLOCK, attention[index], mlp[index]), strict=True):
+            module.price = price
+            classes.add(type(module))
+    for each in classes:
+        clock.charge(each, "forward", lambda module, *_: getattr(module, "price", 0.0))
+    clock.charge(nn.Linear, "forward", lambda layer, rows: _output_price(layer.out_features, rows))
+    clock.charge(OutputRows, "multiply", lambda cut, rows: _output_price(len(cut._in_common), rows))
+    clock.charge(Bridge, "forward", _bridge_price)
+    for module in (profiling, layer_skip):
+        clock.charge(module, "draft_chain", lambda *_: ROUND)
+    clock.charge(profiling, "confidence", lambda _: CONFIDENCE)
+    return Target(model, pack_weights=False)  # whose layers would not be asked
+
+
+def _bridge_price(bridge: Bridge, _: Tensor) -> float:
+    looks = bridge.shape.kind != "mean"
+    return BRIDGE + MAP * looks + NUMBER * bridge.shape.numbers / bridge.shape.spans
+
+
+def _output_price(width: int, rows: Tensor) -> float:
+    wide = width in (VOCABULARY, VOCABULARY // profiling._NARROW)
+    return PASS + TOKEN * width + ROW * rows.shape[-2] if wide else 0.0
+
+
+def _assert_alike(found: CostProfile, expected: CostProfile) -> None:
+    for name, value in asdict(expected).items():
+        assert getattr(found, name) == pytest.approx(value, abs=1e-8), name
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "mlp", "changes"),
+    [
+        ("llama", (3.0,) * 4, (5.0,) * 4, {}),
+        ("gemma3_text", (3.0, 3.0, 4.5, 3.0), (5.0,) * 4, {"layer_types": WINDOWS}),
+        ("deepseek_v3", (3.0,) * 4, (6.0, 5.0, 5.0, 5.0), {}),  # a dense MLP before mixtures of experts
+    ],
+    ids=["alike", "two attentions", "two MLPs"],
+)
+def test_every_part_takes_what_the_clock_says(
+    family: str,
+    attention: tuple[float, ...],
+    mlp: tuple[float, ...],
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = _priced(Clock(monkeypatch), family, attention, mlp, **changes)
+    plain = len(attention) * BLOCK + sum(attention) + sum(mlp) + PASS + TOKEN * VOCABULARY
+    expected = CostProfile(
+        context=12,
+        head_seconds=PASS + TOKEN * VOCABULARY + ROW,
+        block_seconds=BLOCK,
+        attention_seconds=attention,
+        mlp_seconds=mlp,
+        confidence_seconds=CONFIDENCE,
+        round_seconds=ROUND,
+        verify_seconds=tuple(plain + ROW * (1 + drafted) for drafted in range(LONGEST + 1)),
+    )
+    _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
+    aided = replace(expected, bridge_seconds=BRIDGE, map_seconds=MAP, number_seconds=NUMBER, token_seconds=TOKEN)
+    _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), aided)
+    # As many bridges as are timed of a wide model.
+    monkeypatch.setattr(profiling, "_TIMED_NUMBERS", 2 * target.hidden**2)
+    _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), aided)
+
+
+def test_a_noisy_machine_is_timed_more_often_until_its_medians_are_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turns(noise: float, error: float) -> int:
+        """How often every part was timed."""
+        clock, draws, done = Clock(monkeypatch), random.Random(0), []
+        target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
+        clock.charge(verify_timing, "verify", lambda *_: noise * draws.random())
+        profile_costs(target, 12, LONGEST, repeats=4, error=error, on_repeat=lambda: done.append(1))
+        return len(done) - 1  # the first one warms up
+
+    assert turns(0.0, 0.02) == turns(60.0, math.inf) == 4
+    assert turns(60.0, 0.02) == 4 * 4
+    assert 4 < turns(60.0, 0.07) < 4 * 4
+
+
+@pytest.mark.parametrize("siblings", [0, 1])
+def test_a_decoding_takes_what_is_foretold_of_its_counts(siblings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Siblings are looked for behind every token of drafts that are longer than the timed ones, and not always found."""
+    clock = Clock(monkeypatch)
+    target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
+    clock.charge(Fan, "see", lambda *_: LOOK)
+    clock.charge(TreeModel, "run", lambda *_: TREE)
+    profile = profile_costs(target, 12, 2 * 6, repeats=1, branching=True)
+    assert (profile.siblings_seconds, profile.tree_seconds) == (pytest.approx(LOOK), pytest.approx(TREE))
+    mask, branching = SkipMask.parse("mlp:1", target.layers), Branching(siblings, 0.3)
+    drafter = LayerSkip(skip_view(target.model, mask), 6, StopRule(), branching.siblings, branching.least_probability)
+    began: list[float] = []
+    found = decode(
+        target,
+        drafter,
+        [5, 6, 7],
+        Sampling(),
+        40,
+        on_prefill=lambda _: began.append(clock.seconds),
+        eos_ids=frozenset(),
+    )
+    drafts = [each for each in found.stats.rounds if each.drafted]
+    assert {each.depth is None for each in drafts} == ({True, False} if siblings else {True})
+    assert profile.seconds(count(found.stats.rounds), mask, StopRule(), branching=branching) == pytest.approx(
+        clock.seconds - began[0]
+    )
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])
+def test_a_tree_takes_what_the_clock_says_beside_a_chain(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
+    clock.charge(TreeModel, "run", lambda *_: TREE)
+    clock.charge(KVCache, "gather", lambda *_: LOOK)
+    timing = time_tree(target, 12, 6, sampling, repeats=3)
+    plain = 4 * (BLOCK + 3.0 + 5.0) + PASS + TOKEN * VOCABULARY
+    assert timing.chain_seconds == pytest.approx(plain + ROW * 7)
+    assert timing.tree_seconds == pytest.approx(plain + ROW * 7 + TREE + LOOK)
+    assert timing.ratio == pytest.approx(timing.tree_seconds / timing.chain_seconds)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])
+def test_verification_takes_what_the_clock_says_beside_a_step(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = _priced(Clock(monkeypatch), "llama", (3.0,) * 4, (5.0,) * 4)
+    step = 4 * (BLOCK + 3.0 + 5.0) + PASS + TOKEN * VOCABULARY + ROW
+    seconds = time_verification(target, 12, 5, sampling, repeats=2)
+    assert seconds == pytest.approx([step + ROW * count for count in range(6)])
+    assert in_steps(seconds) == pytest.approx([1 + ROW * count / step for count in range(1, 6)], abs=0.005)

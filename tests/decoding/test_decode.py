@@ -1,0 +1,269 @@
+"""The decoding loop: where it ends, what it tells, and how seldom the host waits for the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from traceback import walk_stack
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layerskip.config import SpeculativeConfig, StopRule
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Drafter, NoDraft
+from layerskip.decoding.sampling import Sampling
+from layerskip.drafters.draft_model import DraftModel
+from layerskip.drafters.eagle import Eagle
+from layerskip.drafters.registry import build_drafter
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.heads.readout import Readout
+from layerskip.models.prefill import Prefill
+from layerskip.models.skip_view import decoding_view
+from layerskip.models.target import Target
+from tests.accelerator import DEVICE
+from tests.families import SKIPPABLE, build
+
+GREEDY = Sampling()
+PROMPT = [3, 4, 5, 3, 4, 5, 3, 4]
+KINDS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "draft_model", "cascade")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """It never ends by itself."""
+    return Target(build("llama", 1, vocab_size=12, eos_token_id=None))
+
+
+def _drafter(kind: str, target: Target) -> Drafter:
+    if kind == "draft_model":
+        model = build("llama", 2, vocab_size=target.vocabulary, num_hidden_layers=2)
+        return DraftModel(decoding_view(model), 2, 3, StopRule())
+    if kind == "eagle":
+        torch.manual_seed(0)
+        head = EagleHead(EagleShape.of(target)).to(DEVICE).eval()
+        return Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
+    fields = {
+        "none": {},
+        "prompt_lookup": {},
+        "retrieval": {"least_probability": 0.0},
+        "lookahead": {"window": 2, "draft_length": 2},
+        "token_recycling": {"least_probability": 0.0},
+        "cascade": {"members": [{"kind": "prompt_lookup", "ngram_min": 3}, {"kind": "layer_skip", "mask": "mlp:2"}]},
+        "layer_skip": {"mask": "attention:1;mlp:2", "draft_length": 3},
+    }[kind]
+    return build_drafter(SpeculativeConfig.from_dict({"kind": kind} | fields), target)
+
+
+def _generate(target: Target, prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt], device=DEVICE)
+    output = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+# What makes the host wait for the device: values that Python reads, and shapes that depend on values.
+_WAITING = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2"}
+
+
+class _Waits(TorchDispatchMode):
+    """Counts the operations that wait, as ``transformers`` where its code rather than ours asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _WAITING:
+            callers = (frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_stack(None))
+            self.counts[next(name for name in callers if name in ("layerskip", "transformers"))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count waits, and with them the calls of ``tolist``, which reads many values in one."""
+    read = torch.Tensor.tolist
+    with monkeypatch.context() as patch, _Waits() as waits:
+
+        def tolist(tensor: torch.Tensor) -> Any:
+            waits.counts["tolist"] += 1
+            return read(tensor)
+
+        patch.setattr(torch.Tensor, "tolist", tolist)
+        yield waits.counts
+
+
+@pytest.mark.parametrize("static_shapes", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(1.0), Sampling(0.8, 5, 0.9, 0.02, 1.2)], ids=["greedy", "plain", "warped"]
+)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("token_recycling", "lookahead")])
+def test_a_round_waits_for_the_device_once(
+    target: Target, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: Sampling, static_shapes: bool
+) -> None:
+    drafter = _drafter(kind, target)
+    if static_shapes:  # what is recorded is compared with what was computed, once
+        decode(target, drafter, PROMPT, sampling, 20, seed=0, static_shapes=True)
+    with _counted(monkeypatch) as waits:
+        result = decode(target, drafter, PROMPT, sampling, 20, seed=0, static_shapes=static_shapes)
+    assert waits == {"tolist": 1 + len(result.stats.rounds)}
+    assert (result.stats.drafted > 0) == (kind != "none")
+
+
+@pytest.mark.parametrize("kind", ["token_recycling", "lookahead"])
+def test_a_round_that_learns_from_what_was_said_waits_twice(
+    target: Target, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    drafter = _drafter(kind, target)
+    with _counted(monkeypatch) as waits:
+        result = decode(target, drafter, PROMPT, GREEDY, 20, static_shapes=False)
+    # Nobody learns from the last round.
+    assert waits == {"tolist": 2 * len(result.stats.rounds)}
+    assert result.stats.drafted > 0
+
+
+def test_waits_are_seen(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test before proves nothing unless a confidence that is read, as a stop rule does, shows up in it."""
+    stop = StopRule(kind="threshold", threshold=0.0)
+    drafter = DraftModel(target.model, target.layers, 3, stop)
+    with _counted(monkeypatch) as waits:
+        result = decode(target, drafter, PROMPT, GREEDY, 20, static_shapes=False)
+    # The last token of a draft needs no confidence; here the rounds draft 3 tokens, the last one 2.
+    assert waits == {"tolist": 1 + 5, "layerskip": 4 * 2 + 1}
+    assert len(result.stats.rounds) == 5
+
+
+@pytest.mark.parametrize("family", SKIPPABLE)
+def test_greedy_tokens_of_every_family_equal_those_of_generate(family: str) -> None:
+    """Past the sliding windows of those that have one."""
+    target = Target(build(family, eos_token_id=None))
+    prompt = [(7 * i) % 61 + 3 for i in range(9)]
+    config = SpeculativeConfig(kind="layer_skip", mask="attention:0;mlp:2", draft_length=3)
+    expected = _generate(target, prompt, max_new_tokens=12)
+    assert decode(target, build_drafter(config, target), prompt, GREEDY, 12).tokens == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_predicate_sees_every_token_and_ends_the_output(target: Target, kind: str) -> None:
+    plain = decode(target, NoDraft(), PROMPT, GREEDY, 16)
+    assert plain.finish == "length"
+    for length in range(1, 12):
+        seen: list[list[int]] = []
+
+        def stops(tokens: list[int], length: int = length, seen: list[list[int]] = seen) -> bool:
+            seen.append(list(tokens))
+            return len(tokens) == len(PROMPT) + length
+
+        result = decode(target, _drafter(kind, target), PROMPT, GREEDY, 16, stops=stops)
+        assert (result.tokens, result.finish) == (plain.tokens[:length], "stop")
+        assert seen == [PROMPT + plain.tokens[: i + 1] for i in range(length)]
+
+
+def test_an_end_of_sequence_goes_before_a_stop_and_a_stop_before_the_limit(target: Target) -> None:
+    tokens = decode(target, NoDraft(), PROMPT, GREEDY, 8).tokens
+    first = tokens.index(tokens[-1]) + 1
+    ends = frozenset(tokens[-1:])
+
+    def finish(eos_ids: frozenset[int], stopping: bool) -> str:
+        def stops(seen: list[int]) -> bool:
+            return stopping and len(seen) == len(PROMPT) + first
+
+        result = decode(target, NoDraft(), PROMPT, GREEDY, first, stops=stops, eos_ids=eos_ids)
+        assert result.tokens == tokens[:first]
+        return result.finish
+
+    assert finish(ends, True) == finish(ends, False) == "eos"
+    assert finish(frozenset(), True) == "stop"
+    assert finish(frozenset(), False) == "length"
+
+
+def test_ends_of_sequence_are_the_targets_unless_given() -> None:
+    model = build("llama", 1, vocab_size=12, eos_token_id=None)
+    plain = _generate(Target(model), PROMPT, max_new_tokens=8)
+    end, other = plain[3], next(token for token in range(12) if token not in plain)
+    model.generation_config.eos_token_id = [other, end]
+    target, cut = Target(model), plain[: plain.index(end) + 1]
+    assert decode(target, NoDraft(), PROMPT, GREEDY, 8).tokens == cut == _generate(target, PROMPT, max_new_tokens=8)
+    assert decode(target, NoDraft(), PROMPT, GREEDY, 8, eos_ids=frozenset()).tokens == plain
+    assert decode(target, NoDraft(), PROMPT, GREEDY, 8, eos_ids=frozenset({plain[0]})).tokens == plain[:1]
+
+
+def test_the_first_token_is_reported_before_any_draft(target: Target) -> None:
+    events: list[str] = []
+
+    class Watched(NoDraft):
+        def draft(self, *args: Any) -> Any:
+            events.append("draft")
+            return super().draft(*args)
+
+    decode(
+        target,
+        Watched(),
+        PROMPT,
+        GREEDY,
+        3,
+        on_prefill=lambda known: events.append(f"prefill {known}"),
+        callback=lambda tokens: events.append(f"commit {len(tokens)}"),
+    )
+    # The last round has room for the target's own token alone, and asks for no draft.
+    assert events == ["prefill 1", "commit 1", "draft", "commit 1", "commit 1"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_makes_sampling_repeatable(target: Target, kind: str) -> None:
+    def sample(seed: int) -> list[int]:
+        return decode(target, _drafter(kind, target), PROMPT, Sampling(1.2), 24, seed=seed).tokens
+
+    first = sample(7)
+    torch.manual_seed(99)  # whatever else draws random numbers
+    assert first == sample(7) != sample(8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_account_for_every_token(target: Target, kind: str) -> None:
+    result = decode(target, _drafter(kind, target), PROMPT, Sampling(1.0), 30, seed=1)
+    assert len(result.tokens) == 30 == 1 + sum(round.committed for round in result.stats.rounds)
+    for round in result.stats.rounds:
+        assert round.accepted <= round.drafted
+        assert round.committed == round.accepted + 1
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", [*KINDS, "eagle"])
+def test_a_prompt_that_was_read_before_is_continued_alike(target: Target, kind: str, sampling: Sampling) -> None:
+    """Also by what has to see the prompt's hidden states, and as often as it is asked."""
+    prefill = Prefill.of(target, PROMPT)
+    for _ in range(2):
+        drafters = [_drafter(kind, target) for _ in range(2)]
+        found, plain = (
+            decode(target, drafter, PROMPT, sampling, 20, seed=5, prefill=known)
+            for drafter, known in zip(drafters, (prefill, None), strict=True)
+        )
+        assert found == plain
+    assert prefill.cache.length == len(PROMPT)
+
+
+def test_a_prompt_that_was_read_before_is_not_read_again(target: Target) -> None:
+    prefill = Prefill.of(target, PROMPT)
+    other = torch.zeros_like(prefill.logits)
+    for token in (3, 7):
+        said = replace(prefill, logits=other.index_fill(-1, torch.tensor([token], device=DEVICE), 1.0))
+        assert decode(target, NoDraft(), PROMPT, GREEDY, 1, prefill=said).tokens == [token]
+    with pytest.raises(ValueError, match="^prefill: is of 8 tokens, the prompt has 7"):
+        decode(target, NoDraft(), PROMPT[1:], GREEDY, 1, prefill=prefill)
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_a_limit_below_one_is_refused(target: Target, length: int) -> None:
+    with pytest.raises(ValueError, match=f"^max_new_tokens: {length} "):
+        decode(target, NoDraft(), PROMPT, GREEDY, length)
+
+
+def test_an_empty_prompt_is_refused(target: Target) -> None:
+    with pytest.raises(ValueError, match="^prompt: "):
+        decode(target, NoDraft(), [], GREEDY, 4)

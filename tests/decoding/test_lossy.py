@@ -1,0 +1,120 @@
+"""Rules of acceptance that change the output: what passes, and that they say so wherever they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+import torch
+
+from layerskip.config import AcceptRule, ConfigError, SpeculativeConfig
+from layerskip.decoding.decode import decode
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.lossy import accept_lossy
+from layerskip.decoding.sampling import Sampling
+from layerskip.drafters.registry import build_drafter
+from searches.space.search_space import SearchSpace
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, generated, target_of
+
+P = torch.tensor([[0.5, 0.3, 0.2, 1e-9], [0.05, 0.9, 0.05, 1e-9], [0.25, 0.25, 0.25, 0.25]])
+OWN = P.argmax(-1)
+
+
+def _accepted(tokens: list[int], rule: AcceptRule, parents: tuple[int, ...] | None = None) -> list[int]:
+    return accept_lossy(Draft(torch.tensor(tokens), parents), OWN, P.log(), rule).committed
+
+
+def test_a_token_passes_that_the_target_finds_likely_enough() -> None:
+    assert _accepted([1, 1], AcceptRule("threshold", 0.25)) == [1, 1, int(OWN[2])]
+    assert _accepted([1, 1], AcceptRule("threshold", 0.35)) == [0]
+    assert _accepted([0, 0], AcceptRule("threshold", 0.35)) == [0, 1]
+
+
+def test_what_is_typical_depends_on_how_sure_the_target_is() -> None:
+    """exp(-entropy) is about 0.36, 0.67 and 0.25 there; the limit is never above epsilon."""
+    rule = AcceptRule("typical", epsilon=0.5, delta=0.6)  # limits of about 0.21, 0.40 and 0.15
+    assert _accepted([1, 1], rule) == [1, 1, int(OWN[2])]
+    assert _accepted([2, 1], rule) == [0]
+    assert _accepted([1, 0], rule) == [1, 1]
+    assert _accepted([2, 1], AcceptRule("typical", epsilon=0.1, delta=0.6)) == [2, 1, int(OWN[2])]
+
+
+def test_of_a_tree_the_likeliest_branch_passes() -> None:
+    verdict = accept_lossy(Draft(torch.tensor([1, 0]), (-1, -1)), OWN, P.log(), AcceptRule("threshold", 0.25))
+    assert (verdict.path, verdict.committed[0]) == ((1,), 0)
+
+
+def test_of_a_tree_the_deepest_branch_passes() -> None:
+    """The likelier first token ends there; behind the other one passes one more, of two that do."""
+    tree = Draft(torch.tensor([0, 1, 0, 3, 2]), (-1, -1, 0, 1, 1))
+    rows = torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.05, 0.85, 0.05, 0.05], [0.1, 0.1, 0.5, 0.3], *[[0.25] * 4] * 3])
+    verdict = accept_lossy(tree, rows.argmax(-1), rows.log(), AcceptRule("threshold", 0.2))
+    assert (verdict.path, verdict.committed[:2]) == ((1, 4), [1, 2])
+
+
+@pytest.mark.parametrize("kind", ["layer_skip", "token_recycling"])
+def test_decoding_by_it_accepts_more_and_says_other_things(kind: str) -> None:
+    target, changed = target_of("llama"), False
+    fields: dict[str, Any] = {"layer_skip": {"mask": "layers:1-2"}, "token_recycling": {"least_probability": 0.0}}[kind]
+    exact = SpeculativeConfig.from_dict({"kind": kind} | fields)
+    lossy = SpeculativeConfig.from_dict({"kind": kind, "accept": {"kind": "threshold", "threshold": 0.0}} | fields)
+    for prompt in PROMPTS:
+        kept, other = (
+            decode(target, build_drafter(config, target), prompt, GREEDY, LENGTH, accept=config.accept)
+            for config in (exact, lossy)
+        )
+        assert kept.tokens == generated("llama", prompt, LENGTH)
+        assert len(other.tokens) == LENGTH
+        assert len(other.stats.rounds) <= len(kept.stats.rounds)
+        changed |= other.tokens != kept.tokens
+    assert changed
+
+
+def test_tokens_may_be_drawn_by_it() -> None:
+    config = SpeculativeConfig.from_dict({"kind": "prompt_lookup", "accept": "typical"})
+    target = target_of("llama")
+    result = decode(target, build_drafter(config, target), PROMPTS[1], Sampling(1.0), LENGTH, seed=0, accept=config.accept)
+    assert len(result.tokens) == LENGTH
+
+
+def test_a_configuration_says_that_it_is_lossy() -> None:
+    config = SpeculativeConfig.from_dict({"kind": "layer_skip", "accept": {"kind": "threshold", "threshold": 0.5}})
+    assert not config.lossless
+    assert config.to_dict()["lossless"] is False
+    assert "LOSSY" in config.label()
+    assert SpeculativeConfig.from_dict(config.to_dict()) == config
+    plain = SpeculativeConfig("layer_skip")
+    assert "lossless" not in plain.to_dict()
+    assert SpeculativeConfig.from_dict(plain.to_dict() | {"lossless": True}) == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"kind": "none", "accept": "typical"}, "accept"),
+        ({"kind": "layer_skip", "accept": "loose"}, "accept.kind"),
+        ({"kind": "layer_skip", "accept": {"kind": "typical", "threshold": 0.5}}, "accept.threshold"),
+        ({"kind": "layer_skip", "accept": {"kind": "threshold", "threshold": 2}}, "accept.threshold"),
+        ({"kind": "layer_skip", "accept": {"kind": "threshold"}, "lossless": True}, "lossless"),
+        ({"kind": "layer_skip", "lossless": False}, "lossless"),
+        (
+            {"kind": "cascade", "members": [{"kind": "prompt_lookup"}, {"kind": "layer_skip", "accept": "typical"}]},
+            "members",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}"):
+        SpeculativeConfig.from_dict(fields)
+
+
+def test_a_space_has_lossy_rules_only_where_they_are_allowed() -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    assert all(SearchSpace(layers=12).suggest(study.ask()).lossless for _ in range(50))
+    allowed = SearchSpace(layers=12, allow_lossy=True)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    configs = [allowed.suggest(study.ask()) for _ in range(60)]
+    assert {config.accept.kind for config in configs} == {"exact", "threshold", "typical"}
+    for config in configs:
+        assert allowed.suggest(optuna.trial.FixedTrial(allowed.params(config))) == config

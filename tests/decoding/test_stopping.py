@@ -1,0 +1,101 @@
+"""Stop rules: the adaptive threshold's numbers worked out by hand from the rule's own description."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerskip.config import StopRule
+from layerskip.decoding.stopping import Stopper
+
+RULE = StopRule(kind="adaptive", threshold=0.6, target_acceptance=0.7, step=0.2, acceptance_decay=0.5, threshold_decay=0.75)
+
+
+def _logits(confidence: float) -> Tensor:
+    """``[1, 3]`` logits whose most likely token has this probability, above 1/3."""
+    return torch.tensor([[math.log((1 - confidence) / 2), math.log(confidence), math.log((1 - confidence) / 2)]])
+
+
+def _threshold(stopper: Stopper) -> float:
+    """Where between stopping and going on the confidence lies, found by halving."""
+    low, high = 0.34, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if stopper.stops(_logits(middle)) else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize("threshold", [0.4, 0.6, 0.95])
+@pytest.mark.parametrize("kind", ["threshold", "adaptive"])
+def test_a_confidence_below_the_threshold_stops(kind: str, threshold: float) -> None:
+    stopper = Stopper(StopRule(kind=kind, threshold=threshold))
+    stopper.start()
+    assert stopper.stops(_logits(threshold - 0.01))
+    assert not stopper.stops(_logits(threshold + 0.01))
+
+
+def test_the_rule_of_length_never_stops() -> None:
+    stopper = Stopper(StopRule())
+    stopper.start()
+    stopper.observe(4, 0)
+    assert not stopper.stops(_logits(0.34))
+
+
+def test_a_fixed_threshold_stays() -> None:
+    stopper = Stopper(StopRule(kind="threshold", threshold=0.6))
+    stopper.start()
+    for accepted in (0, 0, 4):
+        stopper.observe(4, accepted)
+    assert _threshold(stopper) == pytest.approx(0.6, abs=1e-4)
+
+
+def test_the_adaptive_threshold_follows_the_acceptance_rate() -> None:
+    """The first round's rate stands alone; each later one is averaged with the past, halves here."""
+    stopper = Stopper(RULE)
+    stopper.start()
+    rounds = [
+        (4, 4, 0.60 - 0.05),  # rate 1, above 0.7: 0.75 * 0.6 + 0.25 * (0.6 - 0.2)
+        (4, 2, 0.55 - 0.05),  # rate 0.5 * 1 + 0.5 * 0.5 = 0.75, still above
+        (0, 0, 0.50),  # nothing drafted, nothing learnt
+        (2, 0, 0.50 + 0.05),  # rate 0.375
+        (1, 1, 0.55 + 0.05),  # rate 0.6875, still at most 0.7
+        (3, 3, 0.60 - 0.05),  # rate 0.84375
+    ]
+    for drafted, accepted, expected in rounds:
+        stopper.observe(drafted, accepted)
+        assert _threshold(stopper) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_rate_at_the_target_moves_up() -> None:
+    stopper = Stopper(StopRule(kind="adaptive", threshold=0.5, target_acceptance=0.5, step=0.1, threshold_decay=0.0))
+    stopper.start()
+    stopper.observe(4, 2)
+    assert _threshold(stopper) == pytest.approx(0.6, abs=1e-4)
+
+
+@pytest.mark.parametrize(("start", "accepted", "end"), [(0.9, 0, 1.0), (0.4, 4, 0.0)])
+def test_the_threshold_stays_a_probability(start: float, accepted: int, end: float) -> None:
+    rule = StopRule(kind="adaptive", threshold=start, target_acceptance=0.5, step=1.0, threshold_decay=0.0)
+    stopper = Stopper(rule)
+    stopper.start()
+    stopper.observe(4, accepted)
+    assert stopper.threshold == end
+
+
+@pytest.mark.parametrize("carry", [True, False])
+def test_a_prompt_starts_where_the_last_ended_or_anew(carry: bool) -> None:
+    stopper = Stopper(StopRule(**(RULE.to_dict() | {"carry": carry})))
+    stopper.start()
+    assert _threshold(stopper) == pytest.approx(0.6, abs=1e-4)
+    stopper.observe(4, 4)
+    stopper.start()
+    assert _threshold(stopper) == pytest.approx(0.55 if carry else 0.6, abs=1e-4)
+    # A rate of 0.5 alone is below the target; averaged with the first prompt's 1 it is above.
+    stopper.observe(4, 2)
+    assert _threshold(stopper) == pytest.approx(0.5 if carry else 0.65, abs=1e-4)
+    stopper.forget()
+    stopper.observe(4, 2)
+    assert _threshold(stopper) == pytest.approx(0.65, abs=1e-4)

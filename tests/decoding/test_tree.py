@@ -1,0 +1,207 @@
+"""Trees of drafted tokens: each branch as the model itself reads it, and siblings accepted by the law of the target."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Drafter, Said
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.tree import depths_and_ancestors, path_to, tree_model
+from layerskip.decoding.verify import Verdict, verify
+from layerskip.models.architecture import UnsupportedModel
+from layerskip.models.cache import KVCache
+from layerskip.models.forward import forward
+from layerskip.models.graph_capture import RecordedCache
+from layerskip.models.loading import load_target
+from layerskip.models.target import Target
+from tests.accelerator import DEVICE
+from tests.chi_square import assert_follows
+from tests.drafters.contract import DrafterContract
+from tests.families import SKIPPABLE, build
+
+PROMPT = 20  # more than twice the sliding windows and chunks of tests.families
+PARENTS = (-1, -1, 0, 0, 1, 2, 5, 5, 3, 7)
+V = 3
+REFUSED_TREES = {
+    "gpt_neo": "a branch of a tree is not what the same tokens are in a chain",
+    "llama4_text": "its queries are scaled by where they lie in a block",
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("family", [family for family in SKIPPABLE if family not in REFUSED_TREES])
+def test_a_branch_is_what_the_model_itself_reads(family: str, recorded: bool) -> None:
+    """Also behind the tree, once an accepted branch was moved together."""
+    model = build(family)
+    tokens = torch.randint(3, 64, (PROMPT + len(PARENTS) + 3,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    prompt, block, more = tokens.split((PROMPT, len(PARENTS) + 1, 2))
+    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+
+    def check(found: Tensor, *sequence: Tensor) -> None:
+        expected = model(input_ids=torch.cat(sequence)[None], use_cache=False).logits[0, -1]
+        torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 2e-5)
+
+    with torch.inference_mode():
+        cache = (RecordedCache if recorded else KVCache)(layers, tokens.shape[0] + 8, device=torch.device(DEVICE))
+        forward(model, prompt, cache, last=1)
+        cache.length = PROMPT
+        logits = tree_model(model).run(block, PARENTS, cache)
+        for node in range(len(PARENTS)):
+            branch = [0, *(step + 1 for step in path_to(node, PARENTS))]
+            check(logits[node + 1], prompt, block[branch])
+        check(logits[0], prompt, block[:1])
+        accepted = [0, *(step + 1 for step in path_to(9, PARENTS))]
+        cache.gather(accepted)
+        cache.length += len(accepted)
+        check(forward(model, more, cache, last=1)[0], prompt, block[accepted], more)
+
+
+@torch.inference_mode()
+def test_a_recorded_tree_reads_no_token_that_is_not_in_it() -> None:
+    """What it is filled up with has keys and values, too, which are read behind a mask."""
+    model = build("llama")
+    trees = tree_model(model)
+    model.get_input_embeddings().weight[0] = float("nan")
+    tokens = torch.arange(3, 3 + PROMPT + 4, device=DEVICE)
+    cache = RecordedCache(4, 64, torch.device(DEVICE))
+    forward(model, tokens[:PROMPT], cache, last=1)
+    cache.length = PROMPT
+    for _ in range(2):
+        assert trees.run(tokens[PROMPT:], (-1, -1, 0), cache).isfinite().all()
+    assert any(cache._passes.values())
+
+
+@pytest.mark.parametrize("family", REFUSED_TREES)
+def test_where_a_branch_would_not_be_a_chain_the_model_is_refused_by_name(family: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"ForCausalLM: cannot verify trees: {REFUSED_TREES[family]}"):
+        tree_model(build(family))
+
+
+def test_a_tree_must_grow_from_its_root() -> None:
+    with pytest.raises(ValueError, match="parents: 1 is no node before 1"):
+        depths_and_ancestors((-1, 1), torch.device("cpu"))
+
+
+# Draft and target disagree enough for every sibling to be accepted at times.
+P = torch.tensor([[0.1, 0.3, 0.6], [0.5, 0.2, 0.3], [0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.3, 0.3, 0.4]])
+Q = torch.tensor([[0.7, 0.2, 0.1], [0.3, 0.4, 0.3], [0.1, 0.1, 0.8], [0.2, 0.3, 0.5]])
+
+
+@pytest.mark.parametrize("kind", ["drawn", "without replacement", "deterministic"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_tree_commits_follows_the_target(kind: str, seed: int) -> None:
+    """Two siblings, the first with two children: every committed token follows the row of the node before it."""
+    parents = (-1, -1, 0, 0)
+    p, q = P.roll(seed, 1), Q.roll(seed, 1)
+    source, generator = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
+    fixed = torch.tensor([0, 1, 2, 1])
+    first: list[int] = []
+    second: dict[int, list[int]] = {0: [], 1: []}
+    third: dict[int, list[int]] = {2: [], 3: []}
+    for _ in range(3000):
+        probs = q.clone()
+        if kind == "deterministic":
+            draft = Draft(fixed, parents)
+        else:
+            tokens = torch.empty(4, dtype=torch.int64)
+            for node in range(4):
+                if kind == "without replacement" and node in (1, 3):
+                    probs[node] = probs[node - 1].clone()
+                    probs[node, tokens[node - 1]] = 0.0
+                    probs[node] /= probs[node].sum()
+                tokens[node] = probs[node].multinomial(1, generator=source)[0]
+            draft = Draft(tokens, parents, probs)
+        verdict = verify(draft, p, generator)
+        committed = verdict.committed
+        assert verdict.path is not None and len(committed) == verdict.accepted + 1
+        first.append(committed[0])
+        if verdict.path:
+            second[verdict.path[0]].append(committed[1])
+        if len(verdict.path) > 1:
+            third[verdict.path[1]].append(committed[2])
+    assert_follows(first, dict(enumerate(p[0].tolist())))
+    for node, tokens_behind in (second | third).items():
+        assert len(tokens_behind) > 60
+        assert_follows(tokens_behind, dict(enumerate(p[node + 1].tolist())))
+
+
+def test_greedy_trees_follow_the_target_as_far_as_they_go() -> None:
+    parents = (-1, -1, 0, 1, 1, 4)
+    for drafted in itertools.product(range(2), repeat=len(parents)):
+        target = torch.tensor([random.Random(str((drafted, row))).randrange(2) for row in range(len(parents) + 1)])
+        verdict = verify(Draft(torch.tensor(drafted), parents), target)
+        node, path = -1, []
+        while True:
+            found = [n for n, parent in enumerate(parents) if parent == node and drafted[n] == target[node + 1]]
+            if not found:
+                break
+            node = found[0]
+            path.append(node)
+        assert (verdict.path, verdict.next_token) == (tuple(path), int(target[node + 1]))
+        assert verdict.last.tolist() == [verdict.next_token]
+
+
+class Bush:
+    """Drafts a tree that the context alone decides, one of its branches mostly the target's own greedy tokens.
+
+    Where ``drawn``, siblings are drawn from a flat distribution instead, if tokens are sampled.
+    """
+
+    tree_tokens = 9
+
+    def __init__(self, target: Target, drawn: bool) -> None:
+        self.target, self.vocabulary, self.drawn = target, target.vocabulary, drawn
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        self.chooser = chooser
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        source = random.Random(str(context.tokens))
+        whole = (-1, -1, -1, 0, 0, 1, 3, 3, 6)
+        depths = depths_and_ancestors(whole, torch.device("cpu"))[0][1:].tolist()
+        parents = tuple(parent for parent, depth in zip(whole, depths, strict=True) if depth <= limit)
+        drawn = self.drawn and not self.chooser.sampling.greedy
+        if drawn:
+            probs = torch.full((len(parents), self.vocabulary), 1 / self.vocabulary)
+            return Draft(probs.multinomial(1)[:, 0], parents, probs)
+        tokens = [source.randrange(self.vocabulary) for _ in whole][: len(parents)]
+        text = list(context.tokens)
+        for node in (1, 5) if source.random() < 0.3 else (0, 3, 6, 8):
+            if node < len(parents) and source.random() < 0.8:
+                tokens[node] = int(self.target.model(torch.tensor([text], device=DEVICE)).logits[0, -1].argmax())
+                text.append(tokens[node])
+        return Draft(torch.tensor(tokens, device=DEVICE), parents)
+
+    def observe(self, verdict: Verdict) -> None:
+        self.drafted = list(verdict.drafted)
+
+    def hear(self, said: Said) -> None:
+        assert said.block.tolist()[1:] == self.drafted
+        assert said.logits.shape == (len(self.drafted) + 1, self.vocabulary)
+
+
+class TestDrawnTrees(DrafterContract):
+    trees = True
+
+    def drafter(self, target: Target) -> Drafter:
+        return Bush(target, drawn=True)
+
+
+class TestDeterministicTrees(DrafterContract):
+    trees = True
+
+    def drafter(self, target: Target) -> Drafter:
+        return Bush(target, drawn=False)
+
+
+def test_a_real_model_in_half_precision_verifies_trees() -> None:
+    """Its first tokens are special ones that nothing was trained on, where rounding is amplified beyond all bounds."""
+    target = load_target("smollm2", dtype="bfloat16", device=DEVICE)
+    assert tree_model(target.model) is tree_model(target.model)

@@ -1,0 +1,105 @@
+"""Hidden states on disk: what is read back, what a kill costs, and what does not fit."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerskip import UnsupportedModel
+from layerskip.config import ConfigError
+from layerskip.heads import feature_store
+from layerskip.heads.feature_store import FeatureStore, check_readout, read_features
+from layerskip.models.target import Target
+from layerskip.texts.training_texts import TrainingText
+from tests.drafters.contract import target_of
+from tests.families import build
+
+TARGET = target_of("llama")
+TEXTS = [TrainingText((3, 4, 5, 6, 7), 2), TrainingText((5, 4, 3), 1), TrainingText((8, 9, 10, 11), 3)]
+MODULES = ("model.layers.1", "model")
+
+
+def test_what_is_read_back_is_what_the_model_thought(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path, MODULES)
+    store.fill(TARGET, TEXTS, 10**6)
+    assert len(store) == 3
+    assert store.positions(len(store)) == 3 + 2 + 1
+    states = TARGET.model(input_ids=torch.tensor([TEXTS[1].tokens]), output_hidden_states=True).hidden_states
+    expected = torch.cat((states[2][0], states[-1][0]), -1)
+    assert torch.allclose(read_features(TARGET, TEXTS[1].tokens, MODULES), expected, atol=1e-5)
+    for found in (store[1], FeatureStore(tmp_path, MODULES)[1]):
+        assert found.tokens.tolist() == [5, 4, 3]
+        assert found.begin == 1
+        assert torch.equal(found.features, expected.to(torch.bfloat16))
+
+
+def test_a_kill_costs_the_text_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FeatureStore(tmp_path, MODULES).fill(TARGET, TEXTS, 10**6)
+    index, numbers = tmp_path / "texts.jsonl", tmp_path / "features.bin"
+    index.write_bytes(index.read_bytes()[:-4])  # the last line was being written
+    numbers.write_bytes(numbers.read_bytes()[:-6])
+    store = FeatureStore(tmp_path, MODULES)
+    assert len(store) == 2
+    read: list[tuple[int, ...]] = []
+
+    def note(target: Target, tokens: tuple[int, ...], modules: tuple[str, ...]) -> torch.Tensor:
+        read.append(tokens)
+        return read_features(target, tokens, modules)
+
+    monkeypatch.setattr(feature_store, "read_features", note)
+    store.fill(TARGET, TEXTS, 10**6)
+    assert read == [TEXTS[2].tokens]
+    assert torch.equal(FeatureStore(tmp_path, MODULES)[2].features, store[2].features)
+
+
+@pytest.mark.parametrize("line", ["{", "[7, 1, 0, 576]", '[[7], 1, "0", 576]', "[[7], 1]"])
+def test_a_damaged_index_is_refused_in_one_line(line: str, tmp_path: Path) -> None:
+    FeatureStore(tmp_path, MODULES).fill(TARGET, TEXTS, 10**6)
+    (tmp_path / "texts.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match=r"^features: .*texts\.jsonl is damaged; delete [^\n]*$"):
+        FeatureStore(tmp_path, MODULES)
+
+
+def test_the_budget_ends_it(tmp_path: Path) -> None:
+    store = FeatureStore(tmp_path, MODULES)
+    store.fill(TARGET, TEXTS, 2 * 64 * 8)
+    assert len(store) == 2
+    assert store.nbytes == 2 * 64 * 8 == (tmp_path / "features.bin").stat().st_size
+
+
+def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 9 * 10**8, 10**8))
+    store = FeatureStore(tmp_path, MODULES)
+    with pytest.raises(ConfigError, match="^feature_bytes: 100,000,000 do not fit"):
+        store.fill(TARGET, TEXTS, 10**8)
+    assert not len(store)
+
+
+def test_a_smaller_budget_holds_the_first_texts_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does anybody read them again who asks for all."""
+    FeatureStore(tmp_path, MODULES).fill(TARGET, TEXTS, 10**6)
+    whole = FeatureStore(tmp_path, MODULES)
+    monkeypatch.setattr(feature_store, "read_features", None)
+    few = FeatureStore(tmp_path, MODULES)
+    few.fill(TARGET, TEXTS, 5 * 64 * 2)
+    assert (len(few), few.positions(1), few.nbytes) == (1, 3, 5 * 64 * 2)
+    few.fill(TARGET, TEXTS[:2], 10**6)
+    assert (len(few), few.positions(2)) == (2, 3 + 2)
+    few.fill(TARGET, TEXTS, 10**6)
+    assert len(few) == 3 and few.nbytes == whole.nbytes
+    assert torch.equal(few[2].features, whole[2].features)
+    with pytest.raises(ConfigError, match=rf"^features: {tmp_path} holds what the target thought of other texts"):
+        few.fill(TARGET, TEXTS[1:], 10**6)
+
+
+def test_who_says_more_than_its_output_layer_does_is_refused_by_name() -> None:
+    for family in ("llama", "gemma2", "granite", "qwen2"):
+        check_readout(Target(build(family)))
+    check_readout(Target(build("hyperclovax")))
+    for odd in (build("hyperclovax", logits_scaling=3.0), build("modernbert-decoder")):
+        with pytest.raises(UnsupportedModel, match=f"^{type(odd).__name__}: no head can be taught"):
+            check_readout(Target(odd))

@@ -1,0 +1,228 @@
+"""EAGLE heads as their authors publish them: what is taken, which target they are for, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from layerskip.config import ConfigError
+from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
+from layerskip.models.loading import load_target
+from layerskip.models.target import Target
+from layerskip.models.trained_module import save_head
+from tests.accelerator import DEVICE
+from tests.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return load_target(str(save_tiny(tmp_path_factory.mktemp("target"))), dtype="float32", device=DEVICE)
+
+
+@pytest.fixture
+def embeddings(target: Target) -> Tensor:
+    return target.model.get_input_embeddings().weight.detach().clone()
+
+
+def _head(target: Target, attention_bias: bool = False) -> EagleHead:
+    torch.manual_seed(1)
+    plain = EagleShape.of(target)
+    head = EagleHead(EagleShape(**plain.to_dict() | {"attention_bias": attention_bias})).eval()
+    for name, weight in head.named_parameters():
+        if "self_attn" in name:  # what its layer begins with would hide what is lost
+            torch.nn.init.normal_(weight, std=0.3)
+    return head
+
+
+def _publish(
+    folder: Path, head: EagleHead, embeddings: Tensor | None, file: str = "model.safetensors", **changes: Any
+) -> Path:
+    """As EAGLE-1's own code does: a Llama configuration of one layer, the target's embeddings beside the weights."""
+    shape, weights = head.shape, {name.removeprefix("body."): tensor for name, tensor in head.weights().items()}
+    folder.mkdir(exist_ok=True)
+    save = save_file if file.endswith("safetensors") else torch.save
+    save(weights | ({} if embeddings is None else {"embed_tokens.weight": embeddings}), folder / file)
+    fields = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_attention_heads": shape.heads}
+    fields |= {"num_key_value_heads": shape.key_value_heads, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
+    fields |= {"head_dim": shape.head_dim} | changes
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_a_head_in_its_authors_layout_is_taken(target: Target, embeddings: Tensor, tmp_path: Path, file: str) -> None:
+    head = _head(target)
+    names = {name.removeprefix("body.") for name in head.weights()}
+    assert {"fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"} < names
+    assert "layers.0.post_attention_layernorm.weight" in names
+    assert "layers.0.input_layernorm.weight" not in names
+    loaded = load_eagle(_publish(tmp_path, head, embeddings, file), target)
+    states = torch.randn(1, 4, head.shape.hidden)
+    assert torch.equal(loaded(states, states), head(states, states))
+
+
+def _reference(weights: dict[str, Tensor], shape: EagleShape, embedded: Tensor, states: Tensor) -> Tensor:
+    """What EAGLE-1's model does (arXiv 2401.15077, section 4.1, and its authors' configuration), in plain torch.
+
+    A linear map of embeddings and states, in this order, and one Llama layer that norms its MLP's input alone.
+    """
+
+    def linear(name: str, of: Tensor) -> Tensor:
+        return torch.nn.functional.linear(of, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    fused = linear("fc", torch.cat((embedded, states), -1))
+    n, width = fused.shape[1], shape.head_dim
+    angles = torch.outer(torch.arange(n), shape.rope_theta ** -(torch.arange(0, width, 2) / width))
+    cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
+
+    def heads(name: str, count: int, turned: bool) -> Tensor:
+        split = linear(f"layers.0.self_attn.{name}_proj", fused).view(1, n, count, width).transpose(1, 2)
+        half = torch.cat((-split[..., width // 2 :], split[..., : width // 2]), -1)
+        return (split * cos + half * sin if turned else split).repeat_interleave(shape.heads // count, 1)
+
+    query, key = heads("q", shape.heads, True), heads("k", shape.key_value_heads, True)
+    value = heads("v", shape.key_value_heads, False)
+    scores = query @ key.transpose(2, 3) / width**0.5 + torch.full((n, n), float("-inf")).triu(1)
+    mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(1, n, shape.heads * width)
+    after = fused + linear("layers.0.self_attn.o_proj", mixed)
+    normed = after * (after.pow(2).mean(-1, keepdim=True) + shape.rms_norm_eps).rsqrt()
+    normed = normed * weights["layers.0.post_attention_layernorm.weight"]
+    gate, up = linear("layers.0.mlp.gate_proj", normed), linear("layers.0.mlp.up_proj", normed)
+    return after + linear("layers.0.mlp.down_proj", torch.nn.functional.silu(gate) * up)
+
+
+def test_a_published_head_says_what_its_authors_model_would(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+    """Their names, their order and their norms, by a model that is none of ours."""
+    head = _head(target)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    folder = _publish(tmp_path, head, embeddings)
+    embedded, states = torch.randn(2, 1, 6, head.shape.hidden).unbind(0)
+    with torch.no_grad():
+        found = load_eagle(folder, target)(embedded.to(DEVICE), states.to(DEVICE)).cpu()
+    expected = _reference(load_file(folder / "model.safetensors"), head.shape, embedded, states)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_whose_attention_has_biases_is_taken_and_saved(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+    """Those published for Qwen2: of queries, keys and values, not of what is made of them."""
+    head = _head(target, attention_bias=True)
+    biases = {name for name in head.weights() if "self_attn" in name and name.endswith("bias")}
+    assert biases == {f"body.layers.0.self_attn.{name}_proj.bias" for name in "qkv"}
+    loaded = load_eagle(_publish(tmp_path / "theirs", head, embeddings), target)
+    save_head(tmp_path / "ours", KIND, loaded.shape.to_dict(), loaded.weights(), target, {})
+    states = torch.randn(1, 4, head.shape.hidden)
+    for found in (loaded, load_eagle(tmp_path / "ours", target)):
+        assert torch.equal(found(states, states), head(states, states))
+    assert not torch.allclose(_head(target)(states, states), head(states, states))
+
+
+def test_heads_of_before_there_were_such_biases_are_what_they_were(target: Target) -> None:
+    fields = EagleShape.of(target).to_dict()
+    assert "attention_bias" not in fields
+    assert not EagleShape.from_dict(fields).attention_bias
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_copy_in_half_precision_is_the_targets_own(
+    target: Target, embeddings: Tensor, tmp_path: Path, stored: torch.dtype, dtype: str
+) -> None:
+    embeddings[3] *= 1e-5  # where float16 has few bits
+    same = Target(load_target(target.name, dtype="float32", device=DEVICE).model, name="same")
+    same.model.get_input_embeddings().weight.data.copy_(embeddings)
+    same.model.to(getattr(torch, dtype))
+    head = _head(target)
+    for copy in (embeddings, embeddings.half(), embeddings.bfloat16()):
+        assert load_eagle(_publish(tmp_path, head, copy.to(stored)), same).shape == head.shape
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_for_a_model_tuned_from_the_same_one_is_refused(
+    target: Target, embeddings: Tensor, tmp_path: Path, stored: torch.dtype, dtype: str
+) -> None:
+    """As Vicuna's for Llama-2-chat: sizes alike, and embeddings that moved by one small step of an optimiser, a tenth of
+    them at all."""
+    other = load_target(target.name, dtype=dtype, device=DEVICE)
+    moved = embeddings + 2e-5 * torch.randn(embeddings.shape).sign() * (torch.arange(len(embeddings)) % 10 == 0)[:, None]
+    folder = _publish(tmp_path, _head(target), moved.to(stored))
+    with pytest.raises(
+        ConfigError, match=rf"^head: [^\n]* made for another target: its embeddings are not those of {other.name}$"
+    ):
+        load_eagle(folder, other)
+
+
+def test_a_head_for_other_sizes_is_refused(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+    head = _head(target)
+    with pytest.raises(ConfigError, match="^head: .* another target: its vocabulary"):
+        load_eagle(_publish(tmp_path, head, embeddings[:-3].clone()), target)
+    with pytest.raises(ConfigError, match="^head: .* another target: its embeddings"):
+        load_eagle(_publish(tmp_path, head, embeddings[:, :-3].clone()), target)
+    with pytest.raises(ConfigError, match="^head: .* another target: it reads 64 numbers a token"):
+        load_eagle(_publish(tmp_path, head, embeddings, hidden_size=64), target)
+
+
+def test_eagle_3s_layout_is_refused_for_what_it_is(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+    folder = _publish(tmp_path, _head(target), embeddings)
+    save_file(load_file(folder / "model.safetensors") | {"d2t": torch.arange(4)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"^head: [^\n]* EAGLE-3's authors do, which is not read"):
+        load_eagle(folder, target)
+
+
+def test_a_head_without_embeddings_is_known_by_its_sizes(target: Target, tmp_path: Path) -> None:
+    head = _head(target)
+    assert load_eagle(_publish(tmp_path, head, None), target).shape == head.shape
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 0, "head_dim": None},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": 5},
+        {"num_attention_heads": -4},
+        {"num_attention_heads": None},
+        {"num_key_value_heads": 3},
+        {"head_dim": 7},
+        {"hidden_size": "wide"},
+        {"intermediate_size": float("inf")},
+        {"intermediate_size": 47},
+        {"rope_theta": {}, "rms_norm_eps": [1]},
+        {"rope_scaling": "linear"},
+    ],
+    ids=str,
+)
+def test_a_damaged_configuration_is_refused(
+    target: Target, embeddings: Tensor, tmp_path: Path, change: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^head: {tmp_path} is damaged: [^\n]*$"):
+        load_eagle(_publish(tmp_path, _head(target), embeddings, **change), target)
+
+
+class _Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (Path("harmed"),)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("harm", ["code", "a number", "a list", "nothing", "half"])
+def test_a_pickled_head_is_refused_unless_it_is_tensors(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    file = tmp_path / "pytorch_model.bin"
+    held = {"code": {"fc.weight": _Harmful()}, "a number": {"fc.weight": 3}, "a list": [3]}
+    torch.save(held.get(harm, {"fc.weight": torch.zeros(3)}), file)
+    if harm in ("nothing", "half"):
+        file.write_bytes(file.read_bytes()[: 0 if harm == "nothing" else 200])
+    with pytest.raises(ConfigError, match="^head: cannot read .*tensors alone"):
+        load_eagle(tmp_path, target)
+    assert not (tmp_path / "harmed").exists()

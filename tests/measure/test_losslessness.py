@@ -1,0 +1,158 @@
+"""The verdict on two greedy outputs, against margins computed from the model's own logits."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerskip import Sampling, Target, load_target
+from layerskip.measure.losslessness import Divergence, Losslessness, find_divergence
+from tests.accelerator import DEVICE
+from tests.processors import processed_scores
+from tests.tiny import save_tiny
+
+PROMPT = [4, 77, 74, 81, 84, 5]
+LENGTH = 12
+POSITION = 7
+PLAIN = Sampling()
+PENALTY = Sampling(repetition_penalty=1.3)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = save_tiny(tmp_path_factory.mktemp("lossless") / "model")
+    return load_target(str(folder), dtype=request.param, device=DEVICE)
+
+
+@torch.inference_mode()
+def _scores(target: Target, tokens: list[int], sampling: Sampling = PLAIN) -> Tensor:
+    """``[V]``: what the model says behind some tokens, without any cache."""
+    return processed_scores(tokens, target.model(torch.tensor([tokens], device=DEVICE)).logits[0, -1], sampling)
+
+
+def _greedy(target: Target, sampling: Sampling = PLAIN) -> list[int]:
+    tokens = list(PROMPT)
+    for _ in range(LENGTH):
+        tokens.append(int(_scores(target, tokens, sampling).argmax()))
+    return tokens[len(PROMPT) :]
+
+
+def _swapped(tokens: list[int], token: int, position: int = POSITION) -> list[int]:
+    """Another token at one place, and other ones behind it."""
+    return [*tokens[:position], token, *(t + 1 for t in tokens[position + 1 :])]
+
+
+def test_equal_outputs_do_not_diverge(target: Target) -> None:
+    assert find_divergence(target, "p", PROMPT, [9, 8, 7], [9, 8, 7], PLAIN) is None
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, PENALTY], ids=["plain", "penalty"])
+@pytest.mark.parametrize("position", [0, POSITION, LENGTH - 1])
+def test_the_margin_is_how_far_the_lower_token_lies_below_the_best(
+    target: Target, sampling: Sampling, position: int
+) -> None:
+    expected = _greedy(target, sampling)
+    scores = _scores(target, PROMPT + expected[:position], sampling)
+    for token in [*scores.topk(3).indices[1:].tolist(), 0]:
+        actual = _swapped(expected, token, position)
+        found = find_divergence(target, "p", PROMPT, expected, actual, sampling)
+        assert found is not None
+        assert (found.prompt_id, found.position) == ("p", position)
+        slack = 3 * torch.finfo(target.model.dtype).eps * float(scores.abs().max())
+        assert found.margin == pytest.approx(float(scores.max() - scores[token]), abs=slack)
+        assert find_divergence(target, "p", PROMPT, actual, expected, sampling) == found
+
+
+def test_a_token_that_is_not_the_best_of_either_output_counts_too(target: Target) -> None:
+    """The baseline itself may be wrong: both tokens must be likely."""
+    expected = _greedy(target)
+    scores = _scores(target, PROMPT + expected[:POSITION])
+    _, second, *_, worst = scores.sort(descending=True).indices.tolist()
+    found = find_divergence(target, "p", PROMPT, _swapped(expected, worst), _swapped(expected, second), Sampling())
+    assert found is not None
+    assert not found.near_tie
+    assert found.margin == pytest.approx(float(scores.max() - scores[worst]), rel=0.05)
+
+
+def test_rounding_explains_a_small_margin_in_half_precision_only(target: Target) -> None:
+    """Every token of the vocabulary in the best one's place; between 2 and 8 ulps either verdict will do."""
+    expected = _greedy(target)
+    scores = _scores(target, PROMPT + expected[:POSITION])
+    ulp = torch.finfo(target.model.dtype).eps * float(scores.abs().max())
+    verdicts = set()
+    for token in range(target.vocabulary):
+        if token == expected[POSITION]:
+            continue
+        found = find_divergence(target, "p", PROMPT, expected, _swapped(expected, token), PLAIN)
+        assert found is not None
+        margin = float(scores.max() - scores[token])
+        if target.dtype == "float32" or margin > 8 * ulp:
+            assert not found.near_tie
+        elif margin < 2 * ulp:
+            assert found.near_tie
+        verdicts.add(found.near_tie)
+    assert False in verdicts
+
+
+def test_a_tie_is_a_near_tie_in_half_precision_only(target: Target) -> None:
+    best = _greedy(target)[0]
+    tied = Target(copy.deepcopy(target.model))
+    head = tied.model.get_output_embeddings().weight
+    with torch.no_grad():
+        head[0] = head[best]
+    found = find_divergence(tied, "p", PROMPT, [best, 9, 9], [0, 8], PLAIN)
+    assert found is not None
+    assert found.margin == 0.0
+    assert found.near_tie == (target.dtype != "float32")
+    assert Losslessness(1, (found,)).verdict == ("different" if target.dtype == "float32" else "near_tie")
+
+
+def test_an_output_that_ends_where_the_other_goes_on_is_different(target: Target) -> None:
+    expected = _greedy(target)
+    for one, other in ((expected, expected[:5]), (expected[:5], expected)):
+        found = find_divergence(target, "p", PROMPT, one, other, PLAIN)
+        assert found is not None
+        assert found.position == 5
+        verdict = Losslessness(1, (found,))
+        assert verdict.verdict == "different"
+        json.dumps(verdict.to_dict(), allow_nan=False)
+
+
+NEAR = Divergence("a", 3, 0.05, 0.1)
+FAR = Divergence("b", 4, 0.5, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("lossless", "verdict"),
+    [
+        (Losslessness(0), "unchecked"),
+        (Losslessness(3), "exact"),
+        (Losslessness(3, (NEAR,)), "near_tie"),
+        (Losslessness(3, (FAR,)), "different"),
+        (Losslessness(3, (NEAR, FAR)), "different"),
+        (Losslessness(1, (Divergence("c", 0, 0.1, 0.1),)), "near_tie"),
+        (Losslessness(1, (Divergence("c", 0, 0.0, 0.0),)), "different"),
+    ],
+)
+def test_the_verdict_is_that_of_the_worst_divergence(lossless: Losslessness, verdict: str) -> None:
+    assert lossless.verdict == verdict
+    assert lossless.to_dict()["verdict"] == verdict
+
+
+def test_verdicts_join() -> None:
+    joined = Losslessness.join([Losslessness(2, (NEAR,)), Losslessness(0), Losslessness(3, (FAR, NEAR))])
+    assert joined.to_dict() == {
+        "verdict": "different",
+        "basis": "measured outputs",
+        "compared": 5,
+        "near_ties": 2,
+        "different": 1,
+        "largest_margin": 0.5,
+        "tolerance": FAR.tolerance,
+    }
+    assert Losslessness.join([]).verdict == "unchecked"
+    assert Losslessness(4).to_dict()["largest_margin"] == 0.0

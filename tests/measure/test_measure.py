@@ -1,0 +1,278 @@
+"""Measuring: who decodes what and when, what is counted, and whether a changed output is caught."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from layerskip import PromptSet, Sampling, SpeculativeConfig, StopRule, Target, load_target
+from layerskip.decoding.decode import DecodeResult
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, NoDraft
+from layerskip.decoding.sampling import Chooser
+from layerskip.measure import measure
+from layerskip.measure.measure import Contender, Decoder, Task, interleave
+from layerskip.measure.measurement import Sample
+from layerskip.models.cache import KVCache
+from layerskip.prompts import PromptItem
+from tests.accelerator import DEVICE
+
+PROMPTS = PromptSet.of(f"Tell me about the number {i}." for i in range(6))
+TASK = Task(max_new_tokens=12)
+SAMPLED = Sampling(temperature=0.8, top_k=20)
+CONFIGS = [
+    SpeculativeConfig(),
+    SpeculativeConfig("layer_skip", mask="attention:0;mlp:1", draft_length=3),
+    SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=2),
+]
+Doctor = Callable[[list[int]], list[int]]
+
+
+@dataclass
+class Recorder:
+    """A contender that writes down what it is asked, and may change what another one answers."""
+
+    name: str
+    inner: Contender
+    log: list[tuple[str, list[int], Task]]
+    doctor: Doctor = list
+
+    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
+        self.log.append((self.name, list(prompt), task))
+        made = self.inner(prompt, task, on_prefill)
+        return DecodeResult(self.doctor(made.tokens), made.stats, made.finish)
+
+
+@dataclass
+class Ward:
+    """Contenders with a common log; the first is plain decoding."""
+
+    target: Target
+    log: list[tuple[str, list[int], Task]] = field(default_factory=list)
+
+    def contenders(self, **doctors: Doctor) -> dict[str, Contender]:
+        plain = Decoder(self.target, NoDraft())
+        return {name: Recorder(name, plain, self.log, doctor) for name, doctor in doctors.items()}
+
+
+def _verdicts(rows: Sequence[dict[str, Sample]]) -> dict[str, set[str]]:
+    found = {name: {row[name].lossless.verdict for row in rows if row[name].lossless.compared} for name in rows[0]}
+    assert all(found.values())
+    return found
+
+
+def _change(tokens: list[int]) -> list[int]:
+    return [*tokens[:-1], 0]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_honest_drafters_are_exact_in_float32(tiny_target: Target, config: SpeculativeConfig) -> None:
+    measured = measure(tiny_target, PROMPTS, config, max_new_tokens=16)
+    assert measured.lossless.verdict == "exact"
+    assert measured.lossless.compared == len(PROMPTS)
+    assert [s.prompt_id for s in measured.candidate] == [item.id for item in PROMPTS]
+    assert [s.tokens for s in measured.candidate] == [s.tokens for s in measured.baseline] == [16] * 6
+    assert measured.tokens_per_second > 0
+    assert measured.baseline_tokens_per_second > 0
+    assert measured.stats.tokens_per_round >= 1
+    assert (measured.stats.drafted > 0) == (config.kind != "none")
+    json.dumps(measured.to_dict(), allow_nan=False)
+
+
+def test_half_precision_may_tie_but_not_differ(tiny_folder: object) -> None:
+    target = load_target(str(tiny_folder), dtype="bfloat16", device=DEVICE)
+    measured = measure(target, PROMPTS, CONFIGS[1], max_new_tokens=32)
+    assert measured.lossless.verdict in ("exact", "near_tie")
+
+
+@pytest.mark.parametrize("doctor", [_change, lambda tokens: [0, *tokens[1:]], lambda tokens: tokens[:-1]])
+def test_a_contender_that_changes_the_output_is_caught(tiny_target: Target, doctor: Doctor) -> None:
+    contenders = Ward(tiny_target).contenders(plain=list, changed=doctor, honest=list)
+    rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, TASK))
+    assert _verdicts(rows) == {"plain": {"exact"}, "changed": {"different"}, "honest": {"exact"}}
+
+
+class Vandal(NoDraft):
+    """Changes the target's verified keys."""
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        self._cache = cache
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        for layer in self._cache.layers:
+            assert layer.keys is not None
+            layer.keys.neg_()
+        return super().draft(context, limit)
+
+
+def test_a_drafter_that_damages_the_targets_cache_is_caught(tiny_target: Target) -> None:
+    contenders = {"plain": Decoder(tiny_target, NoDraft()), "vandal": Decoder(tiny_target, Vandal())}
+    rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, TASK))
+    assert _verdicts(rows) == {"plain": {"exact"}, "vandal": {"different"}}
+
+
+def test_who_leaves_decodes_no_more(tiny_target: Target) -> None:
+    ward, gone = Ward(tiny_target), set[str]()
+    contenders = ward.contenders(a=list, b=list, c=list)
+    names = []
+    for row in interleave(tiny_target, PROMPTS, contenders, TASK, without=gone):
+        names.append(set(row))
+        gone.add("b")
+    assert names == [{"a", "b", "c"}, *[{"a", "c"}] * (len(PROMPTS) - 1)]
+    assert sum(name == "b" for name, _, _ in ward.log) == 2  # the warm-up is one of them
+
+
+def test_all_contenders_decode_every_prompt_in_a_random_order(tiny_target: Target) -> None:
+    ward, names = Ward(tiny_target), ("a", "b", "c")
+    rows = list(interleave(tiny_target, PROMPTS, ward.contenders(**dict.fromkeys(names, list)), TASK, repeats=2))
+    assert [row["b"].prompt_id for row in rows] == [item.id for item in PROMPTS] * 2
+    warm_up, measured = ward.log[:3], ward.log[3:]
+    assert sorted(name for name, _, _ in warm_up) == list(names)
+    turns = [measured[i : i + 3] for i in range(0, len(measured), 3)]
+    asked = [tiny_target.encode(item.messages()) for item in PROMPTS] * 2
+    for turn, prompt in zip(turns, asked, strict=True):
+        assert sorted(name for name, _, _ in turn) == list(names)
+        assert [seen for _, seen, _ in turn] == [prompt] * 3
+        assert len({task for _, _, task in turn}) == 1
+    orders = [tuple(name for name, _, _ in turn) for turn in turns]
+    assert len(set(orders)) > 2
+    assert {order[0] for order in orders} == set(names)
+    assert len({turn[0][2].seed for turn in turns}) == len(turns)
+
+
+def test_the_seed_fixes_the_order(tiny_target: Target) -> None:
+    orders = []
+    for seed in (0, 0, 1):
+        ward = Ward(tiny_target)
+        list(
+            interleave(
+                tiny_target,
+                PROMPTS,
+                ward.contenders(a=list, b=list, c=list),
+                Task(max_new_tokens=2, seed=seed),
+            )
+        )
+        orders.append([name for name, _, _ in ward.log[3:]])
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_caller_may_stop_early(tiny_target: Target) -> None:
+    ward = Ward(tiny_target)
+    rows = interleave(tiny_target, PROMPTS, ward.contenders(a=list, b=list), TASK)
+    assert ward.log == []
+    taken = list(itertools.islice(rows, 2))
+    rows.close()  # type: ignore[attr-defined]
+    assert [row["a"].prompt_id for row in taken] == [item.id for item in PROMPTS][:2]
+    assert len(ward.log) == 2 * (1 + 2)
+
+
+def test_everyone_hears_the_first_contenders_answers(tiny_target: Target) -> None:
+    talk = PromptItem("talk", "chat", "Hello there.", ("And then?", "In the end?"))
+    ward = Ward(tiny_target)
+    (row,) = interleave(tiny_target, PromptSet((talk,)), ward.contenders(plain=list, changed=_change), TASK)
+    messages: list[dict[str, str]] = [{"role": "user", "content": "Hello there."}]
+    expected = []
+    for followup in (*talk.followups, None):
+        expected.append(tiny_target.encode(messages))
+        prompt = torch.tensor([expected[-1]])
+        made = tiny_target.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
+        answer = tiny_target.decode(made[0, prompt.shape[1] :].tolist())
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": followup or ""}]
+    for name in ("plain", "changed"):
+        assert [prompt for who, prompt, _ in ward.log[2:] if who == name] == expected
+        assert (row[name].tokens, row[name].lossless.compared) == (36, 3)
+    assert row["plain"].lossless.verdict == "exact"
+    assert row["changed"].lossless.to_dict()["different"] == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "learns"),
+    [
+        (SpeculativeConfig("token_recycling", 3, least_probability=0.0), True),
+        (SpeculativeConfig("retrieval", 3), True),
+        (SpeculativeConfig("layer_skip", 3, mask="layers:1", stop=StopRule("adaptive", 0.6)), True),
+        (SpeculativeConfig("layer_skip", 3, mask="layers:1", stop=StopRule("adaptive", 0.6, carry=False)), False),
+        (SpeculativeConfig("layer_skip", 3, mask="layers:1"), False),
+        (SpeculativeConfig("prompt_lookup", 3), False),
+        (
+            SpeculativeConfig(
+                "cascade",
+                members=(SpeculativeConfig("prompt_lookup", 3), SpeculativeConfig("layer_skip", 3, mask="layers:1")),
+            ),
+            True,
+        ),
+    ],
+    ids=str,
+)
+def test_who_learns_from_prompts_before_knows_what_it_would_have_known(
+    tiny_target: Target, config: SpeculativeConfig, learns: bool
+) -> None:
+    decoded: list[str] = []
+
+    class Watched(Decoder):
+        def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
+            decoded.append(tiny_target.decode(list(prompt)))
+            return super().__call__(prompt, task, on_prefill)
+
+    def contenders() -> dict[str, Contender]:
+        return {"plain": Decoder.of(tiny_target, SpeculativeConfig()), "ours": Watched.of(tiny_target, config)}
+
+    found = contenders()["ours"]
+    assert isinstance(found, Decoder)
+    assert found.learns == learns
+    prompts = PromptSet((*PROMPTS.take(2), *PROMPTS.take(2)))  # the second two are known to whoever learns
+    early, late = PromptSet(prompts.items[:2]), PromptSet(prompts.items[2:])
+    rows = list(interleave(tiny_target, prompts, contenders(), TASK))
+    decoded.clear()
+    again = list(interleave(tiny_target, late, contenders(), TASK, before=early))
+    assert [row["ours"].stats for row in again] == [row["ours"].stats for row in rows[2:]]
+    assert len(decoded) == 1 + len(late) + (len(early) if learns else 0)  # the first one warms up
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_sampled_measurements_are_checked_on_greedy_outputs(tiny_target: Target, config: SpeculativeConfig) -> None:
+    measured = measure(tiny_target, PROMPTS.take(2), config, sampling=SAMPLED, max_new_tokens=12)
+    assert measured.lossless.verdict == "exact"
+    assert "greedy" in measured.lossless.basis
+    assert [s.tokens for s in measured.candidate] == [12, 12]
+
+
+def test_a_sampled_conversation_is_compared_once(tiny_target: Target) -> None:
+    prompts = PromptSet((PromptItem("talk", "chat", "Hello.", ("And then?", "And then?")), *PROMPTS.items[:2]))
+    contenders = {"plain": Decoder.of(tiny_target, CONFIGS[0]), "skip": Decoder.of(tiny_target, CONFIGS[1])}
+    rows = list(interleave(tiny_target, prompts, contenders, Task(SAMPLED, 12)))
+    assert [row["skip"].lossless.compared for row in rows] == [1, 0, 0]
+    assert rows[0]["skip"].lossless.verdict == "exact"
+    assert "greedy" in rows[0]["skip"].lossless.basis
+
+
+def test_a_change_is_caught_where_tokens_are_sampled(tiny_target: Target) -> None:
+    contenders = Ward(tiny_target).contenders(plain=list, changed=_change)
+    rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, Task(SAMPLED, 12)))
+    assert _verdicts(rows) == {"plain": {"exact"}, "changed": {"different"}}
+
+
+def test_sampled_measurements_penalise_repetition_in_their_check(tiny_target: Target) -> None:
+    ward = Ward(tiny_target)
+    sampling = Sampling(temperature=0.8, repetition_penalty=1.2)
+    list(interleave(tiny_target, PROMPTS.take(1), ward.contenders(a=list), Task(sampling, 8)))
+    asked = {task.sampling for _, _, task in ward.log}
+    assert asked == {sampling, Sampling(repetition_penalty=1.2)}
+
+
+def test_a_single_token_leaves_nothing_to_decode(tiny_target: Target) -> None:
+    measured = measure(tiny_target, PROMPTS.take(2), CONFIGS[1], max_new_tokens=1)
+    assert measured.speedup == 1.0
+    assert measured.lossless.verdict == "exact"
+    assert measured.to_dict()["tokens"] == 2
+
+
+def test_repeats_are_samples_of_their_own(tiny_target: Target) -> None:
+    measured = measure(tiny_target, PROMPTS.take(2), CONFIGS[2], max_new_tokens=4, repeats=3)
+    assert [s.prompt_id for s in measured.candidate] == [item.id for item in PROMPTS.take(2)] * 3
+    assert measured.to_dict()["prompts"] == 2

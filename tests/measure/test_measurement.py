@@ -1,0 +1,222 @@
+"""The figures of a measurement, by hand and against SciPy's bootstrap."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import bootstrap, sem, t
+
+from layerskip import DecodeStats, Measurement, Round
+from layerskip.measure.losslessness import Divergence, Losslessness
+from layerskip.measure.measurement import Sample, pair_speedup
+
+
+def _sample(decoded: int, seconds: float, prompt_id: str = "p", category: str = "chat", **changes: Any) -> Sample:
+    fields: dict[str, Any] = dict(tokens=decoded + 1, prefill_seconds=0.25, peak_memory_bytes=1000, stats=DecodeStats())
+    return Sample(prompt_id, category, decoded_tokens=decoded, decode_seconds=seconds, **fields | changes)
+
+
+# Baseline: 10 + 30 tokens in 1 + 2 seconds; candidate: 10 + 30 in 0.5 + 1.5.
+TWO = Measurement(
+    (_sample(10, 1.0, "a", "chat"), _sample(30, 2.0, "b", "code")),
+    (
+        _sample(10, 0.5, "a", "chat", stats=DecodeStats((Round(4, 4, 5), Round(4, 1, 2)))),
+        _sample(30, 1.5, "b", "code", stats=DecodeStats((Round(2, 1, 2),)), peak_memory_bytes=3000),
+    ),
+)
+
+
+def test_speed_is_tokens_over_seconds_of_all_prompts() -> None:
+    assert TWO.baseline_tokens_per_second == pytest.approx(40 / 3)
+    assert TWO.tokens_per_second == pytest.approx(20.0)
+    assert TWO.speedup == pytest.approx(1.5)
+    assert TWO.speedups == pytest.approx((2.0, 4 / 3))
+    assert {kind: part.speedup for kind, part in TWO.by_category.items()} == pytest.approx({"chat": 2.0, "code": 4 / 3})
+
+
+def test_the_candidates_rounds_and_memory_are_told() -> None:
+    assert TWO.stats.acceptance_rate == pytest.approx(6 / 10)
+    assert TWO.stats.tokens_per_round == pytest.approx(3.0)
+    assert TWO.stats.acceptance_by_position == pytest.approx((1.0, 1 / 3, 0.5, 0.5))
+    assert TWO.peak_memory_bytes == 3000
+
+
+def test_a_prompt_that_decodes_nothing_weighs_nothing() -> None:
+    nothing = _sample(0, 0.125)
+    padded = Measurement((*TWO.baseline, nothing), (*TWO.candidate, nothing))
+    assert nothing.tokens_per_second == 0.0
+    assert padded.speedup == pytest.approx(TWO.speedup)
+    assert padded.speedups == pytest.approx((*TWO.speedups, 1.0))
+    assert padded.interval() == pytest.approx(TWO.interval())
+
+
+@pytest.mark.parametrize(("baseline", "candidate"), [(0, 5), (5, 0), (0, 0)])
+def test_where_one_side_decodes_nothing_there_is_no_speedup(baseline: int, candidate: int) -> None:
+    """Sampled outputs may end at once on one side alone."""
+    pair = _sample(baseline, 0.5), _sample(candidate, 0.25)
+    assert pair_speedup(*pair) == 1.0
+    measured = Measurement(pair[:1], pair[1:])
+    assert measured.speedups == (1.0,)
+    assert measured.speedup == 1.0
+    assert measured.by_category["chat"].speedup == 1.0
+    assert measured.interval() == (1.0, 1.0)
+
+
+def test_the_speedup_lies_within_its_interval_where_one_side_ended_at_once() -> None:
+    measured = Measurement((_sample(10, 1.0), _sample(0, 0.1)), (_sample(10, 0.5), _sample(900, 1.0)))
+    low, high = measured.interval()
+    assert low <= measured.speedup <= high
+
+
+def test_a_pair_is_compared_by_rate() -> None:
+    assert pair_speedup(_sample(10, 1.0), _sample(10, 0.5)) == pytest.approx(2.0)
+    assert pair_speedup(_sample(10, 1.0), _sample(5, 1.0)) == pytest.approx(0.5)
+
+
+def _random_measurement(pairs: int, seed: int) -> Measurement:
+    random = np.random.default_rng(seed)
+    tokens = random.integers(5, 64, size=pairs)
+    seconds = tokens * random.normal(0.03, 0.002, size=pairs)
+    faster = seconds / random.normal(1.4, 0.3, size=pairs)
+    return Measurement(
+        tuple(_sample(int(t), float(s), f"p{i}") for i, (t, s) in enumerate(zip(tokens, seconds, strict=True))),
+        tuple(_sample(int(t), float(s), f"p{i}") for i, (t, s) in enumerate(zip(tokens, faster, strict=True))),
+    )
+
+
+def test_over_many_prompts_the_interval_is_the_bootstraps() -> None:
+    """Where prompts are many, all ways to make an interval agree; SciPy's percentiles are one."""
+    measured = _random_measurement(400, 2)
+    rows = [[[s.decoded_tokens, s.decode_seconds] for s in side] for side in (measured.baseline, measured.candidate)]
+    columns = [np.array(rows[side])[:, field] for side in (0, 1) for field in (0, 1)]
+
+    def ratio(bt: Any, bs: Any, ct: Any, cs: Any, axis: int = -1) -> Any:
+        return (ct.sum(axis) / cs.sum(axis)) / (bt.sum(axis) / bs.sum(axis))
+
+    found = bootstrap(columns, ratio, paired=True, method="percentile", n_resamples=20_000, rng=5)
+    width = found.confidence_interval.high - found.confidence_interval.low
+    low, high = measured.interval()
+    assert low == pytest.approx(found.confidence_interval.low, abs=0.15 * width)
+    assert high == pytest.approx(found.confidence_interval.high, abs=0.15 * width)
+    assert low < measured.speedup < high
+
+
+def _noisy_measurement(prompts: int, spread: float, random: np.random.Generator) -> Measurement:
+    """Prompts of one length whose speedups are log-normal around 1.5: the wider the spread, the more skewed."""
+    seconds = np.exp(spread * random.normal(size=prompts) - spread**2 / 2) / 1.5
+    return Measurement(
+        tuple(_sample(10, 1.0, f"p{i}") for i in range(prompts)),
+        tuple(_sample(10, float(s), f"p{i}") for i, s in enumerate(seconds)),
+    )
+
+
+@pytest.mark.parametrize(("prompts", "spread"), [(3, 0.1), (4, 0.3), (6, 0.03), (12, 0.3), (24, 0.6)])
+def test_the_interval_covers_the_truth(prompts: int, spread: float) -> None:
+    """Efron's percentiles cover it in 85, 90 and 91 % of the last three."""
+    random = np.random.default_rng(1)
+    intervals = [_noisy_measurement(prompts, spread, random).interval() for _ in range(400)]
+    assert 0.93 <= np.mean([low <= 1.5 <= high for low, high in intervals]) <= 0.99
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 4, 5, 8])
+def test_of_few_prompts_the_interval_is_at_least_students_and_of_fewer_than_five_no_more(prompts: int) -> None:
+    measured = _noisy_measurement(prompts, 0.01, np.random.default_rng(0))
+    logs = np.log(measured.speedups)
+    student = t.interval(0.95, prompts - 1, loc=logs.mean(), scale=sem(logs))
+    low, high = np.log(measured.interval())
+    if prompts < 5:
+        assert (low, high) == pytest.approx(student, abs=1e-3)
+    assert low <= student[0] + 1e-3
+    assert high >= student[1] - 1e-3
+
+
+@pytest.mark.parametrize("seconds", [(1.0,) * 5, (1.0, 1.0, 1.0, 1.0, 9.0), (1.0, 1.0 + 1e-9, 1.0, 1.0, 9.0), (1.0, 3.0)])
+def test_prompts_that_are_all_but_equal_give_finite_limits(seconds: tuple[float, ...]) -> None:
+    sides = ([_sample(10, s, f"p{i}") for i, s in enumerate(each)] for each in ((2.0,) * len(seconds), seconds))
+    measured = Measurement(*map(tuple, sides))
+    low, high = measured.interval()
+    assert 0 < low <= measured.speedup * (1 + 1e-12) and measured.speedup <= high * (1 + 1e-12) < np.inf
+    json.dumps(measured.to_dict(), allow_nan=False)
+
+
+def test_repeats_of_a_prompt_are_one_prompt() -> None:
+    once = _random_measurement(8, 4)
+    twice = Measurement(once.baseline * 2, once.candidate * 2)
+    assert twice.interval() == pytest.approx(once.interval())
+
+
+def test_the_interval_is_repeatable_and_shrinks_with_more_prompts() -> None:
+    few, many = (_random_measurement(pairs, 3) for pairs in (10, 400))
+    assert few.interval() == few.interval()
+    assert few.interval(seed=1) != few.interval()
+    widths = [high - low for low, high in (few.interval(), many.interval())]
+    assert widths[1] < widths[0] / 2
+
+
+def test_an_interval_of_one_pair_is_a_point() -> None:
+    measured = Measurement((_sample(10, 1.0),), (_sample(10, 0.8),))
+    assert measured.interval() == pytest.approx((1.25, 1.25))
+
+
+def test_turns_of_a_conversation_are_added_up() -> None:
+    near = Losslessness(1, (Divergence("p", 3, 0.1, 0.2),))
+    first = _sample(10, 1.0, stats=DecodeStats((Round(4, 4, 5),)), lossless=Losslessness(1))
+    second = _sample(20, 3.0, stats=DecodeStats((Round(4, 0, 1),)), peak_memory_bytes=5000, lossless=near)
+    joined = Sample.join([first, second])
+    assert (joined.prompt_id, joined.category) == ("p", "chat")
+    assert (joined.tokens, joined.decoded_tokens) == (32, 30)
+    assert (joined.prefill_seconds, joined.decode_seconds) == (0.5, 4.0)
+    assert joined.tokens_per_second == pytest.approx(7.5)
+    assert joined.peak_memory_bytes == 5000
+    assert joined.stats.acceptance_rate == 0.5
+    assert (joined.lossless.compared, joined.lossless.verdict) == (2, "near_tie")
+
+
+def test_one_changed_output_makes_the_measurement_different() -> None:
+    verdicts = [Losslessness(1), Losslessness(1, (Divergence("b", 0, 9.0, 0.1),))]
+    candidate = tuple(s.judged(v) for s, v in zip(TWO.candidate, verdicts, strict=True))
+    measured = Measurement(TWO.baseline, candidate)
+    assert measured.lossless.verdict == "different"
+    assert measured.to_dict()["losslessness"]["verdict"] == "different"
+    assert measured.table()["lossless"] == ["exact", "different"]
+
+
+def test_contenders_are_paired_by_name() -> None:
+    rows = [{"x": _sample(1, 1.0, "a"), "y": _sample(2, 1.0, "a"), "z": _sample(3, 1.0, "a")}]
+    measured = Measurement.of(iter(rows), "x", "z")
+    assert [s.decoded_tokens for s in (*measured.baseline, *measured.candidate)] == [1, 3]
+
+
+def test_figures_are_plain_json() -> None:
+    figures = json.loads(json.dumps(TWO.to_dict(), allow_nan=False))
+    assert figures["speedup"] == pytest.approx(1.5)
+    assert figures["speedup_low"] <= 1.5 <= figures["speedup_high"]
+    assert figures["speedup_by_category"] == pytest.approx({"chat": 2.0, "code": 4 / 3})
+    assert figures["interval_by_category"] == {"chat": pytest.approx([2.0, 2.0]), "code": pytest.approx([4 / 3, 4 / 3])}
+    assert (figures["prompts"], figures["tokens"]) == (2, 42)
+    assert (figures["decode_seconds"], figures["baseline_decode_seconds"]) == (2.0, 3.0)
+    assert (figures["prefill_seconds"], figures["baseline_prefill_seconds"]) == (0.5, 0.5)
+    assert (figures["peak_memory_bytes"], figures["baseline_peak_memory_bytes"]) == (3000, 1000)
+    assert (figures["acceptance_rate"], figures["tokens_per_round"]) == pytest.approx((0.6, 3.0))
+    assert figures["losslessness"]["verdict"] == "unchecked"
+
+
+def test_the_table_has_a_row_for_each_prompt() -> None:
+    table = json.loads(json.dumps(TWO.table(), allow_nan=False))
+    assert {len(column) for column in table.values()} == {2}
+    assert table["prompt_id"] == ["a", "b"]
+    assert table["speedup"] == pytest.approx([2.0, 4 / 3])
+    assert table["baseline_tokens_per_second"] == pytest.approx([10.0, 15.0])
+
+
+def test_a_measurement_of_nothing_claims_nothing() -> None:
+    figures = Measurement((), ()).to_dict()
+    json.dumps(figures, allow_nan=False)
+    assert (figures["speedup"], figures["tokens"], figures["losslessness"]["verdict"]) == (
+        1.0,
+        0,
+        "unchecked",
+    )

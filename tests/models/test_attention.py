@@ -1,0 +1,65 @@
+"""Attention on grouped heads gives what transformers' own attention gives, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from layerskip.models import attention
+from layerskip.models.cache import KVCache
+from layerskip.models.forward import forward
+from layerskip.models.skip_view import decoding_view
+from tests.accelerator import DEVICE
+from tests.families import build
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mistral", "glm4", "gpt_oss", "phi", "gemma2"])
+@pytest.mark.parametrize("length", [12, 40])
+def test_a_block_behind_a_prefix_equals_a_pass_without_any_cache(family: str, length: int) -> None:
+    model = build(family)
+    implementation = model.config._attn_implementation
+    tokens = torch.randint(3, 60, (length + 6,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    with torch.inference_mode():
+        expected = model(input_ids=tokens[None]).logits[0, -6:]
+        view = decoding_view(model)
+        cache = KVCache(model.config.num_hidden_layers, length + 6, device=DEVICE)
+        forward(view, tokens[:length], cache, last=1)
+        cache.length = length
+        block = forward(view, tokens[length:], cache, last=6)
+    torch.testing.assert_close(block, expected, atol=1e-4, rtol=1e-4)
+    assert model.config._attn_implementation == implementation
+
+
+def test_a_view_is_made_once_and_goes_with_its_model() -> None:
+    model = build("llama")
+    assert decoding_view(model) is decoding_view(model)
+    assert decoding_view(model).lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("count", [5, 80])
+@pytest.mark.parametrize("biased", [False, True])
+def test_attention_that_is_learnt_through_has_the_gradient_of_exact_attention(groups: int, count: int, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (6, count, 16), (groups, 90, 16), (groups, 90, 16)
+    states = [torch.randn(1, *shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    seen = torch.rand(1, 1, count, 90, generator=generator) < 0.5
+    seen[..., 0] = True
+    bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.bfloat16).min).bfloat16()
+    upstream = torch.randn(1, count, 6, 16, generator=generator)
+
+    attend = ALL_ATTENTION_FUNCTIONS[attention.NAME]
+    found, _ = attend(torch.nn.Module(), *states, bias if biased else seen, scaling=0.3)
+    found.backward(upstream.bfloat16())
+
+    query, key, value = (part.detach().double().requires_grad_() for part in states)
+    wide = [part.repeat_interleave(6 // groups, 1) for part in (key, value)]
+    scores = (query @ wide[0].transpose(-1, -2) * 0.3).masked_fill(~seen, -float("inf"))
+    expected = (scores.softmax(-1) @ wide[1]).transpose(1, 2)
+    expected.backward(upstream.double())
+    torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0.03)
+    for part, exact in zip(states, (query, key, value), strict=True):
+        assert part.grad is not None
+        assert exact.grad is not None
+        assert (part.grad - exact.grad).norm() < 0.02 * exact.grad.norm()

@@ -1,0 +1,263 @@
+"""Bridges: what fitting finds, against transformers' own hidden states and real drafts; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerskip import Export, ExportError, generate
+from layerskip.attachments import attached
+from layerskip.bridges.fit import Calibration
+from layerskip.bridges.mlp_regression import learn
+from layerskip.bridges.ridge import regress
+from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.drafters.registry import build_drafter
+from layerskip.mask import Gap, SkipMask
+from layerskip.models.bridge import Bridges, BridgeShape, load_bridges, save_bridges
+from layerskip.models.draft_head import save_draft_tokens
+from layerskip.models.loading import load_target
+from layerskip.models.skip_view import skip_view
+from layerskip.models.target import Target
+from layerskip.scan.scan import Scanner
+from layerskip.texts.continuations import Continuation
+from tests.accelerator import DEVICE
+from tests.drafters.bridges import bridge_folder, bridge_shape, calibration
+from tests.drafters.contract import GREEDY, target_of
+from tests.families import build
+from tests.tiny import save_tiny
+
+
+@pytest.mark.parametrize(
+    ("mask", "names"),
+    [
+        ("", []),
+        ("layers:1-2", ["layers_1_2"]),
+        ("attention:0,2;mlp:3", ["attention_0_0", "attention_2_2", "mlp_3_3"]),
+        ("layers:0,2-3;mlp:1", ["layers_0_0", "mlp_1_1", "layers_2_3"]),
+    ],
+)
+def test_a_mask_leaves_gaps(mask: str, names: list[str]) -> None:
+    assert [gap.name for gap in SkipMask.parse(mask, 4).gaps] == names
+
+
+def test_a_map_of_lower_rank_adds_most_of_what_the_full_map_adds() -> None:
+    """Against the singular vectors of what the full map adds to the rows that both are fitted to."""
+    torch.manual_seed(0)
+    hidden = torch.randn(400, 12)
+    wanted = hidden @ torch.randn(12, 12) * torch.tensor([4.0, 3.0, 2.0, *[0.3] * 9]) + torch.randn(400, 12)
+    gap = SkipMask.parse("layers:1", 3).gaps[0]
+    full, ranked = (Bridges(BridgeShape("layers:1", 3, 12, "linear", rank)).of(gap) for rank in (0, 3))
+    with torch.no_grad():
+        regress(full, hidden, wanted)
+        regress(ranked, hidden, wanted)
+        added, fewer = full(hidden), ranked(hidden)
+    middle = added.mean(0)
+    left, values, right = torch.linalg.svd(added - middle, full_matrices=False)
+    assert torch.allclose(fewer, middle + left[:, :3] * values[:3] @ right[:3], atol=1e-3)
+
+
+def test_a_map_of_full_rank_is_the_full_map() -> None:
+    target = target_of("llama")
+    hidden = int(target.model.config.hidden_size)
+    states = torch.randn(5, hidden, device=DEVICE)
+    full, ranked = (
+        calibration("llama").fit(bridge_shape(target, "layers:1-2", "linear", rank)).bridges.of(Gap("layers", 1, 2))
+        for rank in (0, hidden)
+    )
+    assert torch.allclose(full(states), ranked(states), atol=1e-4)
+
+
+def test_bridges_of_lower_rank_read_fewer_numbers() -> None:
+    target = target_of("llama")
+    shapes = [
+        bridge_shape(target, "layers:1;mlp:3", *rest) for rest in (("mean",), ("linear", 4), ("linear",), ("mlp", 0, 8))
+    ]
+    sizes = [sum(parameter.numel() for parameter in Bridges(shape).parameters()) for shape in shapes]
+    assert [shape.numbers for shape in shapes] == sizes == sorted(sizes)
+    assert [shape.spans for shape in shapes] == [2, 2, 2, 2]
+
+
+def test_bridges_begin_as_their_neighbours() -> None:
+    target = target_of("llama")
+    other, own = (
+        Bridges(bridge_shape(target, "layers:0;layers:2-3;mlp:1")),
+        Bridges(bridge_shape(target, "layers:1-2;attention:3")),
+    )
+    for _, bridge in other.parts():
+        torch.nn.init.normal_(bridge.bias)
+    own.warm(other)
+    assert torch.equal(own.of(Gap("layers", 1, 2)).bias, other.of(Gap("layers", 2, 3)).bias)
+    assert not own.of(Gap("attention", 3, 3)).bias.any()
+    with pytest.raises(ConfigError, match="^bridge: .* another kind or size"):
+        own.warm(Bridges(bridge_shape(target, "layers:1", "mean")))
+
+
+@pytest.mark.parametrize(("bridged", "helps"), [(0.6, True), (0.5, False), (0.4, False)])
+def test_a_fit_helps_where_its_drafts_are_right_more_often(
+    bridged: float, helps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Calibration, "judge", lambda _, mask, bridges: 0.5 if bridges is None else bridged)
+    assert calibration("llama").fit(bridge_shape(target_of("llama"), "layers:1-2")).helps is helps
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_an_mlp_learns_what_a_map_cannot_and_never_noise(noise: bool) -> None:
+    torch.manual_seed(0)
+    bridge = Bridges(BridgeShape("layers:1", 3, 12, "mlp", 0, 32)).of(SkipMask.parse("layers:1", 3).gaps[0])
+    hidden = torch.randn(6000, 12)
+    wanted = torch.randn(6000, 12) if noise else hidden.roll(1, -1) + hidden.square()
+    other = Bridges(bridge.shape).of(SkipMask.parse("layers:1", 3).gaps[0])
+    with torch.no_grad():
+        regress(other, hidden, wanted)
+        learn(bridge, hidden, wanted)
+        errors = [float((found(hidden) - wanted).square().mean()) for found in (other, bridge)]
+        same = torch.equal(other(hidden), bridge(hidden))
+    assert same == noise
+    assert noise or errors[1] < 0.9 * errors[0]
+
+
+@pytest.mark.parametrize("own", ["layers:1-2", "layers:1;mlp:3"])
+def test_a_view_and_a_scan_refuse_bridges_of_another_mask(own: str) -> None:
+    target = Target(build("llama"))
+    mask, bridges = SkipMask.parse("layers:1", 4), Bridges(bridge_shape(target, own))
+    continuations = (Continuation("0", "own", (3, 4, 5), (6, 7, 8), 3),)
+    refused = pytest.raises(ConfigError, match=f"^bridges: stand in for {own}, not for layers:1$")
+    with refused:
+        skip_view(target.model, mask, bridges)
+    with refused:
+        Scanner(target, continuations, GREEDY, 2, 8).scan([mask], bridges=[bridges])
+
+
+def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
+    shape = bridge_shape(target, "layers:1-2")
+    save_bridges(tmp_path / "bridge", Bridges(shape), target, {})
+    config = SpeculativeConfig("layer_skip", mask="layers:1-2", bridge=str(tmp_path / "bridge"))
+    assert SpeculativeConfig.from_dict(config.to_dict()) == config
+    build_drafter(config, target)
+    with pytest.raises(ConfigError, match="^bridge: .* stands in for layers:1-2, not for layers:1"):
+        build_drafter(replace(config, mask="layers:1"), target)
+    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device=DEVICE)
+    with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
+        build_drafter(config, other)
+    (tmp_path / "bridge" / "head.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="^bridge: cannot read"):
+        build_drafter(config, target)
+    with pytest.raises(ConfigError, match="^bridge: nothing is skipped"):
+        replace(config, mask="")
+
+
+def test_bridges_say_whose_they_are_and_what_they_were_fitted_to(tmp_path: Path) -> None:
+    """And serve their target in any dtype and place, but not another revision of it, whatever its weights."""
+    model, found = target_of("llama").model, calibration("llama")
+    mine = Target(model, None, "some/model", "one")
+    save_bridges(tmp_path, found.fit(bridge_shape(mine, "layers:1-2")).bridges, mine, {}, found.digest)
+    about = json.loads((tmp_path / "head.json").read_text())
+    assert about["target"]["name"] == "some/model" and about["target"]["revision"] == "one"
+    assert about["target"]["dtype"] == "float32"
+    assert about["calibration"] == found.digest != Calibration(found.target, found.continuations[:9], 2**24).digest
+    for other in (mine, Target(model, None, "some/model"), Target(model, None, "elsewhere", "two")):
+        load_bridges(tmp_path, other)
+    with pytest.raises(ConfigError, match="^bridge: .* another target, some/model, .* its revision is one, not two$"):
+        load_bridges(tmp_path, Target(model, None, "some/model", "two"))
+
+
+def test_loading_bridges_draws_nothing(tmp_path: Path) -> None:
+    """A seed says the same of the first text as of the next: weights are drawn for modules that are then read."""
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
+    save_bridges(tmp_path / "bridge", Bridges(bridge_shape(target, "layers:1-2", "mlp", 2, 3)), target, {})
+    skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", bridge=str(tmp_path / "bridge"))
+    method = Export(Export.describe(target), skip).custom_generate()
+    ids, made = torch.tensor([[9, 30, 31, 9]], device=DEVICE), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        options = dict(do_sample=True, temperature=3.0, top_k=0, max_new_tokens=16)
+        made.append(target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=method, **options))
+    assert made[0].equal(made[1])
+
+
+def test_a_copy_that_was_killed_stops_no_export(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
+    save_draft_tokens(tmp_path / "tokens", torch.arange(5, 40), target, {})
+    config = SpeculativeConfig("layer_skip", 3, mask="layers:1", draft_head=str(tmp_path / "tokens"))
+    Export(Export.describe(target), config).save(tmp_path / "best.json")
+    (folder,) = attached(tmp_path / "best.json")
+    folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}"))  # as a process of this number would have left it
+    Export(Export.describe(target), config).save(tmp_path / "best.json")
+    assert attached(tmp_path / "best.json") == [folder]
+
+
+def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
+    """Moved to another machine with what lies beside it, the places where it was found gone."""
+    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
+    shape = bridge_shape(target, "layers:1-2")
+    parts = tmp_path / "parts"
+    save_bridges(parts / "bridge", Bridges(shape), target, {})
+    save_draft_tokens(parts / "tokens", torch.arange(5, 40), target, {})
+    (parts / "bridge" / "training.pt").write_bytes(b"large")
+    fields = {"bridge": str(parts / "bridge"), "draft_head": str(parts / "tokens")}
+    skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", **fields)  # type: ignore[arg-type]
+    config = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), skip))
+    for name in ("best", "again"):
+        Export(Export.describe(target), config).save(tmp_path / "found" / f"{name}.json")
+    beside = attached(tmp_path / "found" / "best.json")
+    assert sorted(place.name.partition("-")[0] for place in beside) == ["best.bridge", "best.draft_head"]
+    shutil.rmtree(parts)
+    (tmp_path / "found").rename(tmp_path / "elsewhere")
+    assert not list((tmp_path / "elsewhere").rglob("training.pt"))
+    export = Export.load(tmp_path / "elsewhere" / "best.json", target)
+    assert Path(export.config.members[1].bridge).is_relative_to(tmp_path / "elsewhere")
+    plain = generate(target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
+    assert generate(target, "Hello.", export.config, max_new_tokens=12).tokens == plain.tokens
+    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device=DEVICE)
+    with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
+        generate(other, "Hello.", export.config, max_new_tokens=12)
+    with pytest.raises(ExportError, match=r"^config\.bridge: .* made for another target.* weights are not"):
+        Export.load(tmp_path / "elsewhere" / "best.json", other)
+    fields = json.loads((tmp_path / "elsewhere" / "best.json").read_text())
+    fields["config"]["members"][1]["mask"] = "layers:1"
+    (tmp_path / "elsewhere" / "edited.json").write_text(json.dumps(fields))
+    with pytest.raises(ExportError, match=r"^config\.bridge: .* stands in for layers:1-2, not for layers:1$"):
+        Export.load(tmp_path / "elsewhere" / "edited.json", target)
+    shutil.rmtree(export.config.members[1].bridge)
+    with pytest.raises(ConfigError, match="^bridge: cannot read"):
+        generate(target, "Hello.", Export.load(tmp_path / "elsewhere" / "best.json", target).config, max_new_tokens=12)
+    with pytest.raises(ConfigError, match="^bridge: there is nothing in"):
+        Export(Export.describe(target), skip).save(tmp_path / "lost.json")
+    assert not (tmp_path / "lost.json").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "other"},
+        {"rank": -1},
+        {"rank": 2.5},
+        {"rank": "x"},
+        {"width": None},
+        {"rank": 999},
+        {"kind": "mean", "rank": 2},
+        {"width": 4},
+        {"kind": "mlp"},
+    ],
+)
+def test_shapes_out_of_range_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="^bridge\\."):
+        BridgeShape(**({"mask": "layers:1", "layers": 4, "hidden": 32} | fields))  # type: ignore[arg-type]
+
+
+def test_damaged_bridges_are_refused(tmp_path: Path) -> None:
+    target = target_of("llama")
+    folder = Path(bridge_folder("llama", "layers:1-2", "linear"))
+    about = json.loads((folder / "head.json").read_text())
+    (tmp_path / "head.safetensors").write_bytes((folder / "head.safetensors").read_bytes())
+    for harm in ({"mask": "layers:1"}, {"kind": "mean"}, {"other": 1}):
+        (tmp_path / "head.json").write_text(json.dumps(about | {"shape": about["shape"] | harm}))
+        with pytest.raises(ConfigError, match="^bridge: .* is damaged"):
+            load_bridges(tmp_path, target, SkipMask.parse(str(harm.get("mask", "layers:1-2")), 4))

@@ -1,0 +1,159 @@
+"""The key-value cache: one length for all layers, rewound by assignment, right past sliding windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from layerskip.models.cache import CacheFull, KVCache
+from layerskip.models.forward import forward
+from layerskip.models.skip_view import decoding_view
+from tests.accelerator import DEVICE
+from tests.families import build
+
+FAMILIES = ("llama", "gpt2", "gemma3_text", "mistral")
+WINDOW = 8  # of every sliding-window layer in tests.families
+LENGTH = 100
+SHAPES = pytest.mark.parametrize("static_shapes", [False, True], ids=["dynamic", "static"])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return build(request.param)
+
+
+def _tokens(seed: int, count: int = LENGTH) -> Tensor:
+    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def _fresh(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """``[n, V]``: one pass without any cache."""
+    with torch.inference_mode():
+        return model(input_ids=tokens[None], use_cache=False).logits[0]
+
+
+def _close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 1e-5)
+
+
+def _cache(model: PreTrainedModel, static_shapes: bool = False, length: int = LENGTH) -> KVCache:
+    return KVCache(model.config.num_hidden_layers, length, static_shapes, DEVICE)
+
+
+@pytest.fixture
+def target(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as the decoding loop runs it; what it must give is what the model itself gives."""
+    return decoding_view(model)
+
+
+@SHAPES
+@torch.inference_mode()
+def test_blocks_of_any_size_give_the_logits_of_one_pass(
+    model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
+) -> None:
+    tokens, cache = _tokens(0), _cache(model, static_shapes)
+    expected = _fresh(model, tokens)
+    for size in (5, 1, 1, 80, 3, 10):
+        start = cache.length
+        found = forward(target, tokens[start : start + size], cache, last=size)
+        assert cache.length == cache.get_seq_length() == start  # a pass never moves it
+        _close(found, expected[start : start + size])
+        cache.length += size
+    assert cache.length == LENGTH
+
+
+@SHAPES
+@torch.inference_mode()
+def test_a_rewind_leaves_no_trace(model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool) -> None:
+    """Committed positions, more than a window of them, are taken back and written anew."""
+    tokens, cache = _tokens(0), _cache(model, static_shapes)
+    forward(target, tokens, cache, last=1)
+    cache.length = LENGTH
+    for kept in (LENGTH - 3, 13, 2, 0):
+        cache.length = kept
+        rewritten = torch.cat((tokens[:kept], _tokens(kept + 1)[kept:]))
+        expected = _fresh(model, rewritten)
+        _close(forward(target, rewritten[kept : kept + 2], cache, last=2), expected[kept : kept + 2])
+        cache.length = kept + 2
+        _close(forward(target, rewritten[kept + 2 :], cache, last=1), expected[-1:])
+        cache.length = LENGTH
+
+
+@SHAPES
+@torch.inference_mode()
+def test_passes_that_are_not_committed_are_overwritten(
+    model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
+) -> None:
+    tokens, cache = _tokens(0), _cache(model, static_shapes)
+    expected = _fresh(model, tokens)
+    forward(target, tokens[:20], cache, last=1)
+    cache.length = 20
+    for seed in (1, 2):
+        rejected = _tokens(seed, 6)
+        _close(forward(target, rejected, cache, last=6), _fresh(model, torch.cat((tokens[:20], rejected)))[20:])
+    _close(forward(target, tokens[20:23], cache, last=3), expected[20:23])
+    cache.length = 22  # only two of the three are accepted
+    _close(forward(target, tokens[22:], cache, last=LENGTH - 22), expected[22:])
+
+
+@SHAPES
+@torch.inference_mode()
+def test_writing_behind_the_last_position_is_refused(
+    model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
+) -> None:
+    tokens, cache = _tokens(0), _cache(model, static_shapes, length=10)
+    forward(target, tokens[:10], cache, last=1)
+    cache.length = 8
+    with pytest.raises(CacheFull, match="^cache: "):
+        forward(target, tokens[8:11], cache, last=1)
+    _close(forward(target, tokens[8:10], cache, last=2), _fresh(model, tokens[:10])[8:])
+
+
+@SHAPES
+@pytest.mark.parametrize("length", [-1, 11])
+def test_a_length_outside_the_buffers_is_refused(static_shapes: bool, length: int) -> None:
+    cache = KVCache(2, 10, static_shapes)
+    cache.length = 10
+    with pytest.raises(CacheFull, match=f"length {length} .* 0 to 10"):
+        cache.length = length
+    assert cache.length == 10
+
+
+@SHAPES
+@torch.inference_mode()
+def test_memory_is_allocated_once(static_shapes: bool) -> None:
+    target = build("llama")
+    config, cache, tokens = target.config, _cache(target, static_shapes), _tokens(0)
+    assert cache.nbytes == 0
+    forward(target, tokens[:3], cache, last=1)
+    buffers = [states.data_ptr() for layer in cache.layers for states in (layer.keys, layer.values)]
+    positions = 2 * config.num_hidden_layers * config.num_key_value_heads * LENGTH
+    assert cache.nbytes == positions * config.head_dim * 4
+    cache.length = 3
+    forward(target, tokens[3:], cache, last=1)
+    cache.length = 0
+    forward(target, tokens, cache, last=1)
+    assert buffers == [states.data_ptr() for layer in cache.layers for states in (layer.keys, layer.values)]
+
+
+@torch.inference_mode()
+def test_static_shapes_read_positions_from_the_device() -> None:
+    """A captured graph replays with the position that the tensor then holds, not with the one it was captured with."""
+    cache = KVCache(1, 10, static_shapes=True)
+    position = cache.position
+    assert isinstance(position, Tensor)
+    cache.length = 6
+    assert cache.position is position and int(position) == 6
+    assert cache.positions(3).tolist() == [6, 7, 8]
+    cache.length = 2
+    assert cache.position is position and int(position) == 2
+
+
+@torch.inference_mode()
+def test_forward_returns_the_last_logits_of_a_block(model: PreTrainedModel, target: PreTrainedModel) -> None:
+    tokens = _tokens(3, 9)
+    expected = _fresh(model, tokens)
+    for last in (1, 4, 9):
+        _close(forward(target, tokens, _cache(model), last), expected[-last:])

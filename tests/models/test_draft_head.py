@@ -1,0 +1,60 @@
+"""Drafts from few tokens of the vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip import save_draft_checkpoint
+from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.decoding.decode import decode
+from layerskip.drafters.registry import build_drafter
+from layerskip.mask import SkipMask
+from layerskip.models.draft_head import DraftHead, load_draft_tokens, save_draft_tokens
+from layerskip.models.skip_view import skip_view
+from tests.accelerator import DEVICE
+from tests.drafters.bridges import head_folder
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, generated, target_of
+
+
+@pytest.mark.parametrize("kind", ["layer_skip", "draft_model"])
+def test_a_draft_has_the_tokens_of_its_head_and_of_the_text_alone(kind: str, tmp_path: Path) -> None:
+    target = target_of("llama")
+    tokens = (3, 4, 8, 9, 10)
+    fields: dict[str, Any] = {"mask": ""}
+    if kind == "draft_model":
+        save_draft_checkpoint(target, SkipMask.none(target.layers), tmp_path / "draft")
+        fields = {"draft": str(tmp_path / "draft")}
+    config = SpeculativeConfig(kind, 3, draft_head=head_folder("llama", tokens), **fields)
+    drafter = build_drafter(config, target)
+    from_text = set()
+    for prompt in PROMPTS[:4]:
+        recorder = Recorder(drafter)
+        result = decode(target, recorder, prompt, GREEDY, LENGTH)
+        assert result.tokens == generated("llama", prompt, LENGTH)
+        for context, branches in recorder.drafts:
+            drafted = {token for branch in branches for token in branch}
+            assert drafted <= {*tokens, *context}
+            from_text |= drafted - set(tokens)
+    assert from_text
+    head = DraftHead(target.model, torch.tensor(tokens), target.vocabulary)
+    view = skip_view(target.model, SkipMask.none(target.layers))
+    head.narrow(view)
+    ids = torch.tensor([PROMPTS[1]], device=DEVICE)
+    with torch.no_grad():
+        few, whole = view(input_ids=ids).logits[0], target.model(input_ids=ids).logits[0]
+    assert torch.allclose(few, whole[:, list(tokens)], atol=1e-5)
+
+
+def test_a_draft_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    target = target_of("llama")
+    with pytest.raises(ConfigError, match="^draft_head: .*tokens that the model does not have"):
+        DraftHead(target.model, torch.tensor([1, 99]), target.vocabulary)
+    save_draft_tokens(tmp_path, torch.tensor([4, 3]), target, {})
+    with pytest.raises(ConfigError, match="^draft_head: .* is damaged"):
+        load_draft_tokens(tmp_path, target)
+    with pytest.raises(ConfigError, match="^draft_head: cannot read"):
+        load_draft_tokens(tmp_path / "nothing", target)

@@ -1,0 +1,180 @@
+"""Where targets come from, what they say about themselves, and how they read prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from layerskip import Target, TargetError, generate, load_target
+from layerskip.models import loading
+from layerskip.models.loading import load_draft
+from tests.families import build
+from tests.tiny import VOCABULARY, save_gguf, save_tiny, without_tokenizer
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
+
+
+def test_a_folder_is_loaded_as_transformers_loads_it(tiny_folder: Path) -> None:
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+    tokens = torch.arange(3, 23)[None]
+    with torch.inference_mode():
+        assert torch.equal(target.model(tokens).logits, model(tokens).logits)
+    assert (target.name, target.revision) == (str(tiny_folder), None)
+    assert (target.architecture, target.layers, target.vocabulary) == ("LlamaForCausalLM", 3, VOCABULARY)
+    assert (target.dtype, target.device.type, target.model.training) == ("float32", "cpu", False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_have_the_dtype_that_was_asked_for(tiny_folder: Path, dtype: str) -> None:
+    target = load_target(str(tiny_folder), dtype=dtype, device="cpu")
+    assert {str(weight.dtype) for weight in target.model.parameters()} == {f"torch.{dtype}"}
+    assert target.dtype == dtype
+
+
+def test_auto_is_a_dtype_and_a_device_of_this_machine(tiny_folder: Path) -> None:
+    target = load_target(str(tiny_folder))
+    assert target.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert target.dtype in loading.DTYPES
+    assert len(generate(target, "hello", max_new_tokens=4).tokens) == 4
+
+
+def test_smollm2_comes_out_of_its_wheel(smollm2: Target) -> None:
+    assert (smollm2.name, smollm2.architecture, smollm2.layers) == ("smollm2", "LlamaForCausalLM", 30)
+    assert (smollm2.dtype, smollm2.vocabulary) == ("float32", 49152)
+    assert smollm2.tokenizer is not None
+    assert smollm2.eos_ids == {smollm2.tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    chat = smollm2.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert smollm2.encode(MESSAGES) == chat
+    assert "<|im_start|>user\nName a colour.<|im_end|>" in smollm2.tokenizer.decode(smollm2.encode(MESSAGES))
+
+
+def test_a_gguf_file_is_the_model_that_was_written_to_it(tiny_folder: Path, tiny_target: Target, tmp_path: Path) -> None:
+    target = load_target(str(save_gguf(tiny_folder, tmp_path / "tiny.gguf")), dtype="float32", device="cpu")
+    text = "the moon, é and 🌙"
+    assert (target.architecture, target.layers, target.eos_ids) == ("LlamaForCausalLM", 3, {1})
+    assert target.encode(text) == tiny_target.encode(text)
+    tokens = torch.tensor([target.encode(text)])
+    with torch.inference_mode():
+        torch.testing.assert_close(target.model(tokens).logits, tiny_target.model(tokens).logits)
+
+
+@pytest.mark.parametrize("which", ["tiny_target", "smollm2"])
+def test_a_text_is_one_user_message_and_ids_pass_through(which: str, request: pytest.FixtureRequest) -> None:
+    target: Target = request.getfixturevalue(which)
+    text = "Wo ist die Brücke?\n🌉"
+    ids = target.encode(text)
+    assert ids == target.encode([{"role": "user", "content": text}])
+    assert text in target.decode(ids)
+    assert target.encode(ids) == ids
+    assert target.encode(tuple(ids)) == ids
+
+
+def test_special_tokens_are_left_out_of_text(tiny_target: Target) -> None:
+    ids = tiny_target.encode("hello")
+    assert ids[-1] == 5  # <|assistant|>, from the template
+    assert tiny_target.decode(ids) == "hello\n"
+
+
+def test_without_a_chat_template_a_text_is_just_its_tokens(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "plain", chat=False)), device="cpu")
+    plain = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    assert target.encode("on the moon") == plain("on the moon")["input_ids"]
+    assert target.decode(target.encode(MESSAGES)) == "Be brief.\n\nName a colour."
+
+
+@pytest.mark.parametrize("prompt", ["", [], ()])
+def test_an_empty_prompt_is_refused(tiny_target: Target, prompt: object) -> None:
+    with pytest.raises(TargetError, match=r"^prompt: "):
+        tiny_target.encode(prompt)  # type: ignore[arg-type]
+
+
+def test_a_target_without_tokenizer_takes_ids_only(tiny_target: Target) -> None:
+    bare = Target(tiny_target.model)
+    assert bare.encode([7, 8, 9]) == [7, 8, 9]
+    assert bare.decode([7, 8, 9]) == ""
+    with pytest.raises(TargetError, match=r"^prompt: .*tokenizer"):
+        bare.encode("hello")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen2"])
+def test_a_folder_without_a_tokenizer_is_a_target_without_one(tmp_path: Path, family: str) -> None:
+    """Whatever transformers makes of it for the family."""
+    folder = without_tokenizer(save_tiny(tmp_path / family, family))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')  # names words that nobody spells
+    target = load_target(str(folder), dtype="float32", device="cpu")
+    assert (target.tokenizer, target.tokenizer_digest) == (None, None)
+    assert generate(target, [7, 8, 9], max_new_tokens=4).tokens
+    with pytest.raises(TargetError, match=r"^prompt: this target has no tokenizer"):
+        generate(target, "hello", max_new_tokens=4)
+
+
+def test_a_tokenizer_of_special_tokens_alone_is_none(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "m")
+    spelling = Tokenizer(models.BPE({"<eos>": 0}, []))
+    PreTrainedTokenizerFast(tokenizer_object=spelling, eos_token="<eos>").save_pretrained(folder)
+    assert load_target(str(folder), dtype="float32", device="cpu").tokenizer is None
+
+
+def test_several_tokens_may_end_a_sequence(tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "m", eos_token_id=[1, 70])), dtype="float32", device="cpu")
+    assert target.eos_ids == {1, 70}
+    target.model.generation_config.eos_token_id = 80
+    assert target.eos_ids == {80}
+
+
+def test_a_target_ends_where_any_of_its_end_tokens_comes(tiny_folder: Path, tmp_path: Path) -> None:
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    free = generate(target, "hello", max_new_tokens=24)
+    assert free.finish == "length"
+    chosen = free.tokens[9]
+    target.model.generation_config.eos_token_id = [1, chosen]
+    ended = generate(target, "hello", max_new_tokens=24)
+    assert (ended.tokens, ended.finish) == (free.tokens[: free.tokens.index(chosen) + 1], "eos")
+
+
+def test_a_draft_has_the_targets_dtype_and_is_loaded_once(tiny_folder: Path, tmp_path: Path) -> None:
+    target = load_target(str(tiny_folder), dtype="bfloat16", device="cpu")
+    folder = str(save_tiny(tmp_path / "draft", seed=1, num_hidden_layers=1))
+    draft = load_draft(target, folder)
+    assert (draft.dtype, draft.layers) == ("bfloat16", 1)
+    assert load_draft(target, folder) is draft
+
+
+def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    folder = save_tiny(tmp_path / "draft")
+    words = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(TargetError, match=r"^draft: .*tokenizer"):
+        load_draft(target, str(folder))
+
+
+def test_a_draft_that_is_not_there_is_refused_as_the_draft(tiny_target: Target) -> None:
+    with pytest.raises(TargetError, match=r"^draft: there is no folder /no/such/draft$"):
+        load_draft(tiny_target, "/no/such/draft")
+    with pytest.raises(TargetError, match=r"^draft: cannot load no-such-draft: "):
+        load_draft(tiny_target, "no-such-draft")
+
+
+def test_weights_are_told_by_any_kind_of_tensor() -> None:
+    """A merged adapter changes the same kind of tensor in every layer, however many there are."""
+    model = build("qwen2", num_hidden_layers=11)
+    before = Target(model).weights_sample
+    kinds = [name for name, _ in model.model.layers[0].named_parameters()]
+    assert len(kinds) == 12
+    for kind in kinds:
+        weights = [layer.get_parameter(kind) for layer in model.model.layers]
+        with torch.no_grad():
+            for weight in weights:
+                weight += 0.5
+            assert Target(model).weights_sample != before
+            for weight in weights:
+                weight -= 0.5

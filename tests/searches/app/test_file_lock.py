@@ -1,0 +1,48 @@
+"""Workload that several processes have to do: each part is done by one of them, and who is killed leaves it to the others."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from searches.app.file_lock import exclusive, exclusive_if_free, share_work
+
+
+def test_a_turn_is_free_until_somebody_has_it(tmp_path: Path) -> None:
+    with exclusive_if_free(tmp_path / "file") as mine, exclusive_if_free(tmp_path / "file") as again:
+        assert (mine, again) == (True, False)
+    with exclusive(tmp_path / "file"), exclusive_if_free(tmp_path / "file") as mine:
+        assert not mine
+
+
+def test_what_others_are_at_comes_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[str] = []
+    free = threading.Event()
+
+    def work(key: str) -> str:
+        done.append(key)
+        if key == "c":
+            free.set()
+        return key.upper()
+
+    found: dict[str, str] = {}
+    shared = threading.Thread(target=lambda: found.update(share_work({key: tmp_path / key for key in "abc"}, work)))
+    with exclusive(tmp_path / "b"):
+        shared.start()
+        assert free.wait(10)
+        assert done == ["a", "c"]
+    shared.join(10)
+    assert done == ["a", "c", "b"]
+    assert found == {"a": "A", "b": "B", "c": "C"}
+    assert capsys.readouterr().out.count("waiting for another program") <= 1
+
+
+def test_who_fails_leaves_its_turn_to_others(tmp_path: Path) -> None:
+    def fails(key: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        share_work({"a": tmp_path / "a"}, fails)
+    assert share_work({"a": tmp_path / "a"}, str.upper) == {"a": "A"}

@@ -1,0 +1,114 @@
+"""The comparison of scans with the real decoder, as a program: what it counts, finds, keeps, shares and refuses."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from layerskip import SkipMask
+from layerskip.scan.scan import Scanner
+from searches.evaluate.exactness import random_masks
+from tests.searches.conftest import Launch
+from tests.searches.programs import execute
+
+SMALL = ("target=local", "target.device=cpu", "masks=3", "lengths=[1,3,4]", "thresholds=[0.05,0.3]", "count=2")
+
+
+def _overrides(tiny_folder: Path, tmp_path: Path) -> tuple[str, ...]:
+    return (*SMALL, f"target.path={tiny_folder}", f"outputs={tmp_path}")
+
+
+def test_every_pair_is_decoded_once_and_kept(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    overrides = _overrides(tiny_folder, tmp_path)
+    done = launch("exactness", *overrides, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "\n0 of the decodings differ" in done.stdout
+    record = json.loads((tmp_path / "exactness.json").read_text())
+    assert [row["decodings"] for row in record["masks"]] == [2 * 3 * 2] * 3
+    assert all(row["rounds"] > 0 and row["drafted"] > row["accepted"] for row in record["masks"])
+    assert sum(row["accepted"] for row in record["masks"]) > 0
+    assert len({row["mask"] for row in record["masks"]}) == 3
+    assert record["target"]["dtype"] == "float32"
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("exactness/*/*.jsonl")}
+    assert len(kept) == 3
+    again = launch("exactness", *overrides, cwd=tmp_path)
+    assert again.returncode == 0
+    assert {path: path.read_bytes() for path in tmp_path.rglob("exactness/*/*.jsonl")} == kept
+    one = next(iter(kept))
+    one.write_bytes(kept[one][:-3])  # a killed machine left half a line
+    assert launch("exactness", *overrides, cwd=tmp_path).returncode == 0
+    assert one.read_bytes() == kept[one]
+
+
+def test_a_scan_that_is_wrong_is_found(
+    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan = Scanner.scan
+
+    def lesser(self: Scanner, masks: list[SkipMask], *args: object, **kwargs: object) -> list[object]:
+        found = scan(self, masks, *args, **kwargs)  # type: ignore[arg-type]
+        for one in found:
+            trace = one.traces[-1]
+            right = trace.agreed.argmax()
+            assert trace.agreed[right] > 0
+            trace.agreed[right] -= 1
+        return list(found)
+
+    monkeypatch.setattr(Scanner, "scan", lesser)
+    done = launch("exactness", *_overrides(tiny_folder, tmp_path), "shares=[0.05]", "masks=1", cwd=tmp_path)
+    assert done.returncode == 4, done.stderr
+    record = json.loads((tmp_path / "exactness.json").read_text())
+    assert record["differing"]
+    assert {case["output"] for case in record["differing"]} == {True}
+    assert len({case["prompt"] for case in record["differing"]}) == 1
+
+
+def test_what_another_program_compared_is_compared_anew(
+    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = (*_overrides(tiny_folder, tmp_path), "masks=1")
+    assert launch("exactness", *overrides, cwd=tmp_path).returncode == 0
+    monkeypatch.setattr("searches.app.record_header.program_sources", lambda: ["another program"])
+    assert launch("exactness", *overrides, cwd=tmp_path).returncode == 0
+    assert len([*tmp_path.rglob("exactness/*/*.jsonl")]) == 2
+
+
+def test_two_at_once_share_the_masks(tiny_folder: Path, tmp_path: Path) -> None:
+    overrides = _overrides(tiny_folder, tmp_path)
+    with ThreadPoolExecutor() as pool:
+        asked = [(*overrides, f"record={tmp_path}/{name}.json") for name in ("one", "other")]
+        for done in pool.map(lambda each: execute("exactness", *each, cwd=tmp_path), asked):
+            assert done.returncode == 0, done.stderr
+    records = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "other")]
+    assert records[0]["masks"] == records[1]["masks"]
+    lines = [line for path in tmp_path.rglob("exactness/*/*.jsonl") for line in path.read_text().splitlines()]
+    assert len(lines) == 3 * 2
+
+
+def test_random_masks_are_different_ones_that_skip_something() -> None:
+    masks = random_masks(4, 12, [0.1, 0.5], 0)
+    assert len(set(masks)) == 12
+    assert SkipMask.none(4) not in masks
+    assert masks == random_masks(4, 12, [0.1, 0.5], 0) != random_masks(4, 12, [0.1, 0.5], 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("lengths=[]", "lengths"),
+        ("lengths=[0]", "lengths"),
+        ("thresholds=[1.5]", "thresholds"),
+        ("shares=3", "shares"),
+        ("masks=0", "masks"),
+        ("count=none", "count"),
+        ("max_new_tokens=1", "max_new_tokens"),
+        ("masks=100", "masks"),
+    ],
+)
+def test_bad_input_is_one_line(override: str, named: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    done = launch("exactness", *_overrides(tiny_folder, tmp_path), override, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"error: {named}: ")

@@ -1,0 +1,273 @@
+"""The search space: from trials to configurations and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import optuna
+import pytest
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import create_trial
+
+from layerskip import SpeculativeConfig, StopRule, Target
+from searches.app.checks import InputError
+from searches.space.registry import all_kinds
+from searches.space.search_space import SearchSpace
+from searches.study.cascade_costs import draft_cost, verify_cost
+from searches.study.plan import supported
+from searches.study.starting_points import starting_points
+from searches.study.study import as_before
+from tests.families import build
+
+KINDS = all_kinds()
+SPACE = SearchSpace(
+    layers=12,
+    datastores=("notes",),
+    drafts=("some/draft",),
+    cross_drafts=("other/draft",),
+    eagle_heads=("e",),
+    medusa_heads=("m",),
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SpeculativeConfig(),
+        SpeculativeConfig("layer_skip", 3, mask="attention:2,5;mlp:7", stop=StopRule("threshold", 0.35)),
+        SpeculativeConfig("layer_skip", 8, mask="layers:2-9"),
+        SpeculativeConfig("layer_skip", 2, mask="mlp:4", siblings=2, least_probability=0.125),
+        SpeculativeConfig("prompt_lookup", 5, ngram_min=2, ngram_max=4, match="first"),
+        SpeculativeConfig(
+            "cascade",
+            members=(
+                SpeculativeConfig("prompt_lookup", 3, ngram_min=2, ngram_max=3),
+                SpeculativeConfig("layer_skip", 5, mask="mlp:4", stop=StopRule("adaptive", 0.4)),
+            ),
+        ),
+        *(
+            SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup", 4, ngram_min=2, ngram_max=4), second))
+            for second in (
+                SpeculativeConfig("retrieval", 6, datastore="notes", ngram_min=1, ngram_max=3, tree_tokens=9),
+                SpeculativeConfig("lookahead", 3, window=6, candidates=5),
+                SpeculativeConfig("eagle", 5, head="e", candidates=3, tree_tokens=9),
+                SpeculativeConfig("medusa", 3, head="m", candidates=5, tree_tokens=20),
+                SpeculativeConfig("cross_tokenizer", 3, draft="other/draft", stop=StopRule("threshold", 0.3)),
+            )
+        ),
+        SpeculativeConfig("retrieval", 6, datastore="notes", ngram_min=2, ngram_max=4, tree_tokens=9, least_probability=0.1),
+        SpeculativeConfig("token_recycling", 5, tree_tokens=12, candidates=3, least_probability=0.25),
+        SpeculativeConfig("lookahead", 3, window=6, candidates=5),
+        SpeculativeConfig("draft_model", 2, draft="some/draft", stop=StopRule("adaptive", 0.6)),
+        SpeculativeConfig("eagle", 6, head="e", candidates=1, stop=StopRule("threshold", 0.4)),
+        SpeculativeConfig("eagle", 5, head="e", candidates=3, tree_tokens=9, least_probability=0.02),
+        SpeculativeConfig("medusa", 3, head="m", candidates=5, tree_tokens=20, least_probability=0.1),
+        SpeculativeConfig("cross_tokenizer", 3, draft="other/draft", stop=StopRule("threshold", 0.3)),
+    ],
+)
+def test_params_lead_back_to_the_configuration(config: SpeculativeConfig) -> None:
+    params = SPACE.params(config)
+    assert SPACE.suggest(optuna.trial.FixedTrial(params)) == config
+
+
+def test_an_enqueued_configuration_is_what_the_trial_gets() -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    for config in starting_points(SPACE):
+        study.enqueue_trial(SPACE.params(config))
+    assert [SPACE.suggest(study.ask()) for _ in starting_points(SPACE)] == starting_points(SPACE)
+
+
+def test_random_trials_stay_within_the_space() -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    kinds = set()
+    for _ in range(200):
+        config = SPACE.suggest(study.ask())
+        kinds.add(config.kind)
+        assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
+        if config.kind == "layer_skip":
+            assert not any(layer in _layers(config.mask) for layer in (0, 1, 10, 11))
+    assert kinds == {
+        "none",
+        "layer_skip",
+        "prompt_lookup",
+        "retrieval",
+        "token_recycling",
+        "lookahead",
+        "eagle",
+        "medusa",
+        "draft_model",
+        "cross_tokenizer",
+        "cascade",
+    }
+
+
+def _layers(mask: str) -> set[int]:
+    found: set[int] = set()
+    for part in filter(None, mask.split(";")):
+        for piece in part.partition(":")[2].split(","):
+            first, _, last = piece.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def test_what_cannot_be_verified_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    space = SearchSpace(layers=12)
+    assert supported(space, Target(build("llama"))) == space
+    assert supported(space, Target(build("gpt_neo"))).arms == ("none", "layer_skip", "prompt_lookup", "cascade")
+    assert (
+        "retrieval, token_recycling, lookahead, siblings left out: GPTNeoForCausalLM: cannot verify trees"
+        in capsys.readouterr().out
+    )
+
+
+def test_where_no_tree_can_be_verified_eagle_drafts_chains(capsys: pytest.CaptureFixture[str]) -> None:
+    space = supported(SPACE, Target(build("gpt_neo")))
+    kinds = ("none", "layer_skip", "prompt_lookup", "eagle", "draft_model", "cross_tokenizer", "cascade")
+    assert space.arms == kinds
+    assert "lookahead, medusa, trees of eagle, siblings left out" in capsys.readouterr().out
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    configs = [*starting_points(space), *(space.suggest(study.ask()) for _ in range(100))]
+    assert {config.kind for config in configs} == set(kinds)
+    for config in configs:
+        assert all(member.candidates == 1 for member in (config, *config.members) if member.kind == "eagle")
+        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
+
+
+def test_a_cascades_second_is_any_kind_that_is_an_arm() -> None:
+    assert SPACE.seconds == tuple(kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade"))
+    few = SearchSpace(layers=12, kinds=("prompt_lookup", "lookahead", "eagle", "cascade"))
+    assert few.seconds == ("lookahead",)
+    assert few.arms == ("none", "prompt_lookup", "lookahead", "cascade")
+
+
+def _past(study: optuna.Study, **choices: tuple[str, ...]) -> None:
+    """Add a trial that chose the first of each."""
+    distributions = {name: CategoricalDistribution(among) for name, among in choices.items()}
+    params = {name: among[0] for name, among in choices.items()}
+    study.add_trial(create_trial(params=params, distributions=distributions, value=1.0))
+
+
+def test_a_study_from_before_cascades_had_any_second_goes_on() -> None:
+    space = SearchSpace(layers=12, kinds=("prompt_lookup", "layer_skip", "retrieval", "cascade"))
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    _past(study, kind=space.arms, then=("layer_skip",))
+    assert as_before(space, study) == space
+    configs = [space.suggest(study.ask()) for _ in range(60)]
+    assert {config.members[1].kind for config in configs if config.kind == "cascade"} == {"layer_skip", "retrieval"}
+
+
+def test_a_study_goes_on_with_what_it_knew_of_the_cost_of_verification() -> None:
+    """Another profile would make other configurations of the same choices, and never measure the leader again."""
+    study = optuna.create_study()
+    assert verify_cost(study, lambda: (1.5, 1.75)) == verify_cost(study, lambda: (9.0,)) == (1.5, 1.75)
+    older = optuna.create_study()
+    member = SpeculativeConfig("prompt_lookup")
+    attributes = {"config": SpeculativeConfig("cascade", members=(member, member)).to_dict()}
+    older.add_trial(create_trial(value=1.0, user_attrs=attributes))
+    assert verify_cost(older, lambda: (1.5,)) == verify_cost(older, lambda: (1.5,)) == ()
+
+
+def test_a_study_goes_on_with_what_it_knew_of_the_cost_of_drafts() -> None:
+    study, older, asked = optuna.create_study(), optuna.create_study(), []
+
+    def measure(members: Sequence[SpeculativeConfig], known: dict[str, float]) -> tuple[float, ...]:
+        found = tuple(known.setdefault(member.kind, 0.25) for member in members)
+        asked.append(found)
+        return found
+
+    lookup, window = SpeculativeConfig("prompt_lookup"), SpeculativeConfig("lookahead")
+    assert draft_cost(study, measure)((lookup,)) == (0.25,)
+    assert study.user_attrs["draft_cost"] == {"prompt_lookup": 0.25}
+    assert draft_cost(study, measure)((lookup, window)) == (0.25, 0.25)
+    assert study.user_attrs["draft_cost"] == {"prompt_lookup": 0.25, "lookahead": 0.25}
+    attributes = {"config": SpeculativeConfig("cascade", members=(lookup, window), verify_cost=(1.5,)).to_dict()}
+    older.add_trial(create_trial(value=1.0, user_attrs=attributes))
+    assert draft_cost(older, measure)((lookup, window)) == draft_cost(older, measure)((lookup,)) == ()
+    assert len(asked) == 2
+
+
+def test_a_study_goes_on_with_the_kinds_that_it_chose_from() -> None:
+    """There was no cascade without a second that it could have."""
+    space = SearchSpace(layers=12, kinds=("prompt_lookup", "retrieval", "cascade"))
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    assert as_before(space, study).arms == ("none", "prompt_lookup", "retrieval", "cascade")
+    _past(study, kind=("none", "prompt_lookup", "retrieval"))
+    same = as_before(space, study)
+    assert same.arms == ("none", "prompt_lookup", "retrieval")
+    assert {same.suggest(study.ask()).kind for _ in range(20)} == set(same.arms)
+
+
+def test_no_drafting_is_always_an_arm_and_the_first_point() -> None:
+    space = SearchSpace(layers=12, kinds=("prompt_lookup",))
+    assert space.arms == ("none", "prompt_lookup")
+    assert starting_points(space)[0] == SpeculativeConfig()
+
+
+def test_draft_models_need_a_list() -> None:
+    assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).arms)
+
+
+def test_starting_points_hold_single_skips_runs_and_sparse_masks() -> None:
+    masks = [config.mask for config in starting_points(SPACE) if config.kind == "layer_skip"]
+    assert any(mask.startswith("attention:") and mask.count(",") == 0 for mask in masks)
+    assert any(mask.startswith("mlp:") for mask in masks)
+    assert sum("-" in mask and mask.startswith("layers:") for mask in masks) >= 2
+    assert any(mask.count(",") >= 1 for mask in masks)
+
+
+def _cascades(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
+    """What follows the lookups of the cascades that are tried first."""
+    pairs = [config.members for config in starting_points(space, proposed) if config.kind == "cascade"]
+    assert all(lookup.kind == "prompt_lookup" for lookup, _ in pairs)
+    return [second for _, second in pairs]
+
+
+def test_the_best_mask_foretold_is_tried_behind_a_lookup() -> None:
+    best, other = (SpeculativeConfig("layer_skip", 3, mask=f"mlp:{layer}") for layer in (4, 5))
+    proposed = [SpeculativeConfig("prompt_lookup", 5), best, other]
+    space = SearchSpace(layers=12, kinds=("none", "prompt_lookup", "layer_skip", "cascade"))
+    assert _cascades(space, proposed) == [best]
+    assert [second.kind for second in _cascades(SearchSpace(layers=12), proposed)] == ["token_recycling", "layer_skip"]
+    assert not _cascades(replace(space, kinds=("none", "prompt_lookup", "layer_skip")), proposed)
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_what_the_first_head_of_each_kind_drafts_is_tried_behind_a_lookup(trees: bool) -> None:
+    heads = {"eagle_heads": ("one", "other"), "medusa_heads": ("third",)}
+    seconds = _cascades(SearchSpace(layers=12, kinds=KINDS, trees=trees, **heads))
+    tried = [(second.kind, second.head, second.candidates > 1) for second in seconds if second.head]
+    assert tried == ([("eagle", "one", True), ("medusa", "third", True)] if trees else [("eagle", "one", False)])
+
+
+def test_cascades_know_what_verification_costs() -> None:
+    space = replace(SPACE, verify_cost=(1.5, 1.6), draft_cost=lambda members: (0.0, 0.5 * len(members)))
+    (started,) = {config.verify_cost for config in starting_points(space) if config.kind == "cascade"}
+    assert {config.draft_cost for config in starting_points(space) if config.kind == "cascade"} == {(0.0, 1.0)}
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    study.enqueue_trial({"kind": "cascade"})
+    assert started == space.suggest(study.ask()).verify_cost == space.verify_cost
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade")])
+def test_every_space_with_cascades_starts_with_one(kind: str) -> None:
+    assert [second.kind for second in _cascades(replace(SPACE, kinds=("prompt_lookup", kind, "cascade")))] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"kinds": ("hydra",)}, "space.kinds"),
+        ({"stops": ("never",)}, "space.stops"),
+        ({"skip_length": (0, 4)}, "space.skip_length"),
+        ({"ngram": (3, 2)}, "space.ngram"),
+        ({"protect_first": -1}, "space.protect_first"),
+        ({"protect_first": 6, "protect_last": 6}, "space.protect_first"),
+        ({"masks": ("layers:40",)}, "space.masks"),
+        ({"masks": ("layers:0",)}, "space.masks"),
+        ({"masks": ("heads:1",)}, "space.masks"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        SearchSpace(layers=12, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,166 @@
+"""What a trial records when something is wrong: memory that runs out, an output that changed, a defect."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+
+from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.decoding.draft import Draft
+from layerskip.drafters.prompt_lookup import PromptLookup
+from searches.space.search_space import SearchSpace
+from searches.study.bench import ModelBench
+from searches.study.finals import Finalist, Finals, measure_finals
+from searches.study.leaderboard import ranking
+from searches.study.objective import MeasureSettings, Objective, OutputChanged
+from searches.study.study import StudySettings, finished, run_trials
+
+SETTINGS = MeasureSettings(max_new_tokens=8, prompts=2, finalists=2, drift=1e9)  # milliseconds say nothing of the machine
+PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
+SKIP = SpeculativeConfig("layer_skip", 2, mask="layers:1")
+LOOKUP = SpeculativeConfig("prompt_lookup", 4, ngram_min=1, ngram_max=2)
+
+
+def _bench(target: Target) -> ModelBench:
+    return ModelBench(target, Sampling(), SETTINGS.max_new_tokens)
+
+
+def _study(target: Target, *configs: SpeculativeConfig) -> tuple[optuna.Study, Objective]:
+    space = SearchSpace(target.layers, protect_first=0, protect_last=0)
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for config in configs:
+        study.enqueue_trial(space.params(config))
+    return study, Objective(_bench(target), space, PROMPTS, SETTINGS, seed=0)
+
+
+def _run(study: optuna.Study, objective: Objective, trials: int) -> None:
+    run_trials(study, objective, StudySettings(n_trials=trials), lambda trial: None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_running_out_of_memory_is_knowledge(
+    error: BaseException, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Draft:
+        raise error
+
+    monkeypatch.setattr(PromptLookup, "draft", fail)
+    study, objective = _study(tiny_target, LOOKUP, SpeculativeConfig())
+    _run(study, objective, 2)
+    failed, good = finished(study)
+    assert failed.state == TrialState.PRUNED
+    assert failed.user_attrs["reason"] == "out of memory"
+    assert failed.constraints["out_of_memory"] > 0
+    assert good.state == TrialState.COMPLETE
+    assert good.constraints["out_of_memory"] <= 0
+
+
+def test_a_defect_is_raised_and_counts_as_no_trial(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Draft:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(PromptLookup, "draft", fail)
+    study, objective = _study(tiny_target, LOOKUP)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        _run(study, objective, 1)
+    assert finished(study) == []
+    assert study.trials[0].state == TrialState.FAIL
+
+
+def test_a_changed_float32_output_stops_everything(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerskip.decoding import decode
+
+    genuine = decode.verify
+
+    def gullible(draft: Draft, target_probs: torch.Tensor, generator: Any = None) -> Any:
+        """Accepts every drafted token."""
+        size = draft.tokens.shape[0]
+        return genuine(draft, torch.cat((draft.tokens, target_probs[size:])), generator)
+
+    monkeypatch.setattr(decode, "verify", gullible)
+    study, objective = _study(tiny_target, LOOKUP)
+    with pytest.raises(OutputChanged):
+        _run(study, objective, 1)
+
+
+def test_replicates_of_a_configuration_are_pooled(tiny_target: Target) -> None:
+    other = SpeculativeConfig("prompt_lookup", 2, ngram_min=1, ngram_max=1)
+    study, objective = _study(tiny_target, LOOKUP, other, LOOKUP, SpeculativeConfig())
+    _run(study, objective, 4)
+    ranked = {entry.config: entry for entry in ranking(study)}
+    assert set(ranked) == {LOOKUP, other}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number in (0, 2):
+        table = study.trials[number].user_attrs["table"]
+        names = ("prompt_id", "decode_seconds", "tokens_per_second", "baseline_tokens_per_second")
+        for prompt, seconds, rate, baseline in zip(*(table[name] for name in names), strict=True):
+            found.setdefault(prompt, []).append((seconds, seconds * rate / baseline))
+    own, plain = (sum(statistics.fmean(pair[i] for pair in pairs) for pairs in found.values()) for i in (0, 1))
+    assert ranked[LOOKUP].speedup == pytest.approx(plain / own)
+    assert (ranked[LOOKUP].complete, ranked[LOOKUP].last) == (2, 2)
+
+
+def test_finals_are_measured_once(tiny_target: Target, tmp_path: Path) -> None:
+    study, objective = _study(tiny_target, LOOKUP, SpeculativeConfig("prompt_lookup", 2), SpeculativeConfig())
+    _run(study, objective, 3)
+    finals = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, 0, tmp_path)
+    (kept,) = tmp_path.iterdir()
+    lines = kept.read_bytes().splitlines(keepends=True)
+    kept.write_bytes(b"".join(lines[:1]) + lines[1][:20])  # as a kill may leave it
+    measured: list[str] = []
+    bench = _bench(tiny_target)
+
+    class Watched:
+        layers, exact, conditions = bench.layers, bench.exact, bench.conditions
+
+        def compare(self, configs: Any, prompts: PromptSet, *rest: Any) -> Any:
+            measured.extend(item.id for item in prompts)
+            return bench.compare(configs, prompts, *rest)
+
+    again = measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, tmp_path)
+    assert measured == [item.id for item in PROMPTS][1:]
+    assert {f.config for f in again.finalists} == {f.config for f in finals.finalists}
+    assert measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, tmp_path) == again
+    assert measured == [item.id for item in PROMPTS][1:]
+
+
+def _finalist(config: SpeculativeConfig, speedup: float, low: float, verdict: str = "exact", **more: Any) -> Finalist:
+    held_out = {"speedup": speedup, "prompts": 5, "losslessness": {"verdict": verdict}} | more
+    return Finalist(config, speedup, held_out, low)
+
+
+@pytest.mark.parametrize(
+    ("finalists", "winner"),
+    [
+        ([_finalist(LOOKUP, 1.2, 1.01)], LOOKUP),
+        ([_finalist(LOOKUP, 1.2, 0.99)], None),
+        ([_finalist(LOOKUP, 1.2, 1.01, "near_tie")], LOOKUP),
+        ([_finalist(LOOKUP, 1.2, 1.01, "different")], None),
+        ([_finalist(LOOKUP, 1.2, 1.01, prompts=4)], None),
+        ([_finalist(SKIP, 1.3, 1.1), _finalist(LOOKUP, 1.29, 1.1)], LOOKUP),
+        ([_finalist(SKIP, 1.3, 1.1), replace(_finalist(LOOKUP, 1.29, 1.1), ties=False)], SKIP),
+        ([_finalist(SKIP, 1.3, 1.1), _finalist(LOOKUP, 1.29, 0.9)], SKIP),
+        ([_finalist(replace(LOOKUP, draft_length=9), 1.3, 1.1), _finalist(LOOKUP, 1.29, 1.1)], LOOKUP),
+        ([replace(_finalist(LOOKUP, 1.6, 1.2), stayed=False), _finalist(SKIP, 1.3, 1.1)], SKIP),
+        ([], None),
+    ],
+)
+def test_the_simplest_of_those_that_tie_with_the_fastest_wins(
+    finalists: list[Finalist], winner: SpeculativeConfig | None
+) -> None:
+    baseline = {"speedup": 1.0, "prompts": 5, "losslessness": {"verdict": "exact"}}
+    assert Finals(tuple(finalists), baseline, 1.0).winner.config == (winner or SpeculativeConfig())

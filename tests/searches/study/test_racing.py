@@ -1,0 +1,280 @@
+"""How trials race, on a bench whose every pace is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from layerskip import PromptSet, SpeculativeConfig
+from layerskip.measure.measurement import Sample
+from searches.space.search_space import SearchSpace
+from searches.study.leaderboard import LeaderboardEntry, configuration, ranking
+from searches.study.objective import MeasureSettings, Objective
+from searches.study.pruning import Judgement
+from searches.study.study import StudySettings, finished, run_trials
+from searches.tracking.names import DRIFTED
+from tests.searches.known import PROMPTS, SETTINGS, Known, lookup, run_known
+
+
+def test_only_who_is_level_with_the_best_gets_more_prompts() -> None:
+    fast, slow, close = lookup(4), lookup(5), lookup(6)
+    bench = Known({fast: 1.5, slow: 1.2, close: 1.49})
+    run_known(bench, fast, slow, close)
+    counts = {config: len([c for c, _ in bench.asked if c == config]) for config in (fast, slow, close)}
+    assert counts == {fast: 5, slow: 3, close: 5}
+
+
+def test_who_still_is_level_then_is_measured_again() -> None:
+    fast, once = lookup(4), lookup(5)
+
+    class Uneven(Known):
+        """One of the two is level on the first prompts alone."""
+
+        def compare(
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
+        ) -> Iterator[dict[str, Sample]]:
+            for number, item in enumerate(prompts):
+                self.speedups = {fast: 1.5, once: 1.5 if number < 3 else 1.2}
+                yield from super().compare(configs, PromptSet((item,)), repeats, seed)
+
+    bench = Uneven({})
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for config in (fast, once):
+        study.enqueue_trial(space.params(config))
+    objective = Objective(bench, space, PROMPTS, MeasureSettings(prompts=3, survivor_prompts=5), seed=0)
+    run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None)
+    assert [sum(config == asked for asked, _ in bench.asked) for config in (fast, once)] == [10, 5]
+
+
+def test_who_is_level_is_measured_again_where_there_are_no_more_prompts() -> None:
+    fast, slow = lookup(4), lookup(5)
+    bench = Known({fast: 1.5, slow: 1.2})
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for config in (fast, slow):
+        study.enqueue_trial(space.params(config))
+    objective = Objective(bench, space, PROMPTS, MeasureSettings(prompts=None, survivor_prompts=None), seed=0)
+    run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None)
+    assert [sum(config == asked for asked, _ in bench.asked) for config in (fast, slow)] == [16, 8]
+
+
+def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
+    config = lookup(4)
+    # In the fourth trial of five prompts the machine stumbles once.
+    bench = Known({config: 1.5}, drift=lambda call: 2.0 if call == 16 else 1.0)
+    study = run_known(bench, config, config, config, config)
+    trials = finished(study)
+    assert [trial.user_attrs.get(DRIFTED, 0) for trial in trials] == [0, 0, 0, 1]
+    assert bench.calls == 21
+    assert trials[-1].user_attrs["table"]["baseline_tokens_per_second"] == [10.0] * 5
+    assert trials[-1].value == pytest.approx(1.5)
+
+
+def test_a_trial_is_measured_again_where_the_machine_was_slow_all_along() -> None:
+    """None of its prompts is unlike the others; the trials before tell."""
+    config = lookup(4)
+    bench = Known({config: 1.5}, drift=lambda call: 2.0 if 10 <= call < 13 else 1.0)
+    trials = finished(run_known(bench, config, config, config))
+    assert [trial.user_attrs.get(DRIFTED, 0) for trial in trials] == [0, 0, 3]
+    assert trials[-1].user_attrs["table"]["baseline_tokens_per_second"] == [10.0] * 5
+
+
+def test_a_machine_that_stays_slower_is_the_usual_one_soon() -> None:
+    config = lookup(4)
+    bench = Known({config: 1.5}, drift=lambda call: 2.0 if call >= 15 else 1.0)
+    trials = finished(run_known(bench, *[config] * 8))
+    assert [trial.user_attrs.get(DRIFTED, 0) for trial in trials] == [0, 0, 0, 5, 5, 0, 0, 0]
+
+
+def test_who_learns_knows_as_much_when_a_prompt_is_measured_again() -> None:
+    config = lookup(4)
+    told: list[list[str]] = []
+
+    class Watched(Known):
+        def compare(
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *rest: Any
+        ) -> Iterator[dict[str, Sample]]:
+            if rest:
+                told.append([item.id for item in rest[1]])
+            return super().compare(configs, prompts, repeats, seed)
+
+    bench = Watched({config: 1.5}, drift=lambda call: 2.0 if call == 17 else 1.0)
+    run_known(bench, config, config, config, config)
+    names = [item.id for item in PROMPTS.take(None)]
+    others, measured = names[5:], names[:5]
+    # Every trial begins with prompts that are not measured; the one that was measured again had others before it, too.
+    assert told == [others] * 4 + [[*others, *measured[:2]]]
+
+
+def test_a_leader_is_due_after_so_many_trials_however_many_were_interrupted() -> None:
+    fast, others = lookup(4), [lookup(length) for length in range(5, 12)]
+    bench = Known({fast: 1.5})
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for _ in range(20):  # as Ctrl-C leaves them
+        study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)
+    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=6, remeasure=3), lambda trial: None, [fast, *others])
+    tried = [SpeculativeConfig.from_dict(trial.user_attrs["config"]) for trial in finished(study)]
+    assert [place for place, config in enumerate(tried) if config == fast] == [0, 4]
+
+
+def test_no_two_comparisons_of_a_study_draw_alike() -> None:
+    """A leader's replicates are pooled, and a draw that is counted twice is no second one."""
+
+    class Drawing(Known):
+        def compare(
+            self, configs: Any, prompts: PromptSet, repeats: int, seed: int, *rest: Any
+        ) -> Iterator[dict[str, Sample]]:
+            draws.extend((seed + place, item.id) for place, item in enumerate(prompts))
+            return super().compare(configs, prompts, repeats, seed, *rest)
+
+    draws: list[tuple[int, str]] = []
+    fast, settings = lookup(4), MeasureSettings(prompts=3, survivor_prompts=5, survivor_repeats=1)
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(Drawing({fast: 1.5}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, settings, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=9, remeasure=2), lambda trial: None, [fast])
+    assert len(draws) > 30
+    assert len(set(draws)) == len(draws)
+
+
+def test_trials_begin_with_the_prompt_that_they_are_told() -> None:
+    bench, fast = Known({lookup(4): 1.5}), lookup(4)
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(bench, SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=1, begin=3)
+    run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [fast])
+    turns = [item.id for item in PROMPTS.take(None)]
+    assert [prompt for _, prompt in bench.asked] == turns[3:]  # the first three, and as a survivor two more
+
+
+def test_the_leader_is_measured_again_before_all_starting_points_are_tried() -> None:
+    fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
+    bench = Known({fast: 1.5})
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(bench, SearchSpace(bench.layers, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=6, remeasure=3), lambda trial: None, [fast, *others])
+    run_trials(study, objective, StudySettings(n_trials=12, remeasure=3), lambda trial: None, [fast, *others])  # resumed
+    tried = [configuration(trial) for trial in finished(study)]
+    assert [number for number, config in enumerate(tried) if config == fast] == [0, 4, 8]
+    assert [config for config in tried if config != fast] == others[:9]
+
+
+def test_what_does_not_lead_is_not_measured_a_third_time() -> None:
+    fast, slow = lookup(4), lookup(5)
+    bench = Known({fast: 1.5, slow: 1.2})
+    study = run_known(bench, fast, slow, slow, slow)
+    last = finished(study)[-1]
+    assert last.state == TrialState.COMPLETE  # with what is known of it, so that the sampler learns nothing wrong
+    assert last.value == pytest.approx(1.2)
+    assert last.user_attrs["reason"] == "measured often enough"
+    assert len([config for config, _ in bench.asked if config == slow]) == 6
+
+
+def test_what_was_ruled_out_once_is_judged_again() -> None:
+    """A sampler repeats itself; what it repeats is not decoded for that."""
+
+    class Gloomy:
+        def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement:
+            return Judgement(0.5, 0.6, 1.0)
+
+    bench, space = Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    for _ in range(3):
+        study.enqueue_trial(space.params(lookup(4)))
+    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, prior=Gloomy())  # type: ignore[arg-type]
+    run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
+    assert [trial.state for trial in finished(study)] == [TrialState.PRUNED] * 3
+    assert not bench.asked
+
+
+def test_a_leader_is_measured_whatever_was_foretold_of_it() -> None:
+    """The fastest of many trials is likely to be faster than foretold; it must not block the study."""
+
+    class Gloomy:
+        def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement:
+            return Judgement(0.5, 0.6, 1.0 if not finished(study) else 1.5)
+
+    fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
+    bench = Known({fast: 1.5})
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [fast])
+    objective.prior = Gloomy()  # type: ignore[assignment]
+    run_trials(study, objective, StudySettings(n_trials=12, remeasure=3), lambda trial: None, others)
+    trials = finished(study)
+    assert [trial.number for trial in trials if configuration(trial) == fast] == [0, 4, 8]
+    assert [trial.number for trial in trials if "table" in trial.user_attrs] == [0, 4, 8]
+
+
+def test_configurations_are_compared_on_prompts_that_both_decoded() -> None:
+    """A leads on easy prompts that B never saw; B is better on all that both decoded."""
+    a, b = LeaderboardEntry(lookup(4)), LeaderboardEntry(lookup(5))
+    table = {"prompt_id": ["1", "2", "easy"], "decode_seconds": [1.0] * 3, "baseline_tokens_per_second": [10.0] * 3}
+    a.add(table | {"tokens_per_second": [12.0, 12.0, 18.0]})
+    b.add({name: values[:2] for name, values in (table | {"tokens_per_second": [13.0] * 3}).items()})
+    assert a.speedup > b.speedup
+    study = optuna.create_study(direction="maximize")
+    for entry in (a, b):
+        attributes = {
+            "config": entry.config.to_dict(),
+            "measurement": {"losslessness": {"verdict": "exact"}},
+            "table": table | {"tokens_per_second": [12.0, 12.0, 18.0]}
+            if entry is a
+            else {name: values[:2] for name, values in (table | {"tokens_per_second": [13.0] * 3}).items()},
+        }
+        study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs=attributes))
+    assert [entry.config for entry in ranking(study)] == [b.config, a.config]
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:WilcoxonPruner finds steps")
+def test_who_is_behind_on_the_first_prompts_is_not_stopped_where_one_of_them_makes_the_difference() -> None:
+    """Ranks alone would stop it: behind on five of five. By how much differs so that the next ones may turn it."""
+    lucky, steady, slow = lookup(4), lookup(5), lookup(6)
+    prompts = PromptSet.of([f"prompt {i}" for i in range(24)])
+    paces = dict(zip(prompts.take(None), [1.31, 6.0, 1.32, 1.33, 1.34] + [1.1] * 19, strict=True))
+
+    class Uneven(Known):
+        def compare(
+            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
+        ) -> Iterator[dict[str, Sample]]:
+            for item in prompts:
+                self.speedups = {lucky: paces[item], steady: 1.3, slow: 1.0}
+                yield from super().compare(configs, PromptSet((item,)), repeats, seed)
+
+    bench = Uneven({})
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1))
+    for config in (lucky, steady, slow):
+        study.enqueue_trial(space.params(config))
+    objective = Objective(bench, space, prompts, MeasureSettings(prompts=24, survivor_prompts=24), seed=0)
+    run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
+    assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
+    assert ranking(study)[0].config == steady
+
+
+def test_plain_decoding_is_measured_once_by_itself() -> None:
+    """It is measured beside every other trial anyway."""
+    bench = Known({})
+    study = run_known(bench, SpeculativeConfig(), SpeculativeConfig(), SpeculativeConfig())
+    assert ["table" in trial.user_attrs for trial in finished(study)] == [True, False, False]
+    assert len(bench.asked) == SETTINGS.prompts  # as level with the best as it is
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:WilcoxonPruner finds steps")
+def test_who_is_slower_than_plain_decoding_is_stopped_though_ahead_of_all_other_drafters() -> None:
+    slow, better = lookup(4), lookup(5)
+    bench = Known({slow: 0.7, better: 0.72})
+    prompts = PromptSet.of([f"prompt {i}" for i in range(24)])
+    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1))
+    for config in (SpeculativeConfig(), slow, better):
+        study.enqueue_trial(space.params(config))
+    objective = Objective(bench, space, prompts, MeasureSettings(prompts=24, survivor_prompts=24), seed=0)
+    run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
+    assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.PRUNED]

@@ -1,0 +1,63 @@
+"""What is said of a suggestion that the prior ruled out: by its trial, by its run and by the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from layerskip import SpeculativeConfig
+from searches.report import study_report as report
+from searches.space.search_space import SearchSpace
+from searches.study.objective import Objective
+from searches.study.pruning import Judgement
+from searches.study.study import StudySettings, run_trials
+from searches.tracking.names import PREDICTED
+from searches.tracking.tracker import Tracker
+from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
+from tests.searches.programs import runs, sqlite, tracked
+
+REASON = "cannot reach the best: at most 0.600 x, the best has 1.250 x"
+
+
+class Gloomy:
+    """Sees no hope for one configuration, and says nothing of others."""
+
+    def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement | None:
+        return Judgement(0.5, 0.6, 1.25) if config == lookup(5) else None
+
+
+@pytest.fixture(scope="module")
+def study() -> optuna.Study:
+    """Two trials, of which the second was ruled out."""
+    made = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    bench, space = Known({lookup(4): 1.25}), SearchSpace(6, kinds=["none", "prompt_lookup"])
+    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, prior=Gloomy())  # type: ignore[arg-type]
+    run_trials(made, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None, [lookup(4), lookup(5)])
+    return made
+
+
+def test_its_trial_says_why_and_what_was_foretold(study: optuna.Study) -> None:
+    measured, trial = study.trials
+    assert trial.state == TrialState.PRUNED
+    assert (trial.user_attrs["reason"], trial.user_attrs[PREDICTED]) == (REASON, 0.5)
+    assert "measurement" not in trial.user_attrs
+    assert not {"reason", PREDICTED} & measured.user_attrs.keys()
+
+
+def test_its_run_says_so_too(study: optuna.Study, tmp_path: Path) -> None:
+    tracker = Tracker(None, tracked(tmp_path), "studies")
+    tracker.open_study("gloomy", "who", {}, {})
+    for trial in study.trials:
+        tracker.record(trial)
+    measured, run = sorted(runs(sqlite(tmp_path), "trial"), key=lambda run: run.data.tags["trial_number"])
+    assert (run.data.tags["trial_state"], run.data.tags["reason"]) == ("PRUNED", REASON)
+    assert run.data.metrics.keys() == {PREDICTED, "seconds", "drifted"}
+    assert run.data.metrics[PREDICTED] == 0.5
+    assert "reason" not in measured.data.tags and "speedup" in measured.data.metrics
+
+
+def test_the_report_counts_it(study: optuna.Study) -> None:
+    assert "2 trials: 0 stopped early, 1 not run (1 hopeless)." in report.summary(study, None)

@@ -1,0 +1,80 @@
+"""A study killed in each of its stages: does the same command go on, and repeat nothing that was finished?"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from searches.app.time_ledger import FITS, seconds_of
+from tests.searches.programs import fork, journal_study, quick, tracked
+
+STAGES = ("continuations", "profile", "scan", "trials", "verdict")
+
+
+def _study(log: Path, stage: str, piece: int, *overrides: str) -> tuple[int, list[str]]:
+    """Run a mortal study; its exit code and what it began."""
+    done = fork("tests.searches.mortal", str(log), stage, str(piece), *overrides, cwd=log.parent)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode, log.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_in_a_stage_nothing_finished_is_done_again(stage: str, tiny_folder: Path, tmp_path: Path) -> None:
+    small = ("scan.prompts=3", "scan.profile_repeats=2", "scan.proposals.screened=8", "scan.proposals.scanned=2")
+    more = (
+        "space.kinds=[none,layer_skip]",
+        "study.n_trials=4",
+        "study.name=mortal",
+        "measure.held_out_prompts=4",
+        "measure.held_out_repeats=1",
+        "measure.drift=1000",  # what a busy machine slowed down is measured again, killed or not
+    )
+    overrides = quick(tiny_folder, tracked(tmp_path), *small, *more)
+    died, before = _study(tmp_path / "first.log", stage, 1 if stage == "profile" else 3, *overrides)
+    assert died == -signal.SIGKILL
+    *finished, killed = before
+    assert killed.startswith(stage)
+    ended, after = _study(tmp_path / "second.log", stage, 0, *overrides)
+    assert ended == 0
+    assert not set(finished) & set(after)
+    assert stage == "trials" or killed in after
+    assert {line.split()[0] for line in before + after} == set(STAGES)
+    assert [line.split()[0] for line in finished + after if line.startswith("continuations")] == ["continuations"] * 3
+    # Numbers are never given twice, so that nothing was tried again shows in how many trials were begun.
+    assert sum(line.startswith("trials") for line in before + after) == 4 + (stage == "trials")
+    assert sum(trial.state.is_finished() for trial in journal_study(tmp_path, "mortal").trials) >= 4
+    assert (tmp_path / "mortal" / "best.json").exists()
+
+
+@pytest.mark.parametrize(("stage", "piece"), [("fits", 2), ("training", 3)])
+def test_killed_while_bridges_are_fitted_or_trained_nothing_finished_is_done_again(
+    stage: str, piece: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    small = ("scan.prompts=2", "scan.profile_repeats=2", "scan.proposals.screened=6", "scan.proposals.scanned=2")
+    bridged = ("space=bridged", "space.draft_heads=[0]", "bridging.tokens=200", "bridging.max_new_tokens=16")
+    trained = ("bridging.batch=8", "bridging.train_seconds=3", "bridging.train_width=4", "scan.proposals.enqueued=1")
+    more = ("study.n_trials=6", "study.name=mortal", "measure.held_out_prompts=2", "space.siblings=0")
+    overrides = quick(tiny_folder, tracked(tmp_path), *small, *bridged, *trained, *more)
+    died, before = _study(tmp_path / "first.log", stage, piece, *overrides)
+    assert died == -signal.SIGKILL
+    *finished, killed = before
+    assert killed.startswith(stage)
+    ended, after = _study(tmp_path / "second.log", stage, 0, *overrides)
+    assert ended == 0
+    assert not set(finished) & set(after)
+    assert killed in after
+    steps = [line for line in finished + after if line.startswith("training")]
+    assert steps == [f"training step {number}" for number in range(len(steps))]
+    assert len(steps) >= piece
+    done = [line for line in finished + after if line.startswith("fits")]
+    assert len(done) == len(set(done)) >= 2
+    # What was fitted before the kill counts as what the search took, though no clock was read that saw it.
+    kept = {}
+    for path in tmp_path.glob("bridge_store/*/*/head.json"):
+        about = json.loads(path.read_text(encoding="utf-8"))
+        kept[path.parent.name] = about["training"]["seconds"]
+    assert len(kept) == len(done)
+    assert seconds_of(journal_study(tmp_path, "mortal"), FITS) == kept

@@ -1,0 +1,281 @@
+"""Bridges of finalists: trained once, from their nearest neighbour on, and never at the cost of what was searched for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip import AcceptRule, Sampling, SkipMask, SpeculativeConfig, StopRule, Target, generate
+from layerskip.costs.cost_model import Aids, CostProfile
+from layerskip.models.bridge import load_bridges, save_bridges
+from layerskip.models.skip_view import skip_view
+from layerskip.prompts import PromptSet
+from layerskip.scan.scan import Scanner
+from layerskip.texts.continuations import Continuation, continue_prompts
+from searches.app.checks import InputError
+from searches.predict.oracle import Choices
+from searches.predict.scan_oracle import ScanOracle
+from searches.space.bridge_spec import BridgeSpec
+from searches.study.leaderboard import LeaderboardEntry
+from searches.study.trained_finalists import TrainedBridges
+from searches.tracking.tracker import Tracker
+from searches.training.bridge_settings import BridgingSettings
+from searches.training.bridge_store import BridgeStore
+from searches.training.bridge_training import BridgeLearner
+from tests.searches.programs import runs, sqlite, tracked
+
+LINEAR = BridgeSpec("linear")
+
+
+def test_finalists_that_cannot_be_trained_are_measured_as_they_are(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trained(_: TrainedBridges, config: SpeculativeConfig) -> SpeculativeConfig:
+        raise InputError("training_bytes: 10 hold not even one text") if config.draft_length == 1 else MemoryError
+
+    found = [LeaderboardEntry(SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b")) for length in (1, 2)]
+    monkeypatch.setattr(TrainedBridges, "of", trained)
+    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
+    assert TrainedBridges(bridge_store).finalists(found, []) == []
+    said = capsys.readouterr().out
+    assert "stay as they were fitted: training_bytes: 10 hold not even one text" in said
+    assert "stay as they were fitted: out of memory" in said
+
+
+@pytest.fixture
+def helpful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is trained is used: whether a training helps is for another test to ask."""
+    monkeypatch.setattr("layerskip.bridges.fit.Calibration.judge", lambda _, mask, bridges: float(bridges is not None))
+
+
+@pytest.fixture
+def in_steps(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds that no training needs, as all end after as many steps, however busy the machine."""
+    monkeypatch.setattr("searches.study.trained_finalists._STEPS", 60)
+    return 1000.0
+
+
+def test_finalists_are_trained_once(in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path) -> None:
+    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
+    mask = next(
+        m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if bridge_store.bridge(m, LINEAR)
+    )
+    config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))
+    grown = TrainedBridges(bridge_store)
+    trained = grown.of(config)
+    before, after = (load_bridges(found.bridge, tiny_target, mask).state_dict() for found in (config, trained))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert bridge_store.bridge_spec(trained) == LINEAR
+    written = (Path(trained.bridge) / "head.json").stat().st_mtime_ns
+    assert grown.of(config) == trained
+    assert (Path(trained.bridge) / "head.json").stat().st_mtime_ns == written
+    plain = generate(tiny_target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
+    assert generate(tiny_target, "Hello.", trained, max_new_tokens=12).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("harm", [False, True])
+def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
+    harm: bool,
+    in_steps: float,
+    tiny_target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And is judged on texts that it did not learn from, by real drafts of one token behind each of their prefixes."""
+    learnt: list[Continuation] = []
+
+    class Noting(BridgeLearner):
+        def loss(self, places: list[int]) -> torch.Tensor:
+            learnt.extend(self._passages[place] for place in places)
+            return super().loss(places)
+
+        def learn_all(self, tracker: Tracker | None) -> None:
+            super().learn_all(tracker)
+            for parameter in self.module.parameters() if harm else ():
+                parameter.data.zero_()  # as good as empty skips, hence no better
+
+    monkeypatch.setattr("searches.study.trained_finalists.BridgeLearner", Noting)
+    settings = BridgingSettings(300, 16, 8, 2**24, in_steps)
+    bridge_store = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
+    mask = next(
+        m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if bridge_store.bridge(m, LINEAR)
+    )
+    config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))
+    found = TrainedBridges(bridge_store).of(config)
+    said = capsys.readouterr().out
+    (folder,) = bridge_store.folder.glob("trained-*")
+    about = json.loads((folder / "head.json").read_text())["training"]
+    held = bridge_store.calibration.held
+    assert held and learnt and not set(held) & set(learnt)
+    assert about["helps"] == (about["bridged"] > about["empty"])
+    assert (found is None) == (not about["helps"]) == (f"trained for {mask.format()} drafts no better" in said)
+    assert (found is None) == harm
+    bridges = load_bridges(folder, tiny_target, mask)
+    rows = [(continuation, s) for continuation in held for s in range(continuation.starts)][
+        -round(0.2 * len(bridge_store.calibration.starts)) :
+    ]
+    for chosen, rate in ((None, about["empty"]), (bridges, about["bridged"])):
+        view, right = skip_view(tiny_target.model, mask, chosen), 0
+        for continuation, s in rows:
+            ids = torch.tensor([[*continuation.prompt, *continuation.tokens[: s + 1]]])
+            with torch.no_grad():
+                cache = tiny_target.model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+                drafted = view(input_ids=ids[:, -1:], past_key_values=cache).logits[0, -1].argmax()
+            right += int(drafted) == continuation.tokens[s + 1]
+        assert right / len(rows) == pytest.approx(rate, abs=1.5 / len(rows))
+    assert TrainedBridges(bridge_store).of(config) == found  # nor is it trained again
+    assert sorted(path.name for path in bridge_store.folder.glob("trained-*")) == [folder.name]
+
+
+def test_finalists_begin_as_their_nearest_neighbour(
+    in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str | None] = []
+
+    class Noting(BridgeLearner):
+        def begin(self) -> None:
+            begun.append(None if self._neighbour is None else self._neighbour.shape.mask)
+            super().begin()
+
+    monkeypatch.setattr("searches.study.trained_finalists.BridgeLearner", Noting)
+    monkeypatch.setattr("layerskip.bridges.fit.Fit.helps", True)
+    settings = BridgingSettings(200, 16, 8, 2**24, in_steps)
+    bridge_store = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
+    grown, masks = TrainedBridges(bridge_store), ["layers:0", "layers:0-2", "layers:0-1", "attention:1"]
+    for mask in masks:
+        grown.of(_bridged(bridge_store, mask))
+    assert begun == [None, "layers:0", "layers:0-2", "layers:0-1"]  # of two as near, the one that was trained last
+    again = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
+    grown = TrainedBridges(again)
+    for mask in (masks[0], "attention:2"):  # what was trained before is not trained again, and is a neighbour
+        grown.of(_bridged(again, mask))
+    assert begun[len(masks) :] == ["layers:0"]
+
+
+def test_a_training_that_went_on_tells_of_its_closed_form(
+    in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: BridgeLearner) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("layerskip.bridges.fit.Fit.helps", True)
+    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
+    tracker = Tracker(None, tracked(tmp_path), "layerskip")
+    tracker.open_study("one", "one", {}, {})
+    config = _bridged(bridge_store, "layers:1")
+    with monkeypatch.context() as patched:
+        patched.setattr(BridgeLearner, "learn", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            TrainedBridges(bridge_store, tracker).of(config)
+    again = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
+    assert TrainedBridges(again, tracker).of(config) is not None
+    (run,) = runs(sqlite(tmp_path), "training")
+    assert run.data.metrics["fit_seconds"] > 0
+    assert run.data.metrics["agreement_closed_form"] == 1.0
+
+
+def test_how_far_trained_bridges_draft_is_asked_once_more(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is best by the counts of real decoding is chosen, whatever suited the closed form."""
+    continuations = continue_prompts(tiny_target, PromptSet.of(["Say one.", "Say two."]), Sampling(), 20)
+    scanner, layers = Scanner(tiny_target, continuations, Sampling(), depth=4), tiny_target.layers
+    verify = (8.0, 8.2, 8.4, 8.6, 8.8)
+    prices = CostProfile(20, 0.05, 0.01, (0.01,) * layers, (0.01,) * layers, 0.01, 0.3, verify, 0.02, 1e-5)
+    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
+    fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
+    fitted = replace(fitted, draft_length=4, stop=StopRule("threshold", 0.3))  # none of those that every mask is tried with
+    mask = SkipMask.parse(fitted.mask, layers)
+    plain = ScanOracle(scanner, scanner.sample(8), prices, Choices((1, 4)), tmp_path / "scans")
+    oracles = [plain.bridged(made, bridge_store) for made in (BridgeSpec("mean"), LINEAR)]
+    folders = {}
+    for spoilt in (0.0, 0.3, 10.0):
+        bridges = load_bridges(fitted.bridge, tiny_target, mask)
+        for parameter in bridges.parameters():
+            parameter.data += spoilt * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        folders[spoilt] = tmp_path / f"trained-{spoilt}"
+        about = {"bridge": "linear", "rank": 0, "width": 0, "seconds": spoilt}
+        save_bridges(folders[spoilt], bridges, tiny_target, about, "texts")
+    each = prices.draft_seconds(mask, aids=Aids.of(bridges.shape))
+    grown, chosen = TrainedBridges(bridge_store), []
+    for folder in folders.values():
+        monkeypatch.setattr(grown, "of", lambda config, folder=folder: replace(config, bridge=str(folder)))
+        (found,) = grown.finalists([LeaderboardEntry(fitted)] * 2, oracles)
+        worth = {}
+        for choice in [*((length, StopRule()) for length in range(1, 5)), (fitted.draft_length, fitted.stop)]:
+            asked, rounds = replace(fitted, bridge=str(folder), draft_length=choice[0], stop=choice[1]), []
+            for continuation in continuations:
+                rounds += generate(tiny_target, list(continuation.prompt), asked, max_new_tokens=20).stats.rounds
+            cost = each + (0.01 if choice[1].kind == "threshold" else 0.0)
+            spent = sum(verify[r.drafted] + cost * r.drafted + (0.3 if r.drafted else 0.0) for r in rounds)
+            worth[asked] = sum(r.committed for r in rounds) / spent
+        assert worth[found.config] == pytest.approx(max(worth.values()))
+        chosen.append((found.config.draft_length, found.config.stop))
+    assert len(set(chosen)) > 1
+    monkeypatch.setattr(Scanner, "scan", None)  # whoever scans again fails
+    (again,) = grown.finalists([LeaderboardEntry(fitted)], oracles)
+    assert again.config == found.config
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_finalists_draft_as_before_where_nobody_can_tell(
+    memory: bool, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scan(*asked: Any, **more: Any) -> None:
+        assert not memory
+        raise MemoryError
+
+    continuations = continue_prompts(tiny_target, PromptSet.of(["Say one."]), Sampling(), 10)
+    scanner, layers = Scanner(tiny_target, continuations, Sampling(), depth=4), tiny_target.layers
+    prices = CostProfile(20, 0.4, 0.1, (0.1,) * layers, (0.1,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0, 12.0))
+    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
+    fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
+    # What is accepted by another rule, or so far ahead, no scan tells.
+    others = [replace(fitted, accept=AcceptRule("typical")), replace(fitted, draft_length=9)]
+    oracle = ScanOracle(scanner, scanner, prices, Choices((1, 4)), tmp_path / "scans").bridged(LINEAR, bridge_store)
+    monkeypatch.setattr(Scanner, "scan", scan)
+    grown = TrainedBridges(bridge_store)
+    monkeypatch.setattr(grown, "of", lambda config: config)
+    asked = others if memory else [fitted]
+    assert [found.config for found in grown.finalists([LeaderboardEntry(config) for config in asked], [oracle])] == asked
+    assert ("drafts as far as before its training: out of memory" in capsys.readouterr().out) != memory
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_bridges_of_a_cascades_members_are_trained_too_and_what_they_take_then_is_told(
+    told: bool, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup = SpeculativeConfig("prompt_lookup", 3)
+    fitted = SpeculativeConfig("layer_skip", 2, mask="layers:1", bridge="fitted")
+    hopeless = replace(fitted, mask="layers:2", bridge="hopeless")
+    prices = {"fitted": 0.5, "hopeless": 0.6, "trained": 0.7}
+
+    def timed(members: Sequence[SpeculativeConfig]) -> tuple[float, ...]:
+        return tuple(prices.get(member.bridge, 0.0) for member in members)
+
+    def timed_where_there_is_memory(members: Sequence[SpeculativeConfig]) -> tuple[float, ...]:
+        return timed(members) if told else ()
+
+    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
+    grown = TrainedBridges(bridge_store, draft_cost=timed_where_there_is_memory)
+    monkeypatch.setattr(grown, "of", lambda c: replace(c, bridge="trained") if c.bridge == "fitted" else None)
+    cascades = [
+        SpeculativeConfig("cascade", members=(lookup, member), verify_cost=(1.0, 1.1), draft_cost=timed([lookup, member]))
+        for member in (fitted, hopeless)
+    ]
+    trained = lookup, replace(fitted, bridge="trained")
+    expected = replace(cascades[0], members=trained, draft_cost=(0.0, 0.7 if told else 0.5))
+    found = grown.finalists([LeaderboardEntry(config) for config in (*cascades, lookup)], [])
+    assert [entry.config for entry in found] == [expected]
+
+
+def _bridged(bridge_store: BridgeStore, text: str) -> SpeculativeConfig:
+    mask = SkipMask.parse(text, bridge_store.target.layers)
+    return SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))

@@ -1,0 +1,78 @@
+"""What a report of a verification says beside its verdict: what is not as it was for the export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerskip import Export, SpeculativeConfig, Target
+from layerskip.models.environment import environment
+from searches.verification.report import differences, pace
+
+LOOKUP = SpeculativeConfig("prompt_lookup", 16, ngram_min=1, ngram_max=2)
+SECONDS = {"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 10.0}
+HERE: dict[str, Any] = {"prompts": {"digest": "abc"}, "max_new_tokens": 48}
+RECORDS = Path(__file__).parents[3] / "notebooks" / "records"
+
+
+def test_every_difference_is_named(tiny_target: Target) -> None:
+    here = environment(tiny_target)
+    there = here | {"threads": 999, "versions": here["versions"] | {"torch": "1.0"}}
+    conditions = {
+        "target": Export.describe(tiny_target),
+        "environment": here,
+        "prompts": {"digest": "abc"},
+        "max_new_tokens": 48,
+    }
+    same = {"prompts_digest": "abc", "max_new_tokens": 48, "speedup": 1.5}
+    assert differences(Export(conditions["target"], LOOKUP, evidence=same, environment=here), conditions) == []
+    other = Export(conditions["target"], LOOKUP, evidence=same | {"max_new_tokens": 128}, environment=there)
+    found = {difference["field"]: difference["exported"] for difference in differences(other, conditions)}
+    assert found == {"environment.threads": "999", "environment.versions.torch": "1.0", "evidence.max_new_tokens": "128"}
+
+
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        (0.15, "computes slower, and drafts are worth less"),
+        (0.07, "computes faster, and drafts are worth more"),
+        (0.11, None),
+    ],
+)
+def test_a_machine_that_computes_at_another_pace_is_named(read: float, said: str | None, tiny_target: Target) -> None:
+    export = _export(tiny_target, **SECONDS)
+    measured = {"baseline_prefill_seconds": 30 * read, "baseline_decode_seconds": 30.0}  # three passes over the prompts
+    told = pace(export, HERE | {"measured": measured})
+    assert (told is None) if said is None else (told is not None and said in told)
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        pytest.param({"baseline_decode_seconds": 10.0}, id="no seconds of reading"),
+        pytest.param({"baseline_prefill_seconds": "1", "baseline_decode_seconds": 10.0}, id="not a number"),
+        pytest.param({"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 0.0}, id="nothing decoded"),
+        pytest.param(SECONDS | {"max_new_tokens": 128}, id="other work"),
+        pytest.param(SECONDS | {"prompts_digest": "xyz"}, id="of other prompts"),
+        pytest.param(SECONDS | {"prompts_digest": None}, id="of unknown prompts"),
+    ],
+)
+def test_no_pace_is_told_from_what_does_not_compare(figures: dict[str, Any], tiny_target: Target) -> None:
+    measured = {"baseline_prefill_seconds": 3.0, "baseline_decode_seconds": 10.0}
+    assert pace(_export(tiny_target, **figures), HERE | {"measured": measured}) is None
+
+
+def test_a_machine_that_came_back_the_same_is_left_unnamed() -> None:
+    for name in ("", "-float32", "-packed"):
+        export = Export.load(RECORDS / f"best{name}-smollm2-2-cores.json")
+        record = json.loads((RECORDS / f"verify{name}-smollm2-2-cores.json").read_text(encoding="utf-8"))
+        assert pace(export, record) is None
+
+
+def _export(target: Target, **evidence: Any) -> Export:
+    said = {"prompts_digest": "abc", "max_new_tokens": 48} | evidence
+    told = {name: value for name, value in said.items() if value is not None}
+    return Export(Export.describe(target), LOOKUP, evidence=told)
