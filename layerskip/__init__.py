@@ -1,4 +1,4 @@
-"""Lossless speculative decoding of any Hugging Face decoder: generate, measure, export."""
+"""Lossless speculative decoding of Hugging Face decoders: generate, measure, export."""
 
 from layerskip.config import AcceptRule, ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.sampling import Sampling, SamplingError

@@ -1,7 +1,7 @@
-"""What does an export need beside its file? The trained parts that its configuration names, copied next to it.
+"""Attachments of an export: copies of the trained modules that its configuration names, in folders beside its file.
 
-Their folders are named after what is in them, so that a copy that was interrupted never passes for a whole one, and an older
-export keeps its own.
+Each folder is named after the digest of its contents. An interrupted copy is never mistaken for a complete one, and an older
+export keeps its own folders.
 """
 
 from __future__ import annotations
@@ -16,61 +16,64 @@ from pathlib import Path
 
 from layerskip.config import ConfigError, SpeculativeConfig
 
-_PARTS = ("bridge", "draft_head", "head")
+_FIELDS = ("bridge", "draft_head", "head")
 _FILES = ("head.json", "head.safetensors", "config.json", "model.safetensors", "pytorch_model.bin")
 
 
-def attach(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
-    """Copy what a configuration names beside an export's file; returns the configuration with names relative to it.
+def copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
+    """Copy the trained modules of a configuration beside an export's file.
+
+    Returns:
+        The configuration with folder names relative to the file.
 
     Raises:
-        ConfigError: a folder that it names holds nothing of the kind.
+        ConfigError: a folder that the configuration names has no trained module.
     """
 
-    def copied(part: str, name: str) -> str:
+    def copy(field: str, name: str) -> str:
         source = Path(name)
-        found = _files(source)
-        if not found:
-            raise ConfigError(f"{part}: there is nothing in {source} to export")
-        folder = file.parent / f"{file.stem}.{part}-{_digest(found)}"
+        files = _files(source)
+        if not files:
+            raise ConfigError(f"{field}: there is nothing in {source} to export")
+        folder = file.parent / f"{file.stem}.{field}-{_digest(files)}"
         if not folder.exists():
             partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-            shutil.rmtree(partial, ignore_errors=True)  # of a process of this number that was killed
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same id
             partial.mkdir(parents=True)
             try:
-                for path in found:
+                for path in files:
                     shutil.copyfile(path, partial / path.name)
                 partial.replace(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return folder.name
 
-    return _renamed(config, copied)
+    return _with_folders(config, copy)
 
 
-def locate(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
-    """The configuration of an export's file with absolute names of what lies beside it."""
+def resolve_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
+    """Replace the names of folders beside an export's file by absolute paths."""
 
-    def found(_: str, name: str) -> str:
-        beside = file.parent / name
-        return str(beside.resolve()) if beside.is_dir() else name
+    def resolve(_: str, name: str) -> str:
+        folder = file.parent / name
+        return str(folder.resolve()) if folder.is_dir() else name
 
-    return _renamed(config, found)
+    return _with_folders(config, resolve)
 
 
-def attached(file: Path) -> list[Path]:
-    """The folders beside an export's file that it names."""
+def attached_folders(file: Path) -> list[Path]:
+    """The folders beside an export's file that its configuration names."""
     config = SpeculativeConfig.from_dict(json.loads(file.read_text(encoding="utf-8"))["config"])
     return [file.parent / name for name in _names(config) if (file.parent / name).is_dir()]
 
 
-def digests(config: SpeculativeConfig) -> list[str]:
-    """What the trained parts are that a configuration names, whatever lies in their folders tomorrow."""
+def attachment_digests(config: SpeculativeConfig) -> list[str]:
+    """Digests of the trained modules that a configuration names; they identify the present contents of the folders."""
     return [_digest(_files(Path(name))) for name in _names(config)]
 
 
 def _names(config: SpeculativeConfig) -> list[str]:
-    names = [getattr(part, name) for part in (config, *config.members) for name in _PARTS]
+    names = [getattr(part, field) for part in (config, *config.members) for field in _FIELDS]
     return [name for name in dict.fromkeys(names) if name]
 
 
@@ -82,7 +85,8 @@ def _digest(files: Sequence[Path]) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
-def _renamed(config: SpeculativeConfig, rename: Callable[[str, str], str]) -> SpeculativeConfig:
-    changes = {part: rename(part, getattr(config, part)) for part in _PARTS if getattr(config, part)}
-    members = tuple(_renamed(member, rename) for member in config.members)
+def _with_folders(config: SpeculativeConfig, rename: Callable[[str, str], str]) -> SpeculativeConfig:
+    """Apply ``rename(field, name)`` to all folder names of a configuration and its members."""
+    changes = {field: rename(field, getattr(config, field)) for field in _FIELDS if getattr(config, field)}
+    members = tuple(_with_folders(member, rename) for member in config.members)
     return replace(config, members=members, **changes)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""``SpeculativeConfig``: one frozen value that says how to decode. No torch in here.
+"""``SpeculativeConfig``: a frozen dataclass that defines how to decode. Does not import torch.
 
-A configuration names a kind of drafter and the parameters of that kind. A parameter of another kind is refused by name,
-so two configurations that decode alike are equal. Drafters register their kinds when they are imported
+A configuration has a kind of drafter and the parameters of that kind. A parameter of another kind is refused by name, so
+two configurations that decode alike are equal. Drafters register their kinds when they are imported
 (:func:`layerskip.drafters.registry.register`).
 """
 
@@ -33,17 +33,17 @@ _LEFT_OUT_IF_EMPTY = ("bridge", "draft_head", *_COSTS)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of drafter, as configurations know it.
+    """A kind of drafter: its fields, checks and label.
 
     Args:
         name: the value of ``SpeculativeConfig.kind``.
-        fields: the fields of ``SpeculativeConfig`` that it reads beside ``kind`` and ``accept``.
+        fields: the fields of ``SpeculativeConfig`` that it reads, apart from ``kind`` and ``accept``.
         options: further fields of this kind alone, with their defaults; read by :meth:`SpeculativeConfig.option`.
-        check: raises ``ConfigError`` where a configuration of this kind cannot be used.
+        check: raises ``ConfigError`` for an invalid configuration of this kind.
         unused: the fields that a configuration of this kind does not read given its other values. They must keep their
             defaults, and ``to_dict`` leaves them out.
         label: what a configuration's label shows in parentheses.
-        lookup: whether drafts are found in earlier text without running a model, so that drafting costs next to nothing.
+        lookup: whether drafts are copied from earlier text without running a model, at almost no cost.
         trees_only: whether it drafts nothing but trees.
         benchmark: the fields that ``searches.benchmark`` measures it with, ``???`` for one that the user has to name. None
             leaves it out of the benchmark.
@@ -69,7 +69,7 @@ _KINDS: dict[str, Kind] = {"none": Kind("none", lookup=True)}
 
 
 def add_kind(kind: Kind) -> None:
-    """Make a kind of drafter known to configurations; one of the same name is replaced."""
+    """Register a kind of drafter; one of the same name is replaced."""
     _KINDS[kind.name] = kind
 
 
@@ -84,13 +84,13 @@ class SpeculativeConfig:
 
     Args:
         kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup``, ``retrieval``, ``token_recycling``,
-            ``lookahead``, ``eagle``, ``medusa``, ``draft_model``, ``cross_tokenizer``, ``cascade``, or a kind that was
-            registered since.
+            ``lookahead``, ``eagle``, ``medusa``, ``draft_model``, ``cross_tokenizer``, ``cascade``, or another
+            registered kind.
         draft_length: the most tokens drafted per round, at least 1.
         mask: for ``layer_skip``: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
-        bridge: for ``layer_skip``: the folder of the bridges that stand in for the skipped sub-layers; empty for none.
-        draft_head: for ``layer_skip`` and ``draft_model``: the folder of a reduced vocabulary, of which drafts consist; for
-            ``cross_tokenizer``: a reduced vocabulary of the draft model's tokenizer. Empty for the whole vocabulary.
+        bridge: for ``layer_skip``: the folder of bridges that replace the skipped sub-layers; empty for none.
+        draft_head: for ``layer_skip`` and ``draft_model``: the folder of a draft head, which reduces the vocabulary of
+            drafts. For ``cross_tokenizer``: a draft head for the draft model. Empty for the whole vocabulary.
         stop: for ``layer_skip``, ``eagle``, ``draft_model`` and ``cross_tokenizer``: when to stop before ``draft_length``.
         ngram_min: for ``prompt_lookup`` and ``retrieval``: the shortest n-gram to look up, at least 1.
         ngram_max: for both: the longest n-gram, tried first.
@@ -102,23 +102,23 @@ class SpeculativeConfig:
             n-grams. For ``eagle``: how many branches grow per level, and by how many tokens each; 1 drafts chains. For
             ``medusa``: how many tokens of each head.
         window: for ``lookahead``: how many guesses each of the ``draft_length`` rows of its window holds, at least 1.
-        siblings: for ``layer_skip``: how many alternatives may be verified beside each drafted token; 0 drafts chains.
+        siblings: for ``layer_skip``: how many alternatives to each drafted token may be verified; 0 drafts chains.
         least_probability: for trees: a branch ends where its probability falls below this value, in [0, 1]. For
             ``layer_skip``: the least probability of a sibling.
         head: for ``eagle`` and ``medusa``: the folder of a trained head.
-        draft: for ``draft_model`` and ``cross_tokenizer``: a hub id, folder or GGUF file, as ``load_target`` takes them.
-        accept: for all kinds that draft: the rule of acceptance. Any rule but ``exact`` changes the output.
+        draft: for ``draft_model`` and ``cross_tokenizer``: a hub id, a folder or a GGUF file, as in ``load_target``.
+        accept: for all kinds that draft: the acceptance rule. Any rule but ``exact`` changes the output.
         members: for ``cascade``: at least two configurations that draft. Without costs, the first member with a proposal
             drafts the round. See :class:`~layerskip.drafters.cascade.Cascade` for the order of proposals.
         verify_cost: for ``cascade``: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as
             measured by :func:`~layerskip.costs.verify_timing.time_verification`. Longer drafts are extrapolated linearly,
             and trees cost what chains of the same size cost. With it, each round is drafted by the member with the best
             ratio of expected tokens to cost (:class:`~layerskip.drafters.priced_cascade.PricedCascade`). Empty if unknown;
-            not used by rules of acceptance that change the output.
-        draft_cost: for ``cascade`` with a ``verify_cost``: what each member needs to draft one token of a chain or one level
-            of a tree (all levels if it drafts them in one pass), in steps of plain decoding, as measured by
+            not used by acceptance rules that change the output.
+        draft_cost: for ``cascade`` with a ``verify_cost``: the cost of drafting one token of a chain or one level
+            of a tree (all levels if drafted in one pass) for each member, in steps of plain decoding, as measured by
             :func:`~layerskip.costs.draft_timing.time_drafting`; 0 for lookups. Empty if unknown.
-        options: the fields that a registered kind declares beside these, as pairs of name and value.
+        options: further fields declared by a registered kind, as pairs of name and value.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.
@@ -151,6 +151,8 @@ class SpeculativeConfig:
         kind = _kind(self.kind)
         refuse_foreign(self, (*kind.known, "options"), f"kind {self.kind}")
         refuse_unknown(dict(self.options), tuple(kind.options), f"kind {self.kind}")
+        given = dict(kind.options) | dict(self.options)  # so that two configurations that decode alike are equal
+        object.__setattr__(self, "options", tuple((name, given[name]) for name in kind.options))
         check_integer("draft_length", self.draft_length, 1)
         for name in ("ngram_min", "ngram_max", "tree_tokens", "candidates", "window"):
             check_integer(name, getattr(self, name), 1)
@@ -183,22 +185,27 @@ class SpeculativeConfig:
         Raises:
             KeyError: the kind declares no such field.
         """
-        return (dict(_kind(self.kind).options) | dict(self.options))[name]
+        return dict(self.options)[name]
 
     @property
     def lossless(self) -> bool:
-        """Whether the output is the target's own."""
+        """Whether the output follows the target's own distribution."""
         return self.accept.lossless
 
     @property
     def lookup(self) -> bool:
-        """Whether drafts are found in earlier text, so that drafting costs next to nothing."""
+        """Whether drafts are copied from earlier text, at almost no cost."""
         return _kind(self.kind).lookup
+
+    @property
+    def finds(self) -> bool:
+        """The earlier name of :attr:`lookup`."""
+        return self.lookup
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration.
 
-        Empty bridges, draft heads and costs are left out, and so are fields without effect. A rule of acceptance that
+        Empty bridges, draft heads and costs are left out, and so are fields without effect. An acceptance rule that
         changes the output adds ``lossless: false``.
         """
         kind = _kind(self.kind)
@@ -232,7 +239,7 @@ class SpeculativeConfig:
         if "accept" in values:
             values["accept"] = AcceptRule.from_dict(values["accept"])
         if lossless is not None and lossless is not values.get("accept", AcceptRule()).lossless:
-            raise ConfigError(f"lossless: {lossless!r} contradicts the rule of acceptance")
+            raise ConfigError(f"lossless: {lossless!r} contradicts the acceptance rule")
         if "stop" in values:
             values["stop"] = StopRule.from_dict(values["stop"])
         if "members" in values:

@@ -1,4 +1,4 @@
-"""What did a search find, on what evidence, and how is it loaded elsewhere? Versioned JSON, ``layerskip.export/1``."""
+"""Exports: a search's best configuration with its evidence, as versioned JSON (``layerskip.export/1``)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from layerskip.attachments import attach, locate
+from layerskip.attachments import copy_attachments, resolve_attachments
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.decoding.sampling import Sampling, SamplingError
 from layerskip.files import write_json
 from layerskip.hugging_face import custom_generate
 from layerskip.models.target import Target
-from layerskip.models.trained_module import check_head, is_head
+from layerskip.models.trained_module import check_trained, has_trained
 
 SCHEMA = "layerskip.export/1"
 _SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search")
@@ -24,18 +24,18 @@ _TARGET_FIELDS = {"name": str, "architecture": str, "layers": int, "dtype": str}
 
 
 class ExportError(ValueError):
-    """A file that is no export of this schema, or an export for another target; the message names the field."""
+    """A file that is not an export of this schema, or an export for another target. The message begins with the field."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """A configuration and everything that is known about it.
+    """A configuration with the target, evidence and environment of its search.
 
     Args:
-        target: ``name``, ``revision``, ``architecture``, ``layers`` and ``dtype`` of the model it was found on.
-        config: how to decode.
-        sampling: how tokens were chosen when it was measured.
-        evidence: held-out tokens/s, the baseline's, speedup with interval, acceptance, losslessness.
+        target: ``name``, ``revision``, ``architecture``, ``layers`` and ``dtype`` of the searched model.
+        config: the decoding configuration.
+        sampling: the sampling of the measurement.
+        evidence: held-out tokens/s, the baseline's tokens/s, speedup with interval, acceptance, losslessness.
         environment: device and versions.
         search: study, trials, seconds spent, MLflow run id.
     """
@@ -49,17 +49,11 @@ class Export:
 
     @staticmethod
     def describe(target: Target) -> dict[str, Any]:
-        """What an export records of a target."""
-        return {
-            "name": target.name,
-            "revision": target.revision,
-            "architecture": target.architecture,
-            "layers": target.layers,
-            "dtype": target.dtype,
-        }
+        """The fields that an export stores about a target."""
+        return target.describe()
 
     def to_dict(self) -> dict[str, Any]:
-        """The export as plain values, schema first."""
+        """The export as plain values, the schema first."""
         return {
             "schema": SCHEMA,
             "target": dict(self.target),
@@ -71,34 +65,34 @@ class Export:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the file whole or not at all, and beside it what is trained and named by the configuration.
+        """Write the file atomically, and copy the trained modules of the configuration beside it.
 
         Raises:
-            ConfigError: a folder that the configuration names holds nothing that was trained.
+            ConfigError: a folder that the configuration names has no trained module.
         """
-        attached = replace(self, config=attach(self.config, Path(path)))
-        write_json(Path(path), attached.to_dict())
+        portable = replace(self, config=copy_attachments(self.config, Path(path)))
+        write_json(Path(path), portable.to_dict())
 
     @classmethod
     def load(cls, path: str | Path, target: Target | None = None) -> Export:
         """Read an export.
 
         Args:
-            path: of the JSON file.
-            target: where given, the export must be for it; see :meth:`check`.
+            path: the JSON file.
+            target: if given, checked with :meth:`check`.
 
         Raises:
-            ExportError: not an export of this schema, or one for another target.
+            ExportError: the file is not an export of this schema, or it is for another target.
         """
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ExportError(f"export: cannot read {path}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:  # also of what json reads but cannot hold
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             raise ExportError(f"export: {path} is not JSON: {error}") from None
         if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
-            found = fields.get("schema") if isinstance(fields, dict) else None
-            raise ExportError(f"schema: {path} has {found!r}; this program reads {SCHEMA!r}")
+            schema = fields.get("schema") if isinstance(fields, dict) else None
+            raise ExportError(f"schema: {path} has {schema!r}; this program reads {SCHEMA!r}")
         for name in ("target", "config"):
             if name not in fields:
                 raise ExportError(f"{name}: is missing from {path}")
@@ -111,7 +105,7 @@ class Export:
             if type(fields["target"].get(name)) is not kind:
                 raise ExportError(f"target.{name}: is missing or not a {kind.__name__}, in {path}")
         try:
-            config = locate(SpeculativeConfig.from_dict(fields["config"]), Path(path))
+            config = resolve_attachments(SpeculativeConfig.from_dict(fields["config"]), Path(path))
             sampling = Sampling.from_dict(fields.get("sampling", {}))
         except ConfigError as error:
             raise ExportError(f"config.{error} (in {path})") from None
@@ -124,35 +118,35 @@ class Export:
         return export
 
     def check(self, target: Target) -> None:
-        """Make sure that the configuration means the same on a target.
+        """Check that the configuration is valid for a target.
 
         Raises:
-            ExportError: its architecture or its number of layers is another, or a trained part was made for another target
-                or mask.
+            ExportError: the architecture or the number of layers differs, or a trained module belongs to another target or
+                mask.
         """
         for name, value in (("architecture", target.architecture), ("layers", target.layers)):
             if self.target[name] != value:
                 raise ExportError(f"target.{name}: the export is for {self.target[name]}, this model has {value}")
         for config in (self.config, *self.config.members):
-            # Tokens of another tokenizer are a draft model's own, which is loaded and asked when decoding begins.
-            named = ("bridge", "head", *(("draft_head",) if config.kind != "cross_tokenizer" else ()))
+            # A cross_tokenizer draft head belongs to the draft model; it is checked when that model is loaded.
+            fields = ("bridge", "head", *(("draft_head",) if config.kind != "cross_tokenizer" else ()))
             if config.datastore and not Path(config.datastore).is_dir():
-                raise ExportError(f"config.datastore: there is no {config.datastore}, and exports take none along")
-            for name, folder in ((name, getattr(config, name)) for name in named):
-                if folder and is_head(Path(folder)):
+                raise ExportError(f"config.datastore: there is no {config.datastore}; exports do not contain datastores")
+            for name, folder in ((name, getattr(config, name)) for name in fields):
+                if folder and has_trained(Path(folder)):
                     try:
-                        mask = check_head(Path(folder), target, name)["shape"].get("mask")
+                        mask = check_trained(Path(folder), target, name)["shape"].get("mask")
                         if name == "bridge" and mask != config.mask:
-                            raise ConfigError(f"bridge: {folder} stands in for {mask}, not for {config.mask}")
+                            raise ConfigError(f"bridge: {folder} is made for mask {mask!r}, not for {config.mask!r}")
                     except ConfigError as error:
                         raise ExportError(f"config.{error}") from None
 
     def custom_generate(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[..., Any]:
         """The decoding method for ``model.generate(**inputs, custom_generate=export.custom_generate())``.
 
-        It refuses a model that the export is not for.
+        The method refuses a model that the export is not for.
 
         Args:
-            tokenizer: the model's; needed where it drafts with a model of another one.
+            tokenizer: the model's tokenizer; required if the draft model has another one.
         """
         return custom_generate(self.config, self.check, tokenizer)

@@ -1,4 +1,4 @@
-"""How is a file written whole or not at all, what is it called after, and what is said where the disk is full?"""
+"""Atomic file writes, digests of plain values, and one error for a full disk."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from pathlib import Path
 from typing import Any
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_TRIED = 2**16  # bytes, for which a disk that broke off a write has no room
-_NUMBER = re.compile(r"\(os error (\d+)\)")  # in what libraries in Rust say, which may have removed what they wrote
+_PROBE_BYTES = 2**16  # a disk that interrupted a write has no room for them
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # in messages of Rust libraries, which may have removed their file
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a plain value, in hexadecimal: what is kept under it depends on nothing else."""
+    """SHA-256 of a plain value, in hexadecimal; used as the name of results that depend on this value alone."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON beside the file and move it into place; a kill or a full disk leaves the file as it was.
+    """Write JSON atomically: a kill or a full disk leaves the file unchanged.
 
     Raises:
         ValueError: the value holds NaN or an infinity, which JSON does not have.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    with whole(path, str(os.getpid())) as partial:
+    with atomic_write(path, str(os.getpid())) as partial:
         partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def whole(path: Path, mark: str = "partial") -> Iterator[Path]:
-    """A file beside another to write to, which is then moved into its place; what fails leaves that as it was.
+def atomic_write(path: Path, mark: str = "partial") -> Iterator[Path]:
+    """Yield a temporary path to write to, and move it to ``path`` on success. A failure leaves ``path`` unchanged.
 
     Args:
-        path: of the file; its folder is made.
-        mark: what the name ends with until then. One that is always the same is overwritten after a kill; programs that
-            write one file at the same time need one each.
+        path: the final file; its folder is created.
+        mark: the suffix of the temporary file. With a constant suffix, the file left by a kill is overwritten later.
+            Processes that write the same file at the same time need different suffixes.
 
     Raises:
-        OSError: the disk is full, whoever says so.
+        OSError: the disk is full, even if the library that writes raises another error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{mark}")
     try:
-        with full_disk_told(path, partial):
+        with report_full_disk(path, partial):
             yield partial
             partial.replace(path)
     finally:
@@ -56,12 +56,12 @@ def whole(path: Path, mark: str = "partial") -> Iterator[Path]:
 
 
 @contextmanager
-def full_disk_told(path: Path, tried: Path) -> Iterator[None]:
-    """Say of a full disk that it is full: torch and safetensors raise errors of their own, and numpy one without a number.
+def report_full_disk(path: Path, probe: Path) -> Iterator[None]:
+    """Convert errors of a full disk to ``OSError``. Torch and safetensors raise their own; numpy's has no error number.
 
     Args:
-        path: of what is written, which the error names.
-        tried: a file that the disk is asked to take some bytes more in; the caller removes it.
+        path: the file or folder that the error names.
+        probe: a file that is extended to test whether the disk is full; the caller removes it.
 
     Raises:
         OSError: the disk is full.
@@ -69,18 +69,18 @@ def full_disk_told(path: Path, tried: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = _NUMBER.search(str(error))
-        number = int(said[1]) if said else getattr(error, "errno", None) or _refusal(tried)
+        match = _RUST_ERROR.search(str(error))
+        number = int(match[1]) if match else getattr(error, "errno", None) or _probe_error(probe)
         if number not in DISK_FULL or getattr(error, "filename", None):
             raise
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def _refusal(file: Path) -> int | None:
-    """The number of the error with which a disk refuses a few bytes more; None where it takes them."""
+def _probe_error(file: Path) -> int | None:
+    """The error number of a failed write of some more bytes; None if it succeeds."""
     try:
-        with file.open("ab") as more:
-            more.write(bytes(_TRIED))
+        with file.open("ab") as probe:
+            probe.write(bytes(_PROBE_BYTES))
     except OSError as error:
         return error.errno
     return None

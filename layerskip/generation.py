@@ -1,4 +1,4 @@
-"""The front door: continue a prompt on a target as a configuration says."""
+"""The library's main entry point: :func:`generate`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from layerskip.models.target import Prompt, Target
 
 @dataclass(frozen=True)
 class Generation:
-    """What was generated.
+    """The result of :func:`generate`.
 
     Args:
         tokens: the new token ids.
-        text: their text without special tokens; empty where the target has no tokenizer.
-        stats: what the drafter did.
-        finish: why it ended: ``eos``, ``stop`` or ``length``.
+        text: their text without special tokens; empty if the target has no tokenizer.
+        stats: the rounds of decoding.
+        finish: why generation ended: ``eos``, ``stop`` or ``length``.
     """
 
     tokens: list[int]
@@ -43,22 +43,24 @@ def generate(
     seed: int | None = None,
     drafter: Drafter | None = None,
 ) -> Generation:
-    """Continue a prompt; the output is the target's own, whatever drafts it, unless the configuration says it is lossy.
+    """Continue a prompt. The output is the target's own for every configuration with exact acceptance.
 
     Args:
-        target: as :func:`layerskip.load_target` gives it.
+        target: from :func:`layerskip.load_target`.
         prompt: a text, a list of messages, or token ids; see :meth:`Target.encode`.
-        config: how to decode; plain where None.
-        sampling: how tokens are chosen; greedy where None.
+        config: how to decode; None for plain decoding.
+        sampling: how tokens are chosen; None for greedy.
         max_new_tokens: at least 1.
         stop_strings: the output ends with the token that completes one of them, as in transformers.
-        callback: gets the tokens of every round as they are committed.
-        seed: makes sampling repeatable.
-        drafter: what :func:`layerskip.build_drafter` made of the same configuration, for one request after the other: what
-            learns from them goes on learning, and what was loaded stays; None makes one anew.
+        callback: called with the tokens of every round as they are committed.
+        seed: makes sampling reproducible; None uses torch's own random state.
+        drafter: from :func:`layerskip.build_drafter` with the same configuration. Reuse it for consecutive requests to keep
+            loaded models and what an adaptive drafter has learned. None builds a new one.
 
     Raises:
-        ConfigError, UnsupportedModel, TargetError: the configuration or the prompt does not fit the target.
+        ConfigError: the configuration does not fit the target.
+        UnsupportedModel: the target or the draft model cannot be decoded in this way.
+        TargetError: the prompt is empty or needs a tokenizer, or the draft model cannot be loaded.
     """
     drafter = drafter or build_drafter(config or SpeculativeConfig(), target)
     tokens = target.encode(prompt)
@@ -79,11 +81,11 @@ def generate(
 
 
 class StopStrings:
-    """Says whether the last token of a sequence completes one of some strings.
+    """Stopping criterion: whether the last token of a sequence completes a stop string.
 
     Args:
-        target: its tokenizer spells the tokens.
-        strings: not empty, each with at least one character.
+        target: must have a tokenizer.
+        strings: one or more non-empty strings.
     """
 
     def __init__(self, target: Target, strings: Sequence[str]) -> None:
@@ -93,16 +95,16 @@ class StopStrings:
             raise ValueError("stop_strings: the empty string would stop everything")
         self._tokenizer = target.tokenizer
         self._strings = strings
-        # Every token spells at least one byte, so no more tokens than this can be part of a stop string.
+        # Every token has at least one byte, so a stop string spans no more tokens than this.
         self._window = max(len(string.encode()) for string in strings) + 1
 
     def __call__(self, tokens: list[int]) -> bool:
         window = tokens[-self._window :]
-        # A character of several tokens ends in a replacement mark until its last token is there.
-        text, before = self._spell(window), self._spell(window[:-1]).rstrip("\ufffd")
+        # An incomplete multi-token character decodes to a replacement character.
+        text, before = self._decode(window), self._decode(window[:-1]).rstrip("\ufffd")
         return any(text.find(string, max(0, len(before) - len(string) + 1)) >= 0 for string in self._strings)
 
-    def _spell(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

@@ -1,14 +1,14 @@
-"""Which sub-layers does a draft pass skip?
+"""Masks: the sub-layers that a draft pass skips.
 
-A mask is a value: one flag per attention and one per MLP sub-layer, True meaning skipped. Attention and MLP are
-skipped independently, as in Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative
-Decoding (arXiv 2309.08168), section 3.2. Its text form is what configurations, exports and people use::
+A mask has one flag per attention and one per MLP sub-layer. Both are skipped independently, as in Draft & Verify: Lossless
+Large Language Model Acceleration via Self-Speculative Decoding (arXiv 2309.08168), section 3.2. Configurations and exports
+use its text form::
 
     attention:6,7-9;mlp:2        attention of layers 6 to 9, and the MLP of layer 2
     layers:4-14                  both sub-layers of layers 4 to 14
-    layers:4-14;mlp:20           both forms together
+    layers:4-14;mlp:20           both forms combined
 
-No torch in here.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from dataclasses import dataclass
 
 _PARTS = ("attention", "mlp", "layers")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_LARGEST_LAYER = 9999  # keeps a typing slip such as 4-99999999 from filling the memory
+_LARGEST_LAYER = 9999  # so that a typing error such as 4-99999999 does not fill the memory
 
 
 class MaskError(ValueError):
-    """A mask that cannot be read, or that does not fit the model it is meant for."""
+    """A mask that is malformed or does not fit its model."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A hole that a mask leaves: a contiguous run of whole layers, or one sub-layer.
+    """A gap of a mask: a contiguous run of wholly skipped layers, or one skipped sub-layer.
 
     Args:
         kind: ``layers``, ``attention`` or ``mlp``.
-        first: its first layer.
-        last: its last one.
+        first: the first layer.
+        last: the last layer, inclusive.
     """
 
     kind: str
@@ -41,17 +41,17 @@ class Gap:
 
     @property
     def name(self) -> str:
-        """What it is called in files: ``layers_2_16``, ``mlp_20_20``."""
+        """The name used in files, such as ``layers_2_16`` or ``mlp_20_20``."""
         return f"{self.kind}_{self.first}_{self.last}"
 
 
 @dataclass(frozen=True)
 class SkipMask:
-    """One flag per sub-layer; True means that the draft skips it.
+    """One flag per sub-layer; True means skipped.
 
     Args:
-        attention: one flag per decoder layer for its attention sub-layer.
-        mlp: one flag per decoder layer for its MLP sub-layer; as many as ``attention``.
+        attention: one flag per decoder layer.
+        mlp: one flag per decoder layer; as many as ``attention``.
     """
 
     attention: tuple[bool, ...]
@@ -63,15 +63,15 @@ class SkipMask:
 
     @classmethod
     def none(cls, layers: int) -> SkipMask:
-        """The mask of ``layers`` layers that skips nothing."""
+        """The mask for ``layers`` layers that skips nothing."""
         return cls((False,) * layers, (False,) * layers)
 
     @classmethod
     def of(cls, layers: int, attention: set[int] | frozenset[int], mlp: set[int] | frozenset[int]) -> SkipMask:
-        """The mask of ``layers`` layers that skips the given attention and MLP sub-layers, counted from 0.
+        """The mask for ``layers`` layers that skips the given attention and MLP sub-layers, counted from 0.
 
         Raises:
-            MaskError: a layer does not exist in a model of ``layers`` layers.
+            MaskError: a layer is out of range.
         """
         for kind, chosen in (("attention", attention), ("mlp", mlp)):
             outside = sorted(index for index in chosen if not 0 <= index < layers)
@@ -81,36 +81,36 @@ class SkipMask:
 
     @classmethod
     def parse(cls, text: str, layers: int) -> SkipMask:
-        """Read the text form for a model of ``layers`` layers.
+        """Parse the text form for a model of ``layers`` layers.
 
         Raises:
-            MaskError: the text is malformed, or names a layer that the model does not have.
+            MaskError: the text is malformed, or a layer is out of range.
         """
         return cls.of(layers, *_read(text))
 
     @property
     def layers(self) -> int:
-        """How many decoder layers the mask is for."""
+        """The number of decoder layers of the model."""
         return len(self.attention)
 
     @property
     def skipped(self) -> int:
-        """How many sub-layers are skipped, of ``2 * layers``."""
+        """The number of skipped sub-layers, of ``2 * layers``."""
         return sum(self.attention) + sum(self.mlp)
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """What is skipped, in the order in which a pass comes to it: runs of whole layers, and single sub-layers."""
-        found: list[Gap] = []
+        """The skipped runs of whole layers and single sub-layers, in the order of a forward pass."""
+        gaps: list[Gap] = []
         for layer, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
             if not (attention and mlp):
                 kinds = ["attention"] * attention + ["mlp"] * mlp
-                found += [Gap(kind, layer, layer) for kind in kinds]
-            elif found and found[-1].kind == "layers" and found[-1].last == layer - 1:
-                found[-1] = Gap("layers", found[-1].first, layer)
+                gaps += [Gap(kind, layer, layer) for kind in kinds]
+            elif gaps and gaps[-1].kind == "layers" and gaps[-1].last == layer - 1:
+                gaps[-1] = Gap("layers", gaps[-1].first, layer)
             else:
-                found.append(Gap("layers", layer, layer))
-        return tuple(found)
+                gaps.append(Gap("layers", layer, layer))
+        return tuple(gaps)
 
     @property
     def whole_layers(self) -> tuple[int, ...]:
@@ -119,15 +119,15 @@ class SkipMask:
 
     @property
     def is_whole_layers(self) -> bool:
-        """Whether every skipped sub-layer belongs to a wholly skipped layer."""
+        """Whether sub-layers are skipped in whole layers only."""
         return self.attention == self.mlp
 
     def format(self) -> str:
-        """The shortest text form; equal masks give equal texts, and ``parse`` reads it back."""
+        """The canonical, shortest text form; the inverse of :meth:`parse`."""
         return _write(*(frozenset(i for i, skip in enumerate(flags) if skip) for flags in (self.attention, self.mlp)))
 
     def rescale(self, layers: int) -> SkipMask:
-        """The same mask stretched or shrunk to another depth: layer i takes the flag of the layer at its relative depth."""
+        """Scale the mask to another number of layers: each layer takes the flags of the layer at its relative depth."""
         if self.layers == 0:
             return SkipMask.none(layers)
         source = [min(self.layers - 1, (2 * i + 1) * self.layers // (2 * layers)) for i in range(layers)]
@@ -135,7 +135,7 @@ class SkipMask:
 
 
 def normalise(text: str) -> str:
-    """The canonical form of a mask's text, for models of any depth.
+    """The canonical form of a mask's text, without the number of layers.
 
     Raises:
         MaskError: the text is malformed.
@@ -143,8 +143,8 @@ def normalise(text: str) -> str:
     return _write(*_read(text))
 
 
-def count(text: str) -> tuple[int, int]:
-    """How many attention and how many MLP sub-layers a mask's text names.
+def count_skipped(text: str) -> tuple[int, int]:
+    """The numbers of attention and MLP sub-layers that a mask skips, from its text form.
 
     Raises:
         MaskError: the text is malformed.
@@ -178,7 +178,7 @@ def _read_numbers(numbers: str, part: str) -> set[int]:
             raise MaskError(f"mask: cannot read {piece.strip()!r} in {part!r}; layers are written as 6 or 7-9")
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last or last > _LARGEST_LAYER:
-            raise MaskError(f"mask: the range {piece.strip()!r} in {part!r} is not one of layers")
+            raise MaskError(f"mask: {piece.strip()!r} in {part!r} is not a range of layers")
         chosen.update(range(first, last + 1))
     return chosen
 

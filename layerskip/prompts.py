@@ -1,8 +1,8 @@
-"""On which prompts is decoding measured, and which of them does a search never see?
+"""Prompt sets, and their split into a tune half and a held-out half that a search never sees.
 
-A prompt set is read from JSON Lines, one object a line: ``{"prompt": ...}`` or ``{"messages": [...]}`` with optional ``id``
-and ``category``, or ``{"question_id", "category", "turns": [...]}``, where several turns are a conversation whose answers
-the target gives itself. A prompt's half, tune or held-out, follows from the ids alone, not from the order of the lines.
+A prompt set is read from JSON Lines, one object per line: ``{"prompt": ...}`` or ``{"messages": [...]}`` with optional
+``id`` and ``category``, or ``{"question_id", "category", "turns": [...]}``. Several turns are a conversation in which the
+target gives the answers. The half of a prompt depends on the ids alone, not on the order of the lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Message = Mapping[str, str]
 
 
 class PromptError(ValueError):
-    """A prompt file that cannot be used; the message names the file and the line."""
+    """An invalid prompt file. The message gives the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class PromptItem:
     """One prompt, or a conversation.
 
     Args:
-        id: stable; names the prompt in every measurement.
+        id: identifies the prompt in every measurement.
         category: the kind of work.
-        opening: a text, or messages that end with the user's.
-        followups: what the user says after each answer.
+        opening: a text, or chat messages that end with a user message.
+        followups: the user's message after each answer.
     """
 
     id: str
@@ -45,13 +45,18 @@ class PromptItem:
         return [dict(message) for message in self.opening]
 
     def content(self) -> str:
-        """What the prompt says, as canonical JSON."""
+        """The prompt's messages as canonical JSON."""
         return json.dumps([self.messages(), self.followups], ensure_ascii=False, sort_keys=True)
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts with distinct ids."""
+    """Prompts with distinct ids.
+
+    Args:
+        items: the prompts.
+        name: the name of the set in reports.
+    """
 
     items: tuple[PromptItem, ...]
     name: str = "prompts"
@@ -64,7 +69,7 @@ class PromptSet:
 
     @classmethod
     def packaged(cls) -> PromptSet:
-        """The default set: 48 prompts over six kinds of work, written for this project."""
+        """The default set: 48 prompts in six categories, written for this project."""
         text = resources.files("layerskip").joinpath("data/prompts.jsonl").read_text(encoding="utf-8")
         return cls(_read(text, "packaged prompts"), "packaged")
 
@@ -73,13 +78,13 @@ class PromptSet:
         """Read a JSON Lines file.
 
         Args:
-            path: of the file.
-            field: what an error names.
+            path: the file.
+            field: the setting that errors name.
 
         Raises:
-            PromptError: the file cannot be read, is empty, or a line is not a prompt.
+            PromptError: the file cannot be read, it is empty, or a line is not a prompt.
         """
-        path = str(path)  # Hydra reads a name of digits as a number
+        path = str(path)  # Hydra parses a name of digits as a number
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -88,39 +93,37 @@ class PromptSet:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> PromptSet:
-        """A set of plain texts, each with an id made of its content."""
+        """A set of plain texts. The id of each is a digest of its content."""
         return cls(_distinct([(_item({"prompt": text}), f"prompt {i}") for i, text in enumerate(texts)]))
 
     @property
     def digest(self) -> str:
-        """SHA-256 over ids, categories and contents, whatever their order."""
+        """SHA-256 of ids, categories and contents, independent of their order."""
         rows = sorted((item.id, item.category, item.content()) for item in self.items)
         return hashlib.sha256(json.dumps(rows, ensure_ascii=False).encode()).hexdigest()
 
     def split(self) -> tuple[PromptSet, PromptSet]:
-        """The tune and the held-out half: in each category every other prompt, in the order of their ids' hashes.
+        """The tune and the held-out half: alternate prompts of each category, ordered by the hashes of their ids.
 
         Raises:
-            PromptError: fewer than two prompts.
+            PromptError: the set has fewer than two prompts.
         """
         if len(self) < 2:
-            raise PromptError("prompts: a search needs at least two, one to tune on and one to hold out")
+            raise PromptError("prompts: a search needs at least two, one for each half")
         ordered = [item for group in self._by_category().values() for item in group]
         return PromptSet(tuple(ordered[::2]), f"{self.name}/tune"), PromptSet(tuple(ordered[1::2]), f"{self.name}/held-out")
 
     def take(self, count: int | None, begin: int = 0) -> PromptSet:
-        """At most ``count`` prompts, the categories in turn; all of them, in turn, where ``count`` is None.
+        """The first prompts with the categories in turn.
 
         Args:
-            count: how many.
-            begin: so many are passed over first, round and round.
+            count: the most prompts to take; None for all.
+            begin: the number of prompts to start after, modulo their total.
         """
         groups = list(self._by_category().values())
-        turns = [
-            group[turn] for turn in range(max(map(len, groups))) for group in groups if turn < len(group)
-        ]
-        begin %= len(turns)
-        return PromptSet(tuple([*turns[begin:], *turns[:begin]][:count]), self.name)
+        ordered = [group[turn] for turn in range(max(map(len, groups))) for group in groups if turn < len(group)]
+        begin %= len(ordered)
+        return PromptSet(tuple([*ordered[begin:], *ordered[:begin]][:count]), self.name)
 
     def _by_category(self) -> dict[str, list[PromptItem]]:
         groups: dict[str, list[PromptItem]] = {}
@@ -131,7 +134,7 @@ class PromptSet:
 
 def _read(text: str, source: str) -> tuple[PromptItem, ...]:
     items = []
-    # Not splitlines: JSON texts may hold other line separators than the one between them.
+    # Not splitlines, because JSON strings may contain other line separators.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -151,7 +154,7 @@ def _distinct(items: list[tuple[PromptItem, str]]) -> tuple[PromptItem, ...]:
     places: dict[str, str] = {}
     for item, place in items:
         if item.id in places:
-            raise PromptError(f"{place}: the id {item.id!r} was used before, in {places[item.id]}")
+            raise PromptError(f"{place}: the id {item.id!r} is already used in {places[item.id]}")
         places[item.id] = place
     return tuple(item for item, _ in items)
 
@@ -192,11 +195,11 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise PromptError(f"{name}: {value!r} is not a text with something in it")
+        raise PromptError(f"{name}: {value!r} is not a non-empty text")
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # half of a character, as truncated files have
-        raise PromptError(f"{name}: is no Unicode: {error}") from None
+    except UnicodeEncodeError as error:  # a lone surrogate, as in truncated files
+        raise PromptError(f"{name}: is not valid Unicode: {error}") from None
     return value
 
 

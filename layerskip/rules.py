@@ -1,4 +1,4 @@
-"""When does a draft stop, and which of its tokens pass? Rules that a configuration is made of. No torch in here."""
+"""Stop rules and acceptance rules of a configuration, and checks of configuration values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from typing import Any, ClassVar, Self
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be obeyed; the message names the field."""
+    """An invalid configuration. The message begins with the field."""
 
 
 def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str, prefix: str = "") -> None:
+    """Raise ``ConfigError`` for a field that is not known."""
     for name in fields:
         if name not in known:
             raise ConfigError(f"{prefix}{name}: not a field of {owner}; it has {', '.join(known)}")
 
 
 def refuse_foreign(value: Any, known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    """Refuse a dataclass's field that is set though its kind does not read it."""
+    """Raise ``ConfigError`` for a field of a dataclass that is set although its kind does not read it."""
     for field in dataclasses.fields(value):
         if field.name not in known and getattr(value, field.name) != field.default:
             raise ConfigError(f"{prefix}{field.name}: does not belong to {owner}")
 
 
-def check_type(name: str, value: Any, wanted: type) -> None:
-    if not isinstance(value, wanted):
-        raise ConfigError(f"{name}: {value!r} is not a {wanted.__name__}")
+def check_type(name: str, value: Any, expected: type) -> None:
+    """Raise ``ConfigError`` for a value of another type."""
+    if not isinstance(value, expected):
+        raise ConfigError(f"{name}: {value!r} is not a {expected.__name__}")
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise ``ConfigError`` for a value that is not an integer from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}: {value!r} is not a whole number of at least {least}")
     if most is not None and value > most:
@@ -38,12 +41,13 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
 
 
 def check_number(name: str, value: Any, least: float, most: float) -> None:
+    """Raise ``ConfigError`` for a value that is not a number from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ConfigError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
 
 
 class _Rule:
-    """A kind and that kind's own parameters, numbers in [0, 1] or truth values."""
+    """A kind of rule with its parameters, which are numbers in [0, 1] or booleans."""
 
     kind: str
 
@@ -71,7 +75,11 @@ class _Rule:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any] | str) -> Self:
-        """Build from plain values, or from the name of a kind alone; unknown and foreign fields are refused by name."""
+        """Build from plain values or from the name of a kind alone.
+
+        Raises:
+            ConfigError: an unknown kind, a field that the kind does not read, or a value out of range.
+        """
         if isinstance(fields, str):
             fields = {"kind": fields}
         if not isinstance(fields, Mapping):
@@ -84,23 +92,23 @@ class _Rule:
 
 @dataclass(frozen=True)
 class StopRule(_Rule):
-    """When does a drafter stop before ``draft_length``?
+    """When a drafter stops before ``draft_length``.
 
     ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
-    token) is below ``threshold``. ``adaptive``: the same, with a threshold that follows the acceptance rate as in Draft &
-    Verify (arXiv 2309.08168), section 3.3: after every round ``rate = acceptance_decay * rate + (1 - acceptance_decay) *
-    accepted / drafted``; the threshold moves up by ``step`` where the rate is at most ``target_acceptance``, else down,
-    smoothed by ``threshold_decay``.
+    token) is below ``threshold``. ``adaptive``: as ``threshold``, with a threshold that follows the acceptance rate as in
+    Draft & Verify (arXiv 2309.08168), section 3.3. After every round ``rate = acceptance_decay * rate +
+    (1 - acceptance_decay) * accepted / drafted``. The threshold moves up by ``step`` if the rate is at most
+    ``target_acceptance``, else down, smoothed by ``threshold_decay``.
 
     Args:
         kind: ``length``, ``threshold`` or ``adaptive``.
-        threshold: confidence in [0, 1]; for ``adaptive`` the first one.
-        target_acceptance: acceptance rate that ``adaptive`` steers to, in [0, 1].
+        threshold: confidence in [0, 1]; for ``adaptive`` the initial one.
+        target_acceptance: the acceptance rate that ``adaptive`` aims at, in [0, 1].
         step: how far ``adaptive`` moves the threshold per round, in [0, 1].
         acceptance_decay: weight of the past in the acceptance rate, in [0, 1].
         threshold_decay: weight of the past in the threshold, in [0, 1].
-        carry: whether ``adaptive`` carries its threshold from prompt to prompt, until the drafter is told to forget, or
-            starts each anew.
+        carry: whether ``adaptive`` keeps its threshold from prompt to prompt until the drafter is reset; otherwise each
+            prompt starts with ``threshold``.
     """
 
     kind: str = "length"
@@ -120,16 +128,17 @@ class StopRule(_Rule):
 
 
 NEVER = StopRule()
-"""Drafts as long as they may be."""
+"""The stop rule without early stopping."""
 
 
 @dataclass(frozen=True)
 class AcceptRule(_Rule):
-    """Which drafted tokens does the target let pass?
+    """Which drafted tokens are accepted.
 
-    ``exact``: those of its own law, so that the output is its own. The others exist for comparison and change the output.
-    ``threshold``: a token that the target itself gives at least the probability ``threshold``. ``typical``: one that it
-    gives at least ``min(epsilon, delta * exp(-entropy))``, as in Medusa (arXiv 2401.10774), section 2.3.1.
+    ``exact``: speculative sampling, whose output follows the target's own distribution. The other rules exist for comparison
+    and change the output. ``threshold``: accept a token whose probability under the target is at least ``threshold``.
+    ``typical``: accept a token with at least ``min(epsilon, delta * exp(-entropy))``, as in Medusa (arXiv 2401.10774),
+    section 2.3.1.
 
     Args:
         kind: ``exact``, ``threshold`` or ``typical``.
@@ -152,9 +161,9 @@ class AcceptRule(_Rule):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output is the target's own."""
+        """Whether the output follows the target's own distribution."""
         return self.kind == "exact"
 
 
 EXACT = AcceptRule()
-"""The target's own output."""
+"""The lossless acceptance rule."""

@@ -7,4 +7,4 @@ from searches.app.application import run
 from searches.benchmarking.benchmark import benchmark
 
 if __name__ == "__main__":
-    run("benchmark", benchmark, goes_on=False)
+    run("benchmark", benchmark, resumable=False)

@@ -1,4 +1,4 @@
-"""Search the fastest lossless decoding of a target, confirm it on held-out prompts and export it.
+"""Search for the fastest lossless decoding of a target, confirm it on held-out prompts, and export it.
 
 Usage: ``python -m searches.layerskip [group=choice] [field=value]``
 """

@@ -1,4 +1,4 @@
-"""Measure an export again, on this machine and today.
+"""Measure an export again on this machine.
 
 Usage: ``python -m searches.verify outputs/<study>/best.json [field=value]``
 """

@@ -1,4 +1,4 @@
-"""Where the tests' models lie: on the CPU, or where ``LAYERSKIP_TEST_DEVICE=cuda`` says."""
+"""The device of the tests' models: the CPU, or the value of ``LAYERSKIP_TEST_DEVICE``."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""How much memory do tensors take at once?"""
+"""Peak memory of a function, from torch's profiler."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that was allocated on the CPU at any time while ``work`` ran, as torch's profiler counts it."""
-    gc.collect()  # what was dropped before must not be freed, and taken off, while ``work`` runs
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    """The peak of the bytes that ``work`` allocates on the CPU, according to torch's profiler."""
+    gc.collect()  # earlier garbage must not be freed, and subtracted, while ``work`` runs
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
-    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

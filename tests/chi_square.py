@@ -1,4 +1,4 @@
-"""Do counts follow a law? Pearson's test at a level where, with fixed seeds, a pass stays a pass."""
+"""Pearson's chi-square test of counts, at a significance level that fixed seeds pass reliably."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ _RARE = 5.0  # below this expected count Pearson's statistic is not chi-square d
 
 
 def assert_follows(outcomes: Iterable[Hashable], law: Mapping[Hashable, float]) -> None:
-    """Fail where outcomes are impossible under ``law`` (probabilities that sum to 1), or too unlikely."""
+    """Assert that outcomes follow a distribution.
+
+    Args:
+        outcomes: the drawn values.
+        law: the probability of each value; they sum to 1.
+    """
     counts = Counter(outcomes)
     assert abs(sum(law.values()) - 1.0) < 1e-5
     impossible = [outcome for outcome in counts if law.get(outcome, 0.0) == 0.0]
@@ -33,7 +38,7 @@ def assert_follows(outcomes: Iterable[Hashable], law: Mapping[Hashable, float]) 
         observed[-1] += rest_observed
         expected[-1] += rest_expected
     if len(observed) == 1:
-        return  # a single cell has nothing to test; impossible outcomes were refused above
-    scale = total / sum(expected)  # chisquare wants equal sums; float32 laws are off by 1e-7
+        return  # one cell leaves nothing to test; impossible outcomes are excluded above
+    scale = total / sum(expected)  # chisquare requires equal sums; float32 probabilities are off by 1e-7
     result = chisquare(observed, [value * scale for value in expected])
     assert result.pvalue > _SIGNIFICANCE, f"p = {result.pvalue:.1e}: {observed} where {expected} is expected"

@@ -1,4 +1,4 @@
-"""What all tests share: no network, few threads, and models that are loaded once."""
+"""Configuration of all tests: no network, few threads, and models that are loaded once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before anything imports the hub's client or MLflow: both read their environment when imported.
+# Set before the hub's client and MLflow are imported, which read their environment on import.
 os.environ |= {"HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+# One thread per pytest-xdist worker, for NumPy and SciPy too.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {}
 
 import pytest
 import torch
@@ -19,35 +21,35 @@ import layerskip
 from tests.accelerator import DEVICE
 from tests.tiny import save_tiny
 
-# A shell's background jobs ignore SIGINT, and so would every program that the tests start and interrupt.
+# Background jobs of a shell ignore SIGINT, and the programs that the tests start and interrupt would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tiny models gain nothing from more, and on a busy machine threads that wait for each other lose a lot.
+# Tiny models do not gain from more threads, and on a busy machine waiting threads are slow.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 
 def pytest_collection_finish() -> None:
-    """Let who collects garbage not look through all that was imported, again and again."""
+    """Exclude all imported objects from garbage collection, which would scan them again and again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a chat template, as ``load_target`` reads it."""
+    """The folder of a tiny Llama with a chat template."""
     return save_tiny(tmp_path_factory.mktemp("tiny") / "llama")
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with little room, where the machine lets us make one."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(place)], capture_output=True)
-    if made.returncode:
+    """A small file system of its own; skips the test if it cannot be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    completed = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(folder)], capture_output=True)
+    if completed.returncode:
         pytest.skip("cannot mount a file system here")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")
@@ -58,5 +60,5 @@ def tiny_target(tiny_folder: Path) -> layerskip.Target:
 
 @pytest.fixture(scope="session")
 def smollm2() -> layerskip.Target:
-    """The real SmolLM2-135M-Instruct in float32; loading it takes some 12 seconds."""
+    """SmolLM2-135M-Instruct in float32; loading takes about 12 seconds."""
     return layerskip.load_target("smollm2", dtype="float32", device=DEVICE)

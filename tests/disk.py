@@ -1,4 +1,4 @@
-"""How is a disk made full?"""
+"""Filling of a disk for tests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 
-def fill(place: Path, leave: int) -> None:
-    """Leave so many bytes of the file system that a folder lies in; the file that takes the others is its ``ballast``."""
-    stats = os.statvfs(place)
-    # Whoever else writes there may be quicker to the last byte; full is full.
-    with contextlib.suppress(OSError), (place / "ballast").open("wb") as ballast:
+def fill(folder: Path, leave: int) -> None:
+    """Fill the file system of a folder with a file ``ballast``, except for ``leave`` bytes."""
+    stats = os.statvfs(folder)
+    # Another writer may take the last bytes first, which also fills the disk.
+    with contextlib.suppress(OSError), (folder / "ballast").open("wb") as ballast:
         ballast.write(b"0" * max(0, stats.f_bavail * stats.f_frsize - leave))

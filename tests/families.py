@@ -1,10 +1,10 @@
-"""Tiny random causal language models of many Hugging Face families: does it hold for any decoder?
+"""Tiny random causal language models of many Hugging Face families.
 
-``SKIPPABLE`` families have blocks whose attention and MLP are children that the block adds to its residual
-stream, and a cache of keys and values alone. ``REFUSED`` families lack one or the other; the value says what
-is in the way. Both leave out what the installed transformers does not know.
+In ``SKIPPABLE`` families, each block adds the outputs of its attention and MLP children to the residual stream. The cache
+holds only keys and values. ``REFUSED`` families do not fulfil one of these conditions; the value is the reason. Families
+unknown to the installed transformers are left out of both.
 
-Tokens 0, 1 and 2 are padding, end and start; ``generate`` masks a 0 out of prompts, a plain forward does not.
+Tokens 0, 1 and 2 are padding, end and start. ``generate`` masks token 0 in prompts; a plain forward pass does not.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from tests.accelerator import DEVICE
 
-# Every family gets those of these fields that it has. Embeddings are untied because a tied random model likes
-# to repeat its last token, whatever its layers do.
+# Every family uses the fields that it has. Embeddings are untied, because a tied random model tends to repeat its last
+# token, whatever its layers do.
 _SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, max_position_embeddings=256,
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=2,
@@ -27,7 +27,7 @@ _SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 
 _Fields = dict[str, Any]
-# A tuple is a pattern that repeats over the layers, however many there are.
+# A tuple is a pattern that repeats over all layers.
 _MIXED: _Fields = dict(sliding_window=8, layer_types=("sliding_attention", "full_attention"))
 _QWEN: _Fields = _MIXED | dict(use_sliding_window=True)
 _WINDOW: _Fields = dict(sliding_window=8)
@@ -49,7 +49,7 @@ _LINEAR: _Fields = dict(
 )  # fmt: skip
 
 
-def _alike(families: str, fields: _Fields) -> dict[str, _Fields]:
+def _same_fields(families: str, fields: _Fields) -> dict[str, _Fields]:
     return dict.fromkeys(families.split(), fields)
 
 
@@ -58,18 +58,18 @@ _PLAIN = """
     hyperclovax jais2 llama ministral3 nanochat nemotron olmo olmo2 persimmon phi seed_oss stablelm
 """
 
-# How a family's tiny configuration differs from _SIZES; None keeps a field of those from being passed.
+# Changes of each family's tiny configuration to _SIZES; None drops a field.
 TINY: dict[str, _Fields] = {
-    **_alike(_PLAIN, {}),
-    **_alike("mistral phi3 starcoder2", _WINDOW),
-    **_alike("cwm exaone4 gemma2 gemma3_text granite_swa ministral olmo3 vaultgemma", _MIXED),
-    **_alike("qwen2 qwen3 smollm3", _QWEN),
-    **_alike("flex_olmo olmoe", _EXPERTS),
-    **_alike("granitemoe minimax_m2", _LOCAL),
-    **_alike("mixtral phimoe", _LOCAL | _WINDOW),
-    **_alike("gpt_oss granitemoe_swa", _LOCAL | _MIXED),
-    **_alike("deepseek_v2 deepseek_v3", _ROUTED | _LATENT | _DENSE_FIRST),
-    **_alike("axk1 glm4_moe_lite", _ROUTED | _LATENT),
+    **_same_fields(_PLAIN, {}),
+    **_same_fields("mistral phi3 starcoder2", _WINDOW),
+    **_same_fields("cwm exaone4 gemma2 gemma3_text granite_swa ministral olmo3 vaultgemma", _MIXED),
+    **_same_fields("qwen2 qwen3 smollm3", _QWEN),
+    **_same_fields("flex_olmo olmoe", _EXPERTS),
+    **_same_fields("granitemoe minimax_m2", _LOCAL),
+    **_same_fields("mixtral phimoe", _LOCAL | _WINDOW),
+    **_same_fields("gpt_oss granitemoe_swa", _LOCAL | _MIXED),
+    **_same_fields("deepseek_v2 deepseek_v3", _ROUTED | _LATENT | _DENSE_FIRST),
+    **_same_fields("axk1 glm4_moe_lite", _ROUTED | _LATENT),
     "afmoe": _EXPERTS | _MIXED | dict(num_shared_experts=1),
     "aria_text": dict(moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
     "codegen": dict(rotary_dim=4, n_inner=48),
@@ -106,9 +106,9 @@ TINY: dict[str, _Fields] = {
     "qwen3_moe": _EXPERTS | _WINDOW | dict(use_sliding_window=True),
     "solar_open": _ROUTED,
     "youtu": _LATENT,
-    # From here on: those in REFUSED.
-    **_alike("biogpt bloom mpt rwkv", {}),
-    **_alike("mamba falcon_mamba", dict(state_size=8)),
+    # The families in REFUSED follow.
+    **_same_fields("biogpt bloom mpt rwkv", {}),
+    **_same_fields("mamba falcon_mamba", dict(state_size=8)),
     "bamba": _MAMBA | dict(attn_layer_indices=[1, 3]),
     "falcon_h1": _MAMBA | dict(mamba_d_ssm=32),
     "granitemoehybrid": _LOCAL
@@ -139,14 +139,14 @@ _REASONS = {
 REFUSED: dict[str, str] = {family: reason for family, reason in _REASONS.items() if family in CONFIG_MAPPING}
 SKIPPABLE: tuple[str, ...] = tuple(sorted(family for family in TINY if family in CONFIG_MAPPING and family not in _REASONS))
 
-# With these standard deviations no part drowns the others: greedy output varies, and every skip changes it.
+# With these standard deviations no part dominates: greedy output varies, and every skip changes it.
 _MATRIX_SPREAD = 0.4
 _VECTOR_SPREAD = 0.1
 
 
 def config(family: str, **changes: Any) -> PreTrainedConfig:
     """The tiny configuration of ``family`` with ``changes`` to its fields; tuples repeat over layers."""
-    # An untrue field, such as num_key_value_heads in GPT-2, would mislead code that reads it.
+    # A field that a family does not use, such as num_key_value_heads in GPT-2, would mislead code that reads it.
     known = CONFIG_MAPPING[family]()
     fields = {name: value for name, value in _SIZES.items() if hasattr(known, name)} | TINY[family]
     fields = {name: value for name, value in fields.items() if value is not None} | changes
@@ -155,12 +155,12 @@ def config(family: str, **changes: Any) -> PreTrainedConfig:
         if isinstance(pattern, tuple):
             fields[name] = [pattern[layer % len(pattern)] for layer in range(layers)]
     if family == "gpt_neo":
-        fields["attention_types"] = [[fields["attention_types"], 1]]  # its own form: a list and how often
+        fields["attention_types"] = [[fields["attention_types"], 1]]  # a list and its number of repetitions
     return AutoConfig.for_model(family, **fields)
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A float32 model of ``family`` in eval mode, drawn from ``seed``; ``changes`` go to ``config``."""
+    """A random float32 model of ``family`` in evaluation mode; ``changes`` are passed to :func:`config`."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config(family, **changes), dtype=torch.float32)
     model.eval()
@@ -168,7 +168,7 @@ def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Small embeddings, so that the layers matter; biases, so that one left behind by a skip shows.
+            # Small embeddings, so that the layers matter. Non-zero biases, so that a skip that leaves a bias is detected.
             if id(parameter) in embeddings or (parameter.dim() == 1 and name.endswith("bias")):
                 parameter.normal_(0.0, _VECTOR_SPREAD)
             elif parameter.dim() >= 2:

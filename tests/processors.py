@@ -1,4 +1,4 @@
-"""What transformers' ``generate`` would do to logits: the reference for every distribution in these tests."""
+"""Logits after the processors of transformers' ``generate``: the reference for every distribution in these tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from layerskip.decoding.sampling import Sampling
 
 
 def processed_scores(prefix: Sequence[int], logits: Tensor, sampling: Sampling) -> Tensor:
-    """``[V]`` float32 scores behind one prefix, in generate's order: penalty, temperature, top-k, top-p, min-p."""
+    """``[V]`` float32 scores after a prefix, in generate's order: penalty, temperature, top-k, top-p, min-p."""
     processors = LogitsProcessorList()
     if sampling.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))

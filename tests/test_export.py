@@ -1,4 +1,4 @@
-"""Exports: their layout, writing them whole or not at all, and refusing what is no export by its field."""
+"""Exports: file layout, atomic writes, and refusals that name the field."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def file(export: Export, tmp_path: Path) -> Path:
 
 
 def _edit(file: Path, **changes: Any) -> Path:
-    """Change fields of the file, by dotted names written with double underscores; None removes one."""
+    """Change fields of the file, with dots in names written as double underscores; None removes a field."""
     fields = json.loads(file.read_text())
     for name, value in changes.items():
         *path, last = name.split("__")
@@ -93,19 +93,19 @@ def test_the_file_has_the_layout_of_its_schema(file: Path, tiny_target: Target, 
     }
 
 
-def test_what_was_saved_is_loaded(export: Export, file: Path, tiny_target: Target) -> None:
+def test_a_saved_export_is_loaded(export: Export, file: Path, tiny_target: Target) -> None:
     assert Export.load(file) == export
     assert Export.load(str(file), tiny_target) == export
 
 
-def test_sampling_and_evidence_may_be_left_out(file: Path) -> None:
+def test_sampling_and_evidence_are_optional(file: Path) -> None:
     _edit(file, sampling=None, evidence=None, environment=None, search=None)
     loaded = Export.load(file)
     assert (loaded.config, loaded.sampling) == (CONFIG, Sampling())
     assert (loaded.evidence, loaded.environment, loaded.search) == ({}, {}, {})
 
 
-def test_folders_are_made_and_nothing_else_is_left_in_them(export: Export, tmp_path: Path) -> None:
+def test_folders_are_created_with_nothing_but_the_file(export: Export, tmp_path: Path) -> None:
     file = tmp_path / "outputs" / "study" / "best.json"
     export.save(file)
     export.save(str(file))
@@ -117,7 +117,7 @@ def _changed(export: Export, **evidence: Any) -> Export:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
-def test_what_is_not_json_leaves_the_old_file(export: Export, file: Path, value: object) -> None:
+def test_values_that_json_cannot_hold_leave_the_old_file(export: Export, file: Path, value: object) -> None:
     before = file.read_bytes()
     with pytest.raises((ValueError, TypeError)):
         _changed(export, speedup=value).save(file)
@@ -139,7 +139,7 @@ def test_a_full_disk_leaves_the_old_file(export: Export, file: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_killed_process_leaves_a_whole_file(export: Export, file: Path) -> None:
+def test_a_killed_process_leaves_a_complete_file(export: Export, file: Path) -> None:
     sizes = set()
     for length in range(8):
         before = file.stat().st_mtime_ns
@@ -205,14 +205,14 @@ def test_a_corrupt_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null", '"layerskip.export/1"', "{}"])
-def test_json_of_another_kind_is_refused(tmp_path: Path, content: str) -> None:
+def test_json_without_the_schema_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "best.json").write_text(content)
     with pytest.raises(ExportError, match=r"^schema: "):
         Export.load(tmp_path / "best.json")
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])
-def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ExportError, match=r"^export: cannot read"):
         Export.load(tmp_path / name)
 
@@ -227,18 +227,18 @@ def test_an_export_for_another_model_is_refused_by_field(
     other = Target(build(family, **changes))
     with pytest.raises(ExportError, match=f"^target.{field}: ") as refusal:
         Export.load(file, other)
-    wanted, found = export.target[field], getattr(other, field)
-    assert str(wanted) in str(refusal.value)
-    assert str(found) in str(refusal.value)
+    expected, actual = export.target[field], getattr(other, field)
+    assert str(expected) in str(refusal.value)
+    assert str(actual) in str(refusal.value)
 
 
-def test_another_name_dtype_or_revision_is_no_mismatch(export: Export) -> None:
-    """A configuration found in one place or dtype means the same in another."""
+def test_another_name_dtype_or_revision_is_accepted(export: Export) -> None:
+    """A configuration is valid for every dtype, name and revision of a model."""
     export.check(Target(build("llama", num_hidden_layers=3).bfloat16(), name="elsewhere", revision="main"))
 
 
-def test_an_export_whose_datastore_is_not_here_is_refused(tiny_target: Target, tmp_path: Path) -> None:
-    """It may be large, and is no part of the export."""
+def test_an_export_with_a_missing_datastore_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    """A datastore can be large and is not part of an export."""
     retrieval = SpeculativeConfig("retrieval", datastore=str(tmp_path / "store"))
     cascade = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), retrieval))
     for config in (retrieval, cascade):

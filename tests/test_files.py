@@ -1,4 +1,4 @@
-"""What a full disk does: one error that names the file, nothing left behind, and what was there before is there still."""
+"""Full disks: one error that names the file, no partial files, and earlier files unchanged."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from layerskip import SkipMask, Target, files, save_draft_checkpoint
 from layerskip.drafters.datastore import Datastore
-from layerskip.files import whole, write_json
+from layerskip.files import atomic_write, write_json
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
 from layerskip.heads.feature_store import FeatureStore
-from layerskip.models.trained_module import save_head
+from layerskip.models.trained_module import save_trained
 from layerskip.texts.training_texts import TrainingText
 from tests.disk import fill
 
@@ -32,12 +32,12 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("leave", [0, 100_000, 1_000_000])
-def test_a_file_that_does_not_fit_leaves_the_one_before(small_disk: Path, writer: str, leave: int) -> None:
+def test_a_file_that_does_not_fit_leaves_the_earlier_one(small_disk: Path, writer: str, leave: int) -> None:
     file = small_disk / "folder" / "file"
-    with whole(file) as partial:
+    with atomic_write(file) as partial:
         partial.write_text("before")
     fill(small_disk, leave)
-    with pytest.raises(OSError, match="No space left on device") as refusal, whole(file) as partial:
+    with pytest.raises(OSError, match="No space left on device") as refusal, atomic_write(file) as partial:
         WRITERS[writer](partial)
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(file))
     assert [path.name for path in file.parent.iterdir()] == ["file"]
@@ -45,42 +45,42 @@ def test_a_file_that_does_not_fit_leaves_the_one_before(small_disk: Path, writer
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_an_error_is_the_disks_only_where_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+def test_errors_are_converted_only_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
     if full:
-        monkeypatch.setattr(files, "_refusal", lambda _: errno.ENOSPC)
-    wanted = OSError if full else RuntimeError
+        monkeypatch.setattr(files, "_probe_error", lambda _: errno.ENOSPC)
+    expected = OSError if full else RuntimeError
 
     def write() -> None:
-        with whole(tmp_path / "file") as partial:
+        with atomic_write(tmp_path / "file") as partial:
             partial.write_text("half")
             raise RuntimeError("broken")
 
-    with pytest.raises(wanted, match="No space left" if full else "broken"):
+    with pytest.raises(expected, match="No space left" if full else "broken"):
         write()
     assert not list(tmp_path.iterdir())
 
 
-def test_errors_that_are_no_full_disk_pass(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nothing"), whole(tmp_path / "file"):
+def test_other_errors_are_not_converted(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing"), atomic_write(tmp_path / "file"):
         (tmp_path / "nothing").read_text()
     with pytest.raises(ValueError, match="JSON compliant"):
         write_json(tmp_path / "file", float("nan"))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_head_that_does_not_fit_leaves_the_one_before(small_disk: Path, tiny_target: Target) -> None:
+def test_a_head_that_does_not_fit_leaves_the_earlier_one(small_disk: Path, tiny_target: Target) -> None:
     head, folder = EagleHead(EagleShape.of(tiny_target)), small_disk / "head"
     for leave in (0, 10_000):
-        save_head(folder, KIND, head.shape.to_dict(), head.weights(), tiny_target, {})
+        save_trained(folder, KIND, head.shape.to_dict(), head.weights(), tiny_target, {})
         fill(small_disk, leave)
         with pytest.raises(OSError, match="No space left on device"):
-            save_head(folder, KIND, head.shape.to_dict(), head.weights(), tiny_target, {})
+            save_trained(folder, KIND, head.shape.to_dict(), head.weights(), tiny_target, {})
         assert sorted(path.name for path in folder.iterdir()) == ["head.json", "head.safetensors"]
         (small_disk / "ballast").unlink()
         assert load_eagle(folder, tiny_target).shape == head.shape
 
 
-def test_a_datastore_that_does_not_fit_is_none(small_disk: Path, tiny_target: Target) -> None:
+def test_a_datastore_that_does_not_fit_is_removed(small_disk: Path, tiny_target: Target) -> None:
     store = Datastore.build([[7] * 100_000], tiny_target)
     fill(small_disk, 500_000)
     with pytest.raises(OSError, match="No space left on device") as refusal:
@@ -89,20 +89,20 @@ def test_a_datastore_that_does_not_fit_is_none(small_disk: Path, tiny_target: Ta
     assert os.listdir(small_disk) == ["ballast"]
 
 
-def test_a_checkpoint_that_does_not_fit_is_none(small_disk: Path, tiny_target: Target) -> None:
+def test_a_checkpoint_that_does_not_fit_is_removed(small_disk: Path, tiny_target: Target) -> None:
     fill(small_disk, 100_000)
     with pytest.raises(OSError, match="No space left on device"):
         save_draft_checkpoint(tiny_target, SkipMask.parse("layers:1", 3), small_disk / "draft")
     assert os.listdir(small_disk) == ["ballast"]
 
 
-def test_hidden_states_that_do_not_fit_cost_the_text_at_work(
+def test_hidden_states_that_do_not_fit_lose_only_the_present_text(
     small_disk: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [TrainingText((7,) * size, 1) for size in (5, 2000)]
     store = FeatureStore(small_disk / "store", ("model",))
     store.fill(tiny_target, texts[:1], 10**6)
-    monkeypatch.setattr("layerskip.heads.feature_store._SPARE", -(10**9))  # another program takes what was free
+    monkeypatch.setattr("layerskip.heads.feature_store._SPARE", -(10**9))  # another program takes the free space
     fill(small_disk, 20_000)
     with pytest.raises(OSError, match="No space left on device") as refusal:
         store.fill(tiny_target, texts, 10**6)

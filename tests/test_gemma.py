@@ -1,8 +1,7 @@
-"""The real pair of two tokenizers: Gemma 3 270M drafted for by SmolLM2, where ``make gemma`` has fetched the former."""
+"""A real pair with two tokenizers: SmolLM2 drafts for Gemma 3 270M. Skipped without ``make gemma``."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,10 @@ from layerskip.models.bridge import BridgeShape, save_bridges
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts
 from tests.accelerator import DEVICE
+from tests.exhaustive import EXHAUSTIVE
 
 NEW_TOKENS = 24
-PROMPTS = PromptSet.packaged().take(None if os.environ.get("LAYERSKIP_ALL_PROMPTS") else 3)
+PROMPTS = PromptSet.packaged().take(None if EXHAUSTIVE else 3)
 
 
 @pytest.fixture(scope="module")
@@ -40,24 +40,24 @@ def gemma3() -> Target:
 
 @pytest.fixture(scope="module")
 def draft(gemma3: Target, smollm2: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """SmolLM2 as a folder."""
+    """SmolLM2 saved to a folder."""
     folder = tmp_path_factory.mktemp("draft") / "smollm2"
     return str(save_draft_checkpoint(smollm2, SkipMask.none(smollm2.layers), folder))
 
 
-def test_a_draft_of_another_tokenizer_changes_nothing(gemma3: Target, draft: str) -> None:
+def test_a_draft_with_another_tokenizer_does_not_change_the_output(gemma3: Target, draft: str) -> None:
     config, accepted = SpeculativeConfig("cross_tokenizer", 4, draft=draft), 0
     for item in PROMPTS:
         ids = torch.tensor([gemma3.encode(item.messages())])
-        made = gemma3.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
+        outputs = gemma3.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
         result = generate(gemma3, item.messages(), config, max_new_tokens=NEW_TOKENS)
-        assert result.tokens == made[0, ids.shape[1] :].tolist()
+        assert result.tokens == outputs[0, ids.shape[1] :].tolist()
         accepted += result.stats.accepted
     assert accepted > 0
 
 
-def test_the_two_tokenizers_share_what_they_spell_alike(gemma3: Target, smollm2: Target) -> None:
-    """One is of bytes, the other of pieces; what is drawn from either is text of both."""
+def test_shared_tokens_decode_to_the_same_text(gemma3: Target, smollm2: Target) -> None:
+    """One tokenizer is byte-level, the other has pieces; shared tokens decode to the same text in both."""
     assert gemma3.tokenizer is not None
     assert smollm2.tokenizer is not None
     shared = Translation(gemma3.tokenizer, smollm2.tokenizer).shared
@@ -67,25 +67,25 @@ def test_the_two_tokenizers_share_what_they_spell_alike(gemma3: Target, smollm2:
             assert gemma3.tokenizer.decode([own]) == smollm2.tokenizer.decode([theirs])
 
 
-def test_tokens_are_drawn_with_a_draft_of_another_tokenizer(gemma3: Target, draft: str) -> None:
-    """That their law is the target's own is for smaller models to show; of these, that shared tokens are accepted."""
+def test_sampling_with_another_tokenizer_accepts_tokens(gemma3: Target, draft: str) -> None:
+    """Sampling accepts drafted tokens. Tests with smaller models check the distribution."""
     config = SpeculativeConfig("cross_tokenizer", 4, draft=draft)
-    made = [
+    outputs = [
         generate(gemma3, item.messages(), config, max_new_tokens=NEW_TOKENS, sampling=Sampling(1.0), seed=0)
         for item in PROMPTS
     ]
-    assert sum(result.stats.accepted for result in made) > 0
-    assert all(result.tokens for result in made)
+    assert sum(result.stats.accepted for result in outputs) > 0
+    assert all(result.tokens for result in outputs)
 
 
-def test_a_bridged_mask_is_scanned_as_it_decodes(gemma3: Target, tmp_path: Path) -> None:
-    """Sliding windows, and norms behind every sub-layer."""
+def test_the_scan_of_a_bridged_mask_equals_decoding(gemma3: Target, tmp_path: Path) -> None:
+    """On a model with sliding windows and norms after every sub-layer."""
     continuations = continue_prompts(gemma3, PROMPTS, Sampling(), NEW_TOKENS)
     mask = SkipMask.parse("layers:3-5;mlp:9", gemma3.layers)
     fit = Calibration(gemma3, continuations, 2**30).fit(BridgeShape.of(gemma3, mask))
     save_bridges(tmp_path / "bridge", fit.bridges, gemma3, {})
     (scan,) = (scanner := Scanner(gemma3, continuations, Sampling(), 3)).scan([mask], bridges=[fit.bridges])
     config = SpeculativeConfig("layer_skip", 3, mask=mask.format(), bridge=str(tmp_path / "bridge"))
-    for item, found in zip(PROMPTS, scanner.rounds(scan, 3, config.stop), strict=True):
+    for item, rounds in zip(PROMPTS, scanner.rounds(scan, 3, config.stop), strict=True):
         result = generate(gemma3, item.messages(), config, max_new_tokens=NEW_TOKENS)
-        assert found == list(result.stats.rounds)
+        assert rounds == list(result.stats.rounds)

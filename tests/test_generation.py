@@ -20,6 +20,7 @@ from layerskip import (
     load_target,
 )
 from tests.accelerator import DEVICE
+from tests.exhaustive import representative
 from tests.tiny import save_tiny
 
 FRUITS = "List three fruits, one per line."
@@ -44,92 +45,91 @@ tiny_kinds = pytest.mark.parametrize("config", TINY_CONFIGS, ids=lambda config: 
 Reference = Callable[..., list[int]]
 
 
-def test_one_drafter_serves_one_request_after_the_other(tiny_target: Target) -> None:
-    """What recycles tokens knows the second time what the first one taught it; the output stays."""
+def test_one_drafter_serves_consecutive_requests(tiny_target: Target) -> None:
+    """Token recycling learns from the first request; the output does not change."""
     config = SpeculativeConfig("token_recycling", 4, tree_tokens=6)
     drafter = build_drafter(config, tiny_target)
     first, second = (generate(tiny_target, FRUITS, config, max_new_tokens=24, drafter=drafter) for _ in range(2))
-    anew = generate(tiny_target, FRUITS, config, max_new_tokens=24)
-    assert first.tokens == second.tokens == anew.tokens
-    assert first.stats == anew.stats
+    fresh = generate(tiny_target, FRUITS, config, max_new_tokens=24)
+    assert first.tokens == second.tokens == fresh.tokens
+    assert first.stats == fresh.stats
     assert second.stats.tokens_per_round > first.stats.tokens_per_round
 
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    """New tokens of transformers' plain generate, each made once."""
-    known: dict[str, list[int]] = {}
+    """New tokens of transformers' plain generate, cached."""
+    cache: dict[str, list[int]] = {}
 
-    def made(target: Target, prompt: Sequence[int], **options: object) -> list[int]:
+    def generated(target: Target, prompt: Sequence[int], **options: object) -> list[int]:
         key = repr((target.name, list(prompt), sorted(options.items())))
-        if key not in known:
+        if key not in cache:
             tokens = torch.tensor([list(prompt)])
             words = {"tokenizer": target.tokenizer} if "stop_strings" in options else {}
             output = target.model.generate(
                 tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **options, **words
             )
-            known[key] = output[0, tokens.shape[1] :].tolist()
-        return known[key]
+            cache[key] = output[0, tokens.shape[1] :].tolist()
+        return cache[key]
 
-    return made
+    return generated
 
 
 @pytest.fixture(scope="module")
 def idle_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A tiny model whose layer 1 hardly matters, so that drafts without it are accepted."""
+    """A tiny model whose layer 1 has little effect, so that drafts without it are accepted."""
     folder: Path = save_tiny(tmp_path_factory.mktemp("idle") / "llama", idle=(1,))
     return load_target(str(folder), dtype="float32", device=DEVICE)
 
 
 @kinds
-@pytest.mark.parametrize("prompt", [FRUITS, FRENCH])
-def test_a_real_model_says_what_it_says_in_transformers(
+@pytest.mark.parametrize("prompt", representative([FRUITS], [FRENCH]))
+def test_a_real_model_gives_the_output_of_transformers(
     smollm2: Target, reference: Reference, config: SpeculativeConfig, prompt: str
 ) -> None:
-    made = generate(smollm2, prompt, config, max_new_tokens=24)
-    assert made.tokens == reference(smollm2, smollm2.encode(prompt), max_new_tokens=24)
+    result = generate(smollm2, prompt, config, max_new_tokens=24)
+    assert result.tokens == reference(smollm2, smollm2.encode(prompt), max_new_tokens=24)
     assert smollm2.tokenizer is not None
-    assert made.text == smollm2.tokenizer.decode(made.tokens, skip_special_tokens=True)
-    assert made.finish == ("eos" if made.tokens[-1] in smollm2.eos_ids else "length")
+    assert result.text == smollm2.tokenizer.decode(result.tokens, skip_special_tokens=True)
+    assert result.finish == ("eos" if result.tokens[-1] in smollm2.eos_ids else "length")
 
 
 @kinds
 def test_a_real_model_penalises_repetition_as_transformers_does(
     smollm2: Target, reference: Reference, config: SpeculativeConfig
 ) -> None:
-    made = generate(smollm2, FRUITS, config, sampling=Sampling(repetition_penalty=1.3), max_new_tokens=16)
+    result = generate(smollm2, FRUITS, config, sampling=Sampling(repetition_penalty=1.3), max_new_tokens=16)
     expected = reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=16, repetition_penalty=1.3)
-    assert made.tokens == expected
-    assert made.tokens != reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=24)[:16]
+    assert result.tokens == expected
+    assert result.tokens != reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=24)[:16]
 
 
-# What the model says to FRUITS: "1. Banana\n2. Apple\n3. Grapefruit".
+# The model's answer to FRUITS: "1. Banana\n2. Apple\n3. Grapefruit".
 STOPS = {
-    "one token": ["."],
-    "over several tokens": ["nana\n2"],
-    "inside a token": ["App"],
     "over several tokens and inside one": ["rap"],
     "begins in the prompt": ["\n1"],
     "the first of several": ["Grape", "zebra", " Apple", "Apple\n"],
     "only the end": ["zebra", "<|im_end|>"],
+    "one token": ["."],
+    "over several tokens": ["nana\n2"],
+    "inside a token": ["App"],
 }
 
 
-@pytest.mark.parametrize("stops", STOPS.values(), ids=STOPS)
-def test_a_stop_string_ends_the_output_where_transformers_ends_it(
-    smollm2: Target, reference: Reference, stops: list[str]
-) -> None:
-    made = generate(smollm2, FRUITS, CONFIGS[2], max_new_tokens=24, stop_strings=stops)
-    assert made.tokens == reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=24, stop_strings=stops)
+@pytest.mark.parametrize("kind", representative(list(STOPS)[:4], list(STOPS)[4:]))
+def test_a_stop_string_ends_the_output_where_transformers_ends_it(smollm2: Target, reference: Reference, kind: str) -> None:
+    stops = STOPS[kind]
+    result = generate(smollm2, FRUITS, CONFIGS[2], max_new_tokens=24, stop_strings=stops)
+    assert result.tokens == reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=24, stop_strings=stops)
 
 
 def test_a_character_of_several_tokens_stops_where_transformers_stops(smollm2: Target, reference: Reference) -> None:
     free = generate(smollm2, EMOJIS, max_new_tokens=12)
     first = free.text[0]
-    made = generate(smollm2, EMOJIS, max_new_tokens=12, stop_strings=first)
-    assert made.tokens == reference(smollm2, smollm2.encode(EMOJIS), max_new_tokens=12, stop_strings=[first])
-    assert 1 < len(made.tokens) < 12
-    assert (made.text, made.finish) == (first, "stop")
+    result = generate(smollm2, EMOJIS, max_new_tokens=12, stop_strings=first)
+    assert result.tokens == reference(smollm2, smollm2.encode(EMOJIS), max_new_tokens=12, stop_strings=[first])
+    assert 1 < len(result.tokens) < 12
+    assert (result.text, result.finish) == (first, "stop")
 
 
 @tiny_kinds
@@ -137,37 +137,37 @@ def test_a_character_of_several_tokens_stops_where_transformers_stops(smollm2: T
 def test_every_form_of_prompt_is_continued_as_in_transformers(
     idle_target: Target, reference: Reference, config: SpeculativeConfig, prompt: object
 ) -> None:
-    made = generate(idle_target, prompt, config, max_new_tokens=40)  # type: ignore[arg-type]
+    result = generate(idle_target, prompt, config, max_new_tokens=40)  # type: ignore[arg-type]
     tokens = idle_target.encode(prompt)  # type: ignore[arg-type]
-    assert made.tokens == reference(idle_target, tokens, max_new_tokens=40)
-    assert made.text == idle_target.decode(made.tokens)
-    assert (len(made.tokens), made.finish) == (40, "length")
+    assert result.tokens == reference(idle_target, tokens, max_new_tokens=40)
+    assert result.text == idle_target.decode(result.tokens)
+    assert (len(result.tokens), result.finish) == (40, "length")
 
 
 @tiny_kinds
-def test_every_position_of_a_stop_string_is_found_within_a_draft(
+def test_a_stop_string_is_found_at_every_position_of_a_draft(
     idle_target: Target, reference: Reference, config: SpeculativeConfig
 ) -> None:
     text = generate(idle_target, "the", max_new_tokens=24).text
     for start in range(0, len(text) - 2, 3):
         stop = text[start : start + 2]
-        made = generate(idle_target, "the", config, max_new_tokens=24, stop_strings=stop)
+        result = generate(idle_target, "the", config, max_new_tokens=24, stop_strings=stop)
         expected = reference(idle_target, idle_target.encode("the"), max_new_tokens=24, stop_strings=[stop])
-        assert (made.tokens, made.finish) == (expected, "stop")
-        assert stop in made.text
+        assert (result.tokens, result.finish) == (expected, "stop")
+        assert stop in result.text
 
 
 @tiny_kinds
 def test_tokens_are_streamed_round_by_round(idle_target: Target, config: SpeculativeConfig) -> None:
     parts: list[list[int]] = []
-    made = generate(idle_target, "the", config, max_new_tokens=30, callback=parts.append)
-    assert [token for part in parts for token in part] == made.tokens
-    assert [len(part) for part in parts] == [1, *(r.committed for r in made.stats.rounds)]
-    assert made.stats.tokens_per_round == pytest.approx(29 / len(made.stats.rounds))
+    result = generate(idle_target, "the", config, max_new_tokens=30, callback=parts.append)
+    assert [token for part in parts for token in part] == result.tokens
+    assert [len(part) for part in parts] == [1, *(r.committed for r in result.stats.rounds)]
+    assert result.stats.tokens_per_round == pytest.approx(29 / len(result.stats.rounds))
 
 
 @tiny_kinds
-def test_a_seed_repeats_what_is_sampled(idle_target: Target, config: SpeculativeConfig) -> None:
+def test_a_seed_makes_sampling_reproducible(idle_target: Target, config: SpeculativeConfig) -> None:
     sampling = Sampling(temperature=1.0)
     one, again, other = (
         generate(idle_target, "the", config, sampling=sampling, max_new_tokens=30, seed=seed).tokens for seed in (1, 1, 2)
@@ -176,34 +176,34 @@ def test_a_seed_repeats_what_is_sampled(idle_target: Target, config: Speculative
 
 
 @tiny_kinds
-def test_without_a_seed_torchs_own_is_taken(idle_target: Target, config: SpeculativeConfig) -> None:
+def test_without_a_seed_torchs_random_state_is_used(idle_target: Target, config: SpeculativeConfig) -> None:
     outputs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        made = generate(idle_target, "the", config, sampling=Sampling(temperature=1.0), max_new_tokens=30)
-        outputs.append(made.tokens)
+        result = generate(idle_target, "the", config, sampling=Sampling(temperature=1.0), max_new_tokens=30)
+        outputs.append(result.tokens)
     assert outputs[0] == outputs[1] != outputs[2]
 
 
 @tiny_kinds
 @pytest.mark.parametrize("length", [1, 2, 3, 17])
-def test_an_output_is_never_longer_than_asked(
+def test_an_output_is_never_longer_than_requested(
     idle_target: Target, reference: Reference, config: SpeculativeConfig, length: int
 ) -> None:
-    made = generate(idle_target, "the", config, max_new_tokens=length)
-    assert made.tokens == reference(idle_target, idle_target.encode("the"), max_new_tokens=40)[:length]
+    result = generate(idle_target, "the", config, max_new_tokens=length)
+    assert result.tokens == reference(idle_target, idle_target.encode("the"), max_new_tokens=40)[:length]
 
 
 def test_a_target_without_tokenizer_gives_tokens_only(tiny_target: Target) -> None:
-    made = generate(Target(tiny_target.model), [7, 8, 9], max_new_tokens=5)
-    assert (len(made.tokens), made.text) == (5, "")
+    result = generate(Target(tiny_target.model), [7, 8, 9], max_new_tokens=5)
+    assert (len(result.tokens), result.text) == (5, "")
 
 
 def test_a_draft_model_is_loaded_by_its_folder(idle_target: Target, reference: Reference, tiny_folder: Path) -> None:
     config = SpeculativeConfig("draft_model", draft=str(tiny_folder), draft_length=3)
-    made = generate(idle_target, "the", config, max_new_tokens=40)
-    assert made.tokens == reference(idle_target, idle_target.encode("the"), max_new_tokens=40)
-    assert made.stats.drafted > 0
+    result = generate(idle_target, "the", config, max_new_tokens=40)
+    assert result.tokens == reference(idle_target, idle_target.encode("the"), max_new_tokens=40)
+    assert result.stats.drafted > 0
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_draft_model_is_loaded_by_its_folder(idle_target: Target, reference: R
         ({"config": SpeculativeConfig("draft_model", draft="/no/draft")}, TargetError, "draft: .*/no/draft"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
+def test_invalid_arguments_are_refused_by_name(
     tiny_target: Target, arguments: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=f"^{message}"):
@@ -231,7 +231,7 @@ def test_stop_strings_need_a_tokenizer(tiny_target: Target) -> None:
         generate(Target(tiny_target.model), [7, 8], stop_strings="x")
 
 
-def test_a_draft_whose_state_cannot_rewind_is_refused_as_the_draft(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_draft_model_that_cannot_rewind_is_refused_by_field(tiny_target: Target, tmp_path: Path) -> None:
     config = SpeculativeConfig("draft_model", draft=str(save_tiny(tmp_path / "mamba", "mamba")))
     with pytest.raises(UnsupportedModel, match=r"^draft: Mamba.*rewind"):
         generate(tiny_target, "the", config)

@@ -1,4 +1,4 @@
-"""Our decoding as ``custom_generate`` inside ``model.generate``, against ``model.generate`` without it."""
+"""Decoding with ``custom_generate`` in ``model.generate`` compared with plain ``model.generate``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _generate(model: PreTrainedModel, prompt: Tensor = PROMPT, **options: Any) -
 
 
 def _both(target: Target, config: SpeculativeConfig, **options: Any) -> tuple[list[int], list[int]]:
-    """The new tokens of our method and of transformers' own."""
+    """The new tokens with ``custom_generate`` and without it."""
     ours = _generate(target.model, custom_generate=_method(target, config), **options)
     theirs = _generate(target.model, **options)
     assert ours.dtype == theirs.dtype
@@ -55,7 +55,7 @@ def _both(target: Target, config: SpeculativeConfig, **options: Any) -> tuple[li
     return ours[0, PROMPT.shape[1] :].tolist(), theirs[0, PROMPT.shape[1] :].tolist()
 
 
-def test_drafts_of_another_tokenizer_are_told_the_targets(tiny_target: Target, tiny_folder: Path) -> None:
+def test_draft_models_with_another_tokenizer_use_the_given_tokenizer(tiny_target: Target, tiny_folder: Path) -> None:
     other = SpeculativeConfig("cross_tokenizer", draft=str(tiny_folder), draft_length=2)
     for config in (other, SpeculativeConfig("cascade", members=(CONFIGS[2], other))):
         method = Export(Export.describe(tiny_target), config).custom_generate(tiny_target.tokenizer)
@@ -66,13 +66,13 @@ def test_drafts_of_another_tokenizer_are_told_the_targets(tiny_target: Target, t
 
 
 @kinds
-def test_inputs_of_a_tokenizer_are_continued_alike(tiny_target: Target, config: SpeculativeConfig) -> None:
+def test_inputs_of_a_tokenizer_are_continued_as_by_generate(tiny_target: Target, config: SpeculativeConfig) -> None:
     assert tiny_target.tokenizer is not None
     inputs = tiny_target.tokenizer("the rain in the on", return_tensors="pt")
     expected = tiny_target.model.generate(**inputs, **GREEDY)
-    found = tiny_target.model.generate(**inputs, **GREEDY, custom_generate=_method(tiny_target, config))
-    assert found.equal(expected)
-    assert found.shape[1] == inputs["input_ids"].shape[1] + 32
+    actual = tiny_target.model.generate(**inputs, **GREEDY, custom_generate=_method(tiny_target, config))
+    assert actual.equal(expected)
+    assert actual.shape[1] == inputs["input_ids"].shape[1] + 32
 
 
 @kinds
@@ -88,7 +88,7 @@ def test_lengths_are_those_of_generate(tiny_target: Target, config: SpeculativeC
 
 
 @kinds
-def test_any_of_several_end_tokens_ends_it(tiny_target: Target, config: SpeculativeConfig) -> None:
+def test_any_of_several_end_tokens_ends_generation(tiny_target: Target, config: SpeculativeConfig) -> None:
     free, _ = _both(tiny_target, config, **GREEDY)
     for ends in ([1, free[12]], [free[20], free[5]], free[3]):
         ours, theirs = _both(tiny_target, config, eos_token_id=ends, **GREEDY)
@@ -97,7 +97,7 @@ def test_any_of_several_end_tokens_ends_it(tiny_target: Target, config: Speculat
 
 
 @kinds
-def test_a_criterion_of_stop_strings_ends_it(tiny_target: Target, config: SpeculativeConfig) -> None:
+def test_stop_strings_end_generation(tiny_target: Target, config: SpeculativeConfig) -> None:
     free, _ = _both(tiny_target, config, **GREEDY)
     text = tiny_target.decode(free)
     criteria = [StopStringCriteria(tiny_target.tokenizer, [text[14:17], "no such text"])]
@@ -108,27 +108,27 @@ def test_a_criterion_of_stop_strings_ends_it(tiny_target: Target, config: Specul
 
 
 class Ending(StoppingCriteria):
-    """Ends a sequence at a length that depends on its content."""
+    """End a sequence at a length that depends on its content."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
         return (input_ids.sum(-1) % 7 == 0) & (input_ids.shape[1] > 14)
 
 
 @kinds
-def test_a_stopping_criterion_of_ones_own_ends_it(tiny_target: Target, config: SpeculativeConfig) -> None:
+def test_a_custom_stopping_criterion_ends_generation(tiny_target: Target, config: SpeculativeConfig) -> None:
     ours, theirs = _both(tiny_target, config, stopping_criteria=[Ending()], **GREEDY)
     assert ours == theirs
     assert len(ours) < 32
 
 
 @pytest.mark.parametrize("own", [MaxLengthCriteria(14), MaxLengthCriteria(60), MaxLengthCriteria(4)])
-def test_a_length_of_ones_own_takes_the_place_of_generates(tiny_target: Target, own: MaxLengthCriteria) -> None:
+def test_a_given_length_criterion_replaces_generates(tiny_target: Target, own: MaxLengthCriteria) -> None:
     for config in CONFIGS[:3]:
         ours, theirs = _both(tiny_target, config, stopping_criteria=[own], **GREEDY)
         assert ours == theirs
 
 
-def test_an_end_of_ones_own_takes_the_place_of_generates(tiny_target: Target) -> None:
+def test_a_given_end_criterion_replaces_generates(tiny_target: Target) -> None:
     free, _ = _both(tiny_target, CONFIGS[0], **GREEDY)
     own = [EosTokenCriteria([free[12]])]
     for config in CONFIGS[:3]:
@@ -138,21 +138,21 @@ def test_an_end_of_ones_own_takes_the_place_of_generates(tiny_target: Target) ->
 
 
 class Longer(MaxLengthCriteria):
-    """One of transformers' own, and something beside."""
+    """A criterion of transformers with an additional condition."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
         return super().__call__(input_ids, scores, **options) | (input_ids[:, -1] % 3 == 0)  # type: ignore[arg-type, return-value]
 
 
-def test_a_criterion_that_extends_one_of_generates_is_asked(tiny_target: Target) -> None:
+def test_a_subclass_of_generates_criteria_is_called(tiny_target: Target) -> None:
     for config in CONFIGS[:3]:
         ours, theirs = _both(tiny_target, config, stopping_criteria=[Longer(30)], **GREEDY)
         assert ours == theirs
         assert len(ours) < 21
 
 
-def test_a_time_limit_ends_it(tiny_target: Target) -> None:
-    criteria = [MaxTimeCriteria(max_time=60.0, initial_timestamp=0.0)]  # ran out in 1970
+def test_a_time_limit_ends_generation(tiny_target: Target) -> None:
+    criteria = [MaxTimeCriteria(max_time=60.0, initial_timestamp=0.0)]  # expired in 1970
     ours, theirs = _both(tiny_target, CONFIGS[0], stopping_criteria=criteria, **GREEDY)
     assert ours == theirs
     assert len(ours) == 1
@@ -166,7 +166,7 @@ def test_the_repetition_penalty_is_that_of_generate(tiny_target: Target, config:
 
 
 @kinds
-def test_a_dictionary_is_returned_where_it_is_asked_for(tiny_target: Target, config: SpeculativeConfig) -> None:
+def test_a_dictionary_is_returned_on_request(tiny_target: Target, config: SpeculativeConfig) -> None:
     options = GREEDY | {"return_dict_in_generate": True}
     ours = _generate(tiny_target.model, custom_generate=_method(tiny_target, config), **options)
     theirs = _generate(tiny_target.model, **options)
@@ -177,8 +177,8 @@ def test_a_dictionary_is_returned_where_it_is_asked_for(tiny_target: Target, con
 @kinds
 def test_committed_tokens_are_streamed_to_a_callback(tiny_target: Target, config: SpeculativeConfig) -> None:
     parts: list[list[int]] = []
-    made = _generate(tiny_target.model, custom_generate=_method(tiny_target, config), callback=parts.append, **GREEDY)
-    assert [token for part in parts for token in part] == made[0, PROMPT.shape[1] :].tolist()
+    result = _generate(tiny_target.model, custom_generate=_method(tiny_target, config), callback=parts.append, **GREEDY)
+    assert [token for part in parts for token in part] == result[0, PROMPT.shape[1] :].tolist()
     assert len(parts) > 1
 
 
@@ -194,10 +194,8 @@ def test_committed_tokens_are_streamed_to_a_callback(tiny_target: Target, config
     ],
     ids=lambda warping: ", ".join(warping),
 )
-def test_sampling_parameters_reach_the_loop(
-    tiny_target: Target, config: SpeculativeConfig, warping: dict[str, float]
-) -> None:
-    """Every token lies within what generate's own processors leave of the model's distribution."""
+def test_sampling_parameters_are_applied(tiny_target: Target, config: SpeculativeConfig, warping: dict[str, float]) -> None:
+    """Every sampled token has a non-zero probability after generate's own processors."""
     options = dict(do_sample=True, max_new_tokens=24, top_k=0) | warping
     outputs = []
     for seed in (0, 0, 1):
@@ -212,7 +210,7 @@ def test_sampling_parameters_reach_the_loop(
 
 
 @kinds
-def test_the_temperature_reaches_the_loop(tiny_target: Target, config: SpeculativeConfig) -> None:
+def test_the_temperature_is_applied(tiny_target: Target, config: SpeculativeConfig) -> None:
     cold, _ = _both(tiny_target, config, do_sample=True, temperature=1e-4, top_k=0, max_new_tokens=32)
     greedy, _ = _both(tiny_target, config, **GREEDY)
     hot, _ = _both(tiny_target, config, do_sample=True, temperature=20.0, top_k=0, max_new_tokens=32)
@@ -220,17 +218,17 @@ def test_the_temperature_reaches_the_loop(tiny_target: Target, config: Speculati
 
 
 def _scores(model: PreTrainedModel, output: Tensor, options: dict[str, Any]) -> Tensor:
-    """``[n, V]``: generate's own scores behind every prefix of an output; -inf rules a token out."""
+    """``[n, V]``: generate's own scores after every prefix of an output; -inf excludes a token."""
     rows = []
     for length in range(PROMPT.shape[1], output.shape[1]):
-        made = _generate(
+        result = _generate(
             model,
             output[:, :length],
             **options | {"max_new_tokens": 1},
             output_scores=True,
             return_dict_in_generate=True,
         )
-        rows.append(made.scores[0][0])
+        rows.append(result.scores[0][0])
     return torch.stack(rows)
 
 
@@ -241,7 +239,7 @@ def test_one_method_serves_several_models(tiny_target: Target) -> None:
         assert _generate(model, custom_generate=method, **GREEDY).equal(_generate(model, **GREEDY))
 
 
-def test_a_method_goes_on_with_a_model_of_another_dtype(tiny_target: Target) -> None:
+def test_a_method_continues_after_a_dtype_change(tiny_target: Target) -> None:
     model = build("llama", num_hidden_layers=3)
     for config in CONFIGS:
         method = _method(tiny_target, config)
@@ -257,15 +255,15 @@ def test_threads_take_turns_on_one_model(tiny_target: Target, config: Speculativ
     expected = [_generate(tiny_target.model, prompt, **GREEDY) for prompt in prompts]
 
     def ours(prompt: Tensor) -> Tensor:
-        found: Tensor = _generate(tiny_target.model, prompt, custom_generate=method, **GREEDY)
-        return found
+        output: Tensor = _generate(tiny_target.model, prompt, custom_generate=method, **GREEDY)
+        return output
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(ours, prompts * 3))
-    assert all(one.equal(other) for one, other in zip(found, expected * 3, strict=True))
+        actual = list(pool.map(ours, prompts * 3))
+    assert all(one.equal(other) for one, other in zip(actual, expected * 3, strict=True))
 
 
-def test_a_hook_on_the_model_counts_as_long_as_it_is_there(tiny_target: Target) -> None:
+def test_a_hook_on_the_model_applies_until_it_is_removed(tiny_target: Target) -> None:
     model = build("llama", num_hidden_layers=3)
     method = _method(tiny_target, CONFIGS[1])
     plain = _generate(model, **GREEDY)

@@ -1,4 +1,4 @@
-"""What ``custom_generate`` refuses: all that speculative decoding here does not do, by name."""
+"""``custom_generate`` refuses unsupported arguments by name."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def model(tiny_target: Target) -> PreTrainedModel:
             "RepetitionPenalty",
         ),
         ({"typical_p": 0.5, "do_sample": True}, "TypicalLogitsWarper"),
-        ({"logits_processor": [TopKLogitsWarper(5)], "do_sample": True, "top_k": 50}, "TopKLogitsWarper comes twice"),
+        ({"logits_processor": [TopKLogitsWarper(5)], "do_sample": True, "top_k": 50}, "TopKLogitsWarper appears twice"),
         ({"logits_processor": [TopPLogitsWarper(0.8)], "do_sample": True, "temperature": 0.7}, "another order"),
         (
             {"logits_processor": [TopPLogitsWarper(0.8, min_tokens_to_keep=3)], "do_sample": True, "top_k": 0},
-            "TopP.*settings",
+            "TopP.*min_tokens_to_keep",
         ),
-        ({"logits_processor": [RepetitionPenaltyLogitsProcessor(by) for by in (1.2, 1.3)]}, "comes twice"),
+        ({"logits_processor": [RepetitionPenaltyLogitsProcessor(by) for by in (1.2, 1.3)]}, "appears twice"),
     ],
 )
-def test_what_drafting_cannot_follow_is_refused_by_name(tiny_target: Target, options: dict[str, Any], name: str) -> None:
+def test_unsupported_options_are_refused_by_name(tiny_target: Target, options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[1]), **GREEDY | options)
 
@@ -59,7 +59,7 @@ def test_padding_is_refused(model: PreTrainedModel, tiny_target: Target) -> None
             model.generate(padded, attention_mask=mask, custom_generate=method, **GREEDY)
 
 
-def test_embeddings_in_the_place_of_tokens_are_refused(model: PreTrainedModel, tiny_target: Target) -> None:
+def test_input_embeddings_are_refused(model: PreTrainedModel, tiny_target: Target) -> None:
     embeddings = model.get_input_embeddings()(PROMPT)
     method = _method(tiny_target, CONFIGS[0])
     for tokens in (None, PROMPT):

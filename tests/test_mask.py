@@ -1,4 +1,4 @@
-"""Masks: their text form, its canonical writing, and what is refused."""
+"""Masks: parsing, canonical text form, rescaling and refusals."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-def _random_mask(chance: random.Random, layers: int) -> SkipMask:
-    draw = lambda: tuple(chance.random() < 0.4 for _ in range(layers))  # noqa: E731
+def _random_mask(rng: random.Random, layers: int) -> SkipMask:
+    draw = lambda: tuple(rng.random() < 0.4 for _ in range(layers))  # noqa: E731
     return SkipMask(draw(), draw())
 
 
 @pytest.mark.parametrize(("text", "attention", "mlp"), READINGS)
-def test_parse_reads_the_sublayers_that_are_named(text: str, attention: set[int], mlp: set[int]) -> None:
+def test_parse_reads_the_named_sublayers(text: str, attention: set[int], mlp: set[int]) -> None:
     mask = SkipMask.parse(text, 10)
     assert {i for i, skipped in enumerate(mask.attention) if skipped} == attention
     assert {i for i, skipped in enumerate(mask.mlp) if skipped} == mlp
@@ -53,9 +53,9 @@ def test_a_mask_has_one_canonical_text(text: str, canonical: str) -> None:
     assert normalise(text) == canonical
 
 
-def test_text_round_trips_and_tells_masks_apart() -> None:
-    chance = random.Random(0)
-    masks = {_random_mask(chance, layers) for layers in (1, 2, 5) for _ in range(200)}
+def test_text_round_trips_and_distinguishes_masks() -> None:
+    rng = random.Random(0)
+    masks = {_random_mask(rng, layers) for layers in (1, 2, 5) for _ in range(200)}
     texts = {(mask.layers, mask.format()) for mask in masks}
     assert all(SkipMask.parse(mask.format(), mask.layers) == mask for mask in masks)
     assert len(texts) == len(masks)
@@ -69,7 +69,7 @@ def test_malformed_text_is_refused_and_quoted(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "named"), [("attention:2,10", "attention layer 10"), ("mlp:8-12", "mlp layer 10")])
-def test_layers_that_the_model_lacks_are_refused_by_name(text: str, named: str) -> None:
+def test_layers_out_of_range_are_refused_by_name(text: str, named: str) -> None:
     assert SkipMask.parse(text, 13).skipped
     with pytest.raises(MaskError, match=f"^mask: .*{named}.*0 to 9"):
         SkipMask.parse(text, 10)
@@ -87,11 +87,10 @@ def test_unequal_numbers_of_flags_are_refused() -> None:
 
 
 def test_whole_layers() -> None:
-    mixed = SkipMask.parse("layers:1-2;attention:3", 5)
-    assert (mixed.whole_layers, mixed.is_whole_layers) == ((1, 2), False)
-    whole = SkipMask.parse("layers:0,4", 5)
-    assert (whole.whole_layers, whole.is_whole_layers) == ((0, 4), True)
-    assert (SkipMask.none(5).whole_layers, SkipMask.none(5).is_whole_layers) == ((), True)
+    assert SkipMask.parse("layers:1-2;attention:3", 5).whole_layers == (1, 2)
+    assert not SkipMask.parse("layers:1-2;attention:3", 5).is_whole_layers
+    assert SkipMask.parse("layers:0,4", 5).is_whole_layers
+    assert SkipMask.none(5).is_whole_layers
     assert SkipMask.none(5).skipped == 0
 
 
@@ -100,7 +99,7 @@ def test_whole_layers() -> None:
     [
         ("attention:1;mlp:3", 4, 8, "attention:2-3;mlp:6-7"),
         ("attention:2-3;mlp:6-7", 8, 4, "attention:1;mlp:3"),
-        ("layers:1", 3, 5, "layers:2"),  # the middle fifth lies in the middle third; its neighbours' middles do not
+        ("layers:1", 3, 5, "layers:2"),  # only the middle fifth has its middle in the middle third
         ("layers:0-2", 3, 7, "layers:0-6"),
         ("mlp:29", 30, 1, ""),
         ("attention:0,9", 10, 10, "attention:0,9"),
@@ -112,10 +111,10 @@ def test_rescale_keeps_relative_depth(text: str, layers: int, to: int, expected:
 
 
 def test_rescale_to_a_multiple_and_back_returns_the_mask() -> None:
-    chance = random.Random(1)
+    rng = random.Random(1)
     for layers in (1, 3, 8):
         for factor in (2, 3, 5):
-            mask = _random_mask(chance, layers)
+            mask = _random_mask(rng, layers)
             assert mask.rescale(layers * factor).rescale(layers) == mask
 
 

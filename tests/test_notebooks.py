@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom on what the programs write."""
+"""The notebooks run on the output of the programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 
 
 def _run(name: str) -> str:
-    """Execute a notebook and return all that it shows as text."""
+    """Execute a notebook and return its text output."""
     notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -23,14 +23,16 @@ def _run(name: str) -> str:
 
 def test_the_study_notebook_reads_a_study(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = tmp_path / "outputs"
-    done = execute("layerskip", *quick(tiny_folder, tracked(outputs), "study.n_trials=6", "study.name=mine"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    completed = execute(
+        "layerskip", *quick(tiny_folder, tracked(outputs), "study.n_trials=6", "study.name=mine"), cwd=tmp_path
+    )
+    assert completed.returncode == 0, completed.stderr
     monkeypatch.setenv("LAYERSKIP_OUTPUTS", str(outputs))
-    shown = _run("study.ipynb")
-    assert "mine" in shown
-    assert "prompt lookup" in shown
+    text = _run("study.ipynb")
+    assert "mine" in text
+    assert "prompt lookup" in text
 
 
 def test_the_benchmark_notebook_reads_the_committed_records() -> None:
-    shown = _run("benchmarks.ipynb")
-    assert "transformers_prompt_lookup" in shown
+    text = _run("benchmarks.ipynb")
+    assert "transformers_prompt_lookup" in text

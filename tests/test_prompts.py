@@ -1,4 +1,4 @@
-"""Prompt sets: the packaged one, the formats of one's own, halves that depend on ids alone, and refusals."""
+"""Prompt sets: the packaged set, file formats, halves that depend on ids alone, and refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerskip import PromptError, PromptSet
 
 
 def _write(path: Path, lines: Sequence[Any]) -> Path:
-    """One JSON value a line; strings are written as they stand."""
+    """Write one JSON value per line; strings are written as they are."""
     texts = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines]
     path.write_text("\n".join(texts) + "\n", encoding="utf-8")
     return path
@@ -41,7 +41,7 @@ def test_the_packaged_set_covers_six_kinds_of_work() -> None:
         assert all(message["content"].strip() for message in item.messages())
 
 
-def test_the_packaged_halves_are_balanced_and_apart() -> None:
+def test_the_packaged_halves_are_balanced_and_disjoint() -> None:
     packaged = PromptSet.packaged()
     tune, held_out = packaged.split()
     assert (len(tune), len(held_out)) == (24, 24)
@@ -79,19 +79,19 @@ def test_every_form_of_prompt_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085"])
 def test_only_line_feeds_end_a_line(tmp_path: Path, separator: str) -> None:
-    """JSON allows these raw within a text, and other programs write them so."""
+    """JSON allows these unescaped in strings, and other programs write them."""
     text = f"one{separator}two"
     (item,) = PromptSet.load(_write(tmp_path / "p.jsonl", [{"prompt": text}]))
     assert item.messages()[0]["content"] == text
 
 
-def test_windows_line_ends_are_line_ends(tmp_path: Path) -> None:
+def test_windows_line_endings_are_read(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"prompt": "one"}\r\n{"prompt": "two"}\r\n')
     assert [item.opening for item in PromptSet.load(file)] == ["one", "two"]
 
 
-def test_without_an_id_the_content_is_the_id(tmp_path: Path) -> None:
+def test_without_an_id_the_id_follows_from_the_content(tmp_path: Path) -> None:
     lines = [{"prompt": f"Prompt {i}"} for i in range(5)]
     one = PromptSet.load(_write(tmp_path / "one.jsonl", lines))
     other = PromptSet.load(_write(tmp_path / "other.jsonl", [*lines[::-1], {"prompt": "Another"}]))
@@ -100,7 +100,7 @@ def test_without_an_id_the_content_is_the_id(tmp_path: Path) -> None:
     assert _ids(PromptSet.of(["Prompt 0", "Prompt 1"])) == _ids(one)[:2]
 
 
-def test_halves_follow_from_ids_and_not_from_the_order_of_lines(tmp_path: Path) -> None:
+def test_halves_depend_on_ids_and_not_on_the_order_of_lines(tmp_path: Path) -> None:
     lines = _many(21)
     shuffled = random.Random(1).sample(lines, len(lines))
     halves = PromptSet.load(_write(tmp_path / "a.jsonl", lines)).split()
@@ -126,7 +126,7 @@ def test_a_single_prompt_has_no_halves() -> None:
         PromptSet.of(["alone"]).split()
 
 
-def test_the_digest_follows_content_and_not_order(tmp_path: Path) -> None:
+def test_the_digest_depends_on_content_and_not_on_order(tmp_path: Path) -> None:
     lines = _many(6)
     digest = PromptSet.load(_write(tmp_path / "a.jsonl", lines)).digest
     assert PromptSet.load(_write(tmp_path / "b.jsonl", lines[::-1])).digest == digest
@@ -138,12 +138,12 @@ def test_the_digest_follows_content_and_not_order(tmp_path: Path) -> None:
     changed = [[lines[0] | change, *lines[1:]] for change in changes]
     turns = {"id": "q0", "category": "c0", "turns": ["Prompt 0", "More."]}
     changed += [lines[1:], [turns, *lines[1:]]]
-    found = {PromptSet.load(_write(tmp_path / "c.jsonl", variant)).digest for variant in changed}
-    assert len(found) == len(changed)
-    assert digest not in found
+    digests = {PromptSet.load(_write(tmp_path / "c.jsonl", variant)).digest for variant in changed}
+    assert len(digests) == len(changed)
+    assert digest not in digests
 
 
-def test_a_few_prompts_are_taken_from_every_category() -> None:
+def test_take_alternates_between_categories() -> None:
     packaged = PromptSet.packaged()
     for count in (6, 12, 30):
         kinds = Counter(item.category for item in packaged.take(count))
@@ -168,7 +168,7 @@ REFUSED = [
     ('{"prompt": "  "}', "prompt: "),
     ('{"prompt": null}', "prompt: "),
     ('{"prompt": ["x"]}', "prompt: "),
-    ('{"prompt": "cut \\ud83d"}', "prompt: is no Unicode"),
+    ('{"prompt": "cut \\ud83d"}', "prompt: is not valid Unicode"),
     ('{"messages": []}', "messages: "),
     ('{"messages": "x"}', "messages: "),
     ('{"messages": ["x"]}', "messages: "),
@@ -202,11 +202,11 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> No
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])
-def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(PromptError, match=r"^prompts.path: cannot read "):
         PromptSet.load(tmp_path / name)
 
 
 def test_the_same_text_twice_is_refused() -> None:
-    with pytest.raises(PromptError, match="used before"):
+    with pytest.raises(PromptError, match="already used"):
         PromptSet.of(["one", "two", "one"])

@@ -1,4 +1,4 @@
-"""The public face that other programs are written against, used as it is promised."""
+"""The public interface, used as documented."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import layerskip
 from tests.accelerator import DEVICE
 from tests.tiny import save_tiny
 
-PROMISED = {
+PUBLIC = {
     "load_target",
     "generate",
     "measure",
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("public") / "llama", num_hidden_layers=10)
 
 
-def test_the_promised_lines_work_as_they_stand(folder: Path, tmp_path: Path) -> None:
+def test_the_documented_example_works(folder: Path, tmp_path: Path) -> None:
     target = layerskip.load_target(str(folder), dtype="float32", device=DEVICE)
     config = layerskip.SpeculativeConfig.from_dict(
         {"kind": "layer_skip", "mask": "attention:6,7-9;mlp:2", "draft_length": 4}
@@ -65,7 +65,7 @@ def test_the_promised_lines_work_as_they_stand(folder: Path, tmp_path: Path) -> 
     assert layerskip.generate(target, inputs["input_ids"][0].tolist(), config).tokens == result.tokens
 
     prompts = layerskip.PromptSet.of(["one prompt", "another"])
-    measurement = layerskip.measure.measure(target, prompts, config, max_new_tokens=8)
+    measurement = layerskip.measure(target, prompts, config, max_new_tokens=8)
     assert isinstance(measurement, layerskip.Measurement)
     assert measurement.lossless.verdict == "exact"
 
@@ -100,27 +100,27 @@ def test_masks_and_prompts_are_public() -> None:
     assert len(layerskip.PromptSet.packaged()) >= 40
 
 
-def test_everything_promised_is_there_and_documented() -> None:
-    assert set(layerskip.__all__) >= PROMISED
+def test_all_public_names_exist_and_are_documented() -> None:
+    assert set(layerskip.__all__) >= PUBLIC
     for name in layerskip.__all__:
         assert inspect.getdoc(getattr(layerskip, name)), name
 
 
-def test_refusals_are_value_errors_with_one_root() -> None:
-    """A program may catch ValueError, whatever of its input was wrong."""
+def test_all_errors_are_value_errors() -> None:
+    """A program can catch ValueError for any invalid input."""
     for name in layerskip.__all__:
         value = getattr(layerskip, name)
         if isinstance(value, type) and issubclass(value, Exception):
             assert issubclass(value, ValueError)
 
 
-def test_importing_it_loads_no_search_program() -> None:
+def test_importing_layerskip_loads_no_search_program() -> None:
     check = "import sys, layerskip; print(*{'hydra', 'optuna', 'mlflow', 'searches'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    completed = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert completed.stdout.split() == []
 
 
-def test_generate_takes_the_defaults_of_a_plain_greedy_decoding(folder: Path) -> None:
+def test_generate_decodes_plainly_and_greedily_by_default(folder: Path) -> None:
     target = layerskip.load_target(str(folder), dtype="float32", device=DEVICE)
     result = layerskip.generate(target, [9, 30, 31])
     tokens = torch.tensor([[9, 30, 31]])

@@ -1,4 +1,4 @@
-"""Tiny random models on disk with a real tokenizer, for tests where a pretrained model is too slow."""
+"""Tiny random models on disk with a real tokenizer, for tests in which a pretrained model is too slow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEMPLATE = (
 
 
 def tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer that spells every text; tokens 0, 1 and 2 are padding, end and start."""
+    """A byte-level tokenizer for any text; tokens 0, 1 and 2 are padding, end and start."""
     pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in _MERGES)]
     spelling = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, list(_MERGES)))
     spelling.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,22 +48,22 @@ def save_tiny(
     """Save a tiny random model and its tokenizer.
 
     Args:
-        folder: is made.
-        family: one of tests.families.
+        folder: created.
+        family: a family of ``tests.families``.
         chat: whether the tokenizer has a chat template.
-        seed: of the weights.
-        idle: layers that hardly change anything, so that drafts without them are mostly accepted.
-        changes: to the family's tiny configuration.
+        seed: the seed of the weights.
+        idle: layers with little effect, so that drafts without them are mostly accepted.
+        changes: changes to the tiny configuration of the family.
 
     Returns:
-        The folder, which ``layerskip.load_target`` reads.
+        The folder, for ``layerskip.load_target``.
     """
     fields = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "num_hidden_layers": 3} | changes
     model = build(family, seed, **fields)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     words = tokenizer(chat)
     texts = [words.decode([token]) for token in range(VOCABULARY)]
-    # It says printable things and never ends by itself: full-length outputs survive decoding and encoding.
+    # Only printable tokens and no end: full-length outputs survive decoding and encoding.
     silent = [i for i, text in enumerate(texts) if i < len(SPECIAL) or not (text.isascii() and text.isprintable())]
     with torch.no_grad():
         model.get_output_embeddings().weight[silent] = 0.0
@@ -75,7 +75,7 @@ def save_tiny(
 
 
 def without_tokenizer(folder: Path) -> Path:
-    """Take a model's tokenizer away."""
+    """Delete the tokenizer of a saved model."""
     for file in folder.glob("*token*"):
         file.unlink()
     return folder
@@ -90,7 +90,7 @@ _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm",
 
 
 def save_gguf(folder: Path, file: Path) -> Path:
-    """Write the Llama that ``save_tiny`` left in ``folder`` as a GGUF file, as llama.cpp lays it out."""
+    """Convert the Llama in ``folder``, from ``save_tiny``, to a GGUF file with the layout of llama.cpp."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config, words = model.config, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     writer = gguf.GGUFWriter(str(file), "llama")
@@ -114,7 +114,7 @@ def save_gguf(folder: Path, file: Path) -> Path:
     writer.add_chat_template(_TEMPLATE)
     for name, weight in model.state_dict().items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # llama.cpp rotates neighbours, transformers the two halves of a head.
+            # llama.cpp rotates adjacent pairs, transformers the two halves of a head.
             halves = weight.reshape(-1, 2, config.head_dim // 2, config.hidden_size)
             weight = halves.transpose(1, 2).reshape(weight.shape)
         writer.add_tensor(_gguf_name(name), weight.contiguous().numpy())
@@ -126,8 +126,8 @@ def save_gguf(folder: Path, file: Path) -> Path:
 
 
 def _gguf_name(name: str) -> str:
-    place = name.removesuffix(".weight")
-    if place in _OTHER_NAMES:
-        return f"{_OTHER_NAMES[place]}.weight"
-    _, _, layer, rest = place.split(".", 3)
+    module = name.removesuffix(".weight")
+    if module in _OTHER_NAMES:
+        return f"{_OTHER_NAMES[module]}.weight"
+    _, _, layer, rest = module.split(".", 3)
     return f"blk.{layer}.{_BLOCK_NAMES[rest]}.weight"

@@ -1,9 +1,8 @@
-"""What does a round of decoding take? The time of its parts, and what follows from them for any configuration.
+"""The cost model: seconds of the parts of a round on one machine, and the predicted speedup of any configuration.
 
-Speculative decoding pays for a round with its drafted tokens and one verification (arXiv 2211.17192, theorem 3.8). What a
-draft pass takes is the sum of what it keeps: the head with everything that every pass does, each attention and MLP
-sub-layer, and what a block does around them. What a verification takes is a curve over its drafted tokens, measured and not
-assumed to be flat.
+A round costs its drafted tokens and one verification (arXiv 2211.17192, theorem 3.8). A draft pass costs the sum of what it
+runs: the head, which includes everything that every pass does, each kept attention and MLP sub-layer, and the rest of each
+block. Verification is a curve over the number of drafted tokens, measured instead of assumed flat.
 """
 
 from __future__ import annotations
@@ -20,52 +19,53 @@ from layerskip.scan.trace import CHAIN, Branching
 
 
 @dataclass(frozen=True)
-class Aids:
-    """What a draft has beside the sub-layers that it keeps.
+class DraftExtras:
+    """What a draft pass runs besides kept sub-layers, and what its output layer leaves out.
 
     Args:
-        bridges: how many stand in for skipped ones.
-        numbers: that a pass reads for all of them together.
-        left_out: tokens that are never drafted.
-        maps: how many of the bridges look at what they are given, which means do not.
+        bridges: bridges in place of skipped sub-layers.
+        parameters: parameters of all bridges together, which a pass reads.
+        left_out: tokens of the vocabulary that are never drafted.
+        maps: bridges that depend on their input; all kinds but ``mean``.
     """
 
     bridges: int = 0
-    numbers: int = 0
+    parameters: int = 0
     left_out: int = 0
     maps: int = 0
 
     @classmethod
-    def of(cls, shape: BridgeShape | None, left_out: int = 0) -> Aids:
-        """Those of a mask's bridges, and of a draft head."""
+    def of(cls, shape: BridgeShape | None, left_out: int = 0) -> DraftExtras:
+        """Return the extras of a mask's bridges and a draft head."""
         if shape is None:
             return cls(left_out=left_out)
-        return cls(shape.spans, shape.numbers, left_out, shape.spans if shape.kind != "mean" else 0)
+        maps = shape.bridge_count if shape.kind != "mean" else 0
+        return cls(shape.bridge_count, shape.parameter_count, left_out, maps)
 
 
-NO_AIDS = Aids()
-"""Empty skips, and the whole vocabulary."""
+NO_EXTRAS = DraftExtras()
+"""No bridges, and the whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Seconds of everything that decoding is made of, for one target on one device in one dtype.
+    """Seconds of all parts of decoding, for one target on one device in one dtype.
 
     Args:
-        context: how many positions the cache held.
+        context: positions in the cache during the measurement.
         head_seconds: a draft pass with every sub-layer skipped.
-        block_seconds: what a block that is not skipped whole adds beside its sub-layers.
-        attention_seconds: every layer's attention.
-        mlp_seconds: every layer's MLP.
-        confidence_seconds: reading how sure a draft is of a token, which a stop rule does.
-        round_seconds: what a round takes for having drafted with a model at all, beside its draft passes and verification.
+        block_seconds: a block that is not skipped whole, without its sub-layers.
+        attention_seconds: the attention of every layer.
+        mlp_seconds: the MLP of every layer.
+        confidence_seconds: computing the draft's confidence in a token, for a stop rule.
+        round_seconds: the fixed cost of drafting with a model in a round, besides its draft passes and verification.
         verify_seconds: entry g: verifying g drafted tokens; entry 0 is a step of plain decoding.
-        bridge_seconds: what a bridge takes for being there at all.
-        number_seconds: what each number that bridges read adds.
-        token_seconds: what the output layer takes for each token of the vocabulary.
-        siblings_seconds: what a drafted token takes for having its siblings looked for, and put beside it if there are any.
-        tree_seconds: what verifying a tree takes beside what as many tokens of a chain would.
-        map_seconds: what a bridge that looks at what it is given takes beside ``bridge_seconds``.
+        bridge_seconds: a bridge, whatever its size.
+        number_seconds: each parameter that bridges read.
+        token_seconds: each token of the vocabulary in the output layer.
+        siblings_seconds: looking for the siblings of a drafted token and adding them to the draft.
+        tree_seconds: the extra cost of verifying a tree instead of a chain of as many tokens.
+        map_seconds: the extra cost of a bridge that depends on its input.
     """
 
     context: int
@@ -84,69 +84,70 @@ class CostProfile:
     map_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the profile as a dictionary that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CostProfile:
-        """The profile that :meth:`to_dict` wrote."""
+        """Return the profile of a dictionary from :meth:`to_dict`."""
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         return cls(**values)
 
-    def draft_seconds(self, mask: SkipMask, aids: Aids = NO_AIDS) -> float:
-        """One draft pass with a mask."""
+    def draft_seconds(self, mask: SkipMask, extras: DraftExtras = NO_EXTRAS) -> float:
+        """Seconds of a draft pass with a mask."""
         pairs = list(zip(mask.attention, mask.mlp, strict=True))
         return (
-            max(0.0, self.head_seconds - self.token_seconds * aids.left_out)
-            + self.bridge_seconds * aids.bridges
-            + self.map_seconds * aids.maps
-            + self.number_seconds * aids.numbers
+            max(0.0, self.head_seconds - self.token_seconds * extras.left_out)
+            + self.bridge_seconds * extras.bridges
+            + self.map_seconds * extras.maps
+            + self.number_seconds * extras.parameters
             + self.block_seconds * sum(not (attention and mlp) for attention, mlp in pairs)
             + sum(cost for cost, (skipped, _) in zip(self.attention_seconds, pairs, strict=True) if not skipped)
             + sum(cost for cost, (_, skipped) in zip(self.mlp_seconds, pairs, strict=True) if not skipped)
         )
 
     def saved_seconds(self, kind: str) -> tuple[float, ...]:
-        """What skipping each layer's sub-layer of a kind, ``attention`` or ``mlp``, takes off a draft pass."""
+        """Seconds that skipping each layer's sub-layer of a kind, ``attention`` or ``mlp``, saves in a draft pass."""
         return self.attention_seconds if kind == "attention" else self.mlp_seconds
 
     def seconds(
-        self, counts: Counts, mask: SkipMask, stop: StopRule, aids: Aids = NO_AIDS, branching: Branching = CHAIN
+        self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS, branching: Branching = CHAIN
     ) -> float:
-        """What decoding takes that is so counted. Who asks for siblings pays for looking, whether any are found or not.
+        """Seconds of a decoding with these counts. Looking for siblings costs the same whether any are found or not.
 
         Raises:
-            ValueError: it verifies more tokens at once than were measured.
+            ValueError: the counts have more tokens verified at once than were measured.
         """
         if len(counts.verified) > len(self.verify_seconds):
             raise ValueError(f"verified: {len(counts.verified) - 1} tokens at once; the profile ends at {self.longest}")
-        each = self.draft_seconds(mask, aids) + (self.confidence_seconds if stop.kind != "length" else 0.0)
+        each = self.draft_seconds(mask, extras) + (self.confidence_seconds if stop.kind != "length" else 0.0)
         each += self.siblings_seconds if branching.siblings else 0.0
-        drafting = (counts.drafted - counts.beside) * each + counts.trees * self.tree_seconds
-        return drafting + sum(counts.verified[1:]) * self.round_seconds + self._verifying(counts)
+        drafting = (counts.drafted - counts.siblings) * each + counts.trees * self.tree_seconds
+        return drafting + sum(counts.verified[1:]) * self.round_seconds + self._verification(counts)
 
     def speedup(
-        self, counts: Counts, mask: SkipMask, stop: StopRule, aids: Aids = NO_AIDS, branching: Branching = CHAIN
+        self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS, branching: Branching = CHAIN
     ) -> float:
-        """Predicted speedup over plain decoding; 1.0 where nothing is decoded."""
+        """Predicted speedup over plain decoding; 1.0 if nothing is decoded."""
         if not counts.tokens:
             return 1.0
-        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop, aids, branching)
+        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop, extras, branching)
 
     def lookup_speedup(self, counts: Counts) -> float:
-        """The same for a drafter that runs no model, whose drafts cost next to nothing beside their verification."""
-        return counts.tokens * self.verify_seconds[0] / self._verifying(counts) if counts.tokens else 1.0
+        """Predicted speedup of a drafter without a model, whose drafts cost next to nothing beside verification."""
+        return counts.tokens * self.verify_seconds[0] / self._verification(counts) if counts.tokens else 1.0
 
-    def _verifying(self, counts: Counts) -> float:
+    def _verification(self, counts: Counts) -> float:
         return sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
 
-    def round(self, mask: SkipMask, draft_length: int, aids: Aids = NO_AIDS) -> float:
-        """A round that drafts with a mask, and verifies what it drafted."""
-        return draft_length * self.draft_seconds(mask, aids) + self.round_seconds + self.verify_seconds[draft_length]
+    def round_cost(self, mask: SkipMask, draft_length: int, extras: DraftExtras = NO_EXTRAS) -> float:
+        """Seconds of a round that drafts ``draft_length`` tokens with a mask and verifies them."""
+        return draft_length * self.draft_seconds(mask, extras) + self.round_seconds + self.verify_seconds[draft_length]
 
-    def bound(self, mask: SkipMask, aids: Aids = NO_AIDS) -> float:
-        """The speedup that no draft length can beat even if every drafted token were accepted."""
-        return max((1 + g) * self.verify_seconds[0] / self.round(mask, g, aids) for g in range(1, self.longest + 1))
+    def speedup_bound(self, mask: SkipMask, extras: DraftExtras = NO_EXTRAS) -> float:
+        """The highest speedup of any draft length if every drafted token were accepted."""
+        lengths = range(1, self.longest + 1)
+        return max((1 + g) * self.verify_seconds[0] / self.round_cost(mask, g, extras) for g in lengths)
 
     @property
     def longest(self) -> int:
@@ -155,11 +156,11 @@ class CostProfile:
 
     @property
     def verify_cost(self) -> tuple[float, ...]:
-        """What verifying 1, 2, ... drafted tokens takes, in steps of plain decoding."""
+        """Cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding."""
         return in_steps(self.verify_seconds)
 
 
 def in_steps(verify_seconds: Sequence[float]) -> tuple[float, ...]:
-    """What verifying 1, 2, ... drafted tokens takes, to two decimals, in what verifying none does."""
+    """Cost of verifying 1, 2, ... drafted tokens in steps of plain decoding (entry 0), rounded to two decimals."""
     step, *others = verify_seconds
     return tuple(round(seconds / step, 2) for seconds in others)

@@ -1,4 +1,4 @@
-"""What does drafting take beside a step of plain decoding? Drafts as decoding asks for them, each timed and thrown away."""
+"""Measures the cost of drafting in steps of plain decoding. Drafts are requested as in decoding, timed and discarded."""
 
 from __future__ import annotations
 
@@ -10,59 +10,47 @@ import torch
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, steps_of
+from layerskip.decoding.drafter import Context, Drafter, draft_steps
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.clock import now
 from layerskip.drafters.registry import build_drafter
-from layerskip.measure.timed_drafter import Clocked
+from layerskip.measure.timed_drafter import TimedDrafter
 from layerskip.models.target import Target
 
-_WARM_UP = 2  # rounds
+_WARM_UP, _TIMED = 2, 12  # rounds
 _ROOM = 32  # tokens
-_SHORT = 64  # tokens of a prompt behind which everybody drafts who ever does
+_SHORT = 64  # tokens of a prompt so short that every drafter can draft after it
 
 
 def time_drafting(
-    target: Target,
-    config: SpeculativeConfig,
-    context: int,
-    sampling: Sampling | None = None,
-    rounds: int = 12,
-    seed: int = 0,
+    target: Target, config: SpeculativeConfig, context: int, sampling: Sampling | None = None, seed: int = 0
 ) -> float:
-    """Decode plainly behind a prompt that says nothing, ask a drafter in every round, and take medians.
+    """Decode plainly after a meaningless prompt of ``context`` tokens, request a draft in every round, and take medians.
 
-    Who drafts nothing behind so long a prompt, as for want of positions, is timed behind shorter ones.
-
-    Args:
-        target: the model.
-        config: how to draft.
-        context: tokens of the prompt.
-        sampling: greedy where None.
-        rounds: how many are timed.
-        seed: of draws.
+    A drafter that drafts nothing after so long a prompt, for example because its positions are exhausted, is timed after
+    shorter ones.
 
     Returns:
-        What one token of a chain takes, one level of a tree, or all levels where they are drafted at once, in steps of plain
-        decoding, to two decimals.
+        The cost of one token of a chain or one level of a tree, of all levels if they are drafted at once. The unit is a
+        step of plain decoding; rounded to two decimals.
     """
-    made = build_drafter(config, target)
-    asked = _ask(target, made, context, sampling or Sampling(), rounds, seed)
-    while not asked.drafting and context > _SHORT:
+    drafter = build_drafter(config, target)
+    timed = _time_drafts(target, drafter, context, sampling or Sampling(), seed)
+    while not timed.drafts and context > _SHORT:
         context //= 2
-        asked = _ask(target, made, context, sampling or Sampling(), rounds, seed)
-    step = statistics.median(asked.steps[_WARM_UP:])
-    return round(statistics.median(asked.drafting[_WARM_UP:] or asked.vain) / step, 2)
+        timed = _time_drafts(target, drafter, context, sampling or Sampling(), seed)
+    step = statistics.median(timed.steps[_WARM_UP:])
+    return round(statistics.median(timed.drafts[_WARM_UP:] or timed.empty_drafts) / step, 2)
 
 
-def _ask(target: Target, drafter: Drafter, context: int, sampling: Sampling, rounds: int, seed: int) -> _Discarded:
-    """A drafter that was asked behind a prompt of so many tokens."""
-    asked = _Discarded(drafter, target.device)
+def _time_drafts(target: Target, drafter: Drafter, context: int, sampling: Sampling, seed: int) -> _DiscardedDrafts:
+    """Time a drafter after a prompt of ``context`` tokens."""
+    timed = _DiscardedDrafts(drafter, target.device)
     prompt = [token % target.vocabulary for token in range(max(1, context))]
-    end = len(prompt) + 1 + _WARM_UP + rounds  # room is left for drafts of the last rounds
+    end = len(prompt) + 1 + _WARM_UP + _TIMED  # leaves room for the drafts of the last rounds
     stops, none = (lambda tokens: len(tokens) >= end), frozenset[int]()
-    decode(target, asked, prompt, sampling, end - len(prompt) + _ROOM, stops=stops, seed=seed, eos_ids=none)
-    return asked
+    decode(target, timed, prompt, sampling, end - len(prompt) + _ROOM, stops=stops, seed=seed, eos_ids=none)
+    return timed
 
 
 def draft_costs(
@@ -73,62 +61,59 @@ def draft_costs(
     seed: int = 0,
     known: MutableMapping[str, float] | None = None,
 ) -> tuple[float, ...]:
-    """What each member of a cascade takes to draft, as :func:`time_drafting` measures.
-
-    0.0 is for who finds drafts; where everybody does, nothing is told.
+    """Measure the drafting cost of every member of a cascade with :func:`time_drafting`.
 
     Args:
-        target: the model.
-        members: configurations.
-        context: tokens of a prompt.
-        sampling: greedy where None.
-        seed: of draws.
-        known: what was measured before, to which is added what is measured now.
+        context: tokens of the prompt.
+        known: earlier measurements; new ones are added.
+
+    Returns:
+        A cost per member, 0.0 for lookups; empty if all members are lookups.
     """
     if all(member.lookup for member in members):
         return ()
     known = {} if known is None else known
-    found = [0.0] * len(members)
+    costs = [0.0] * len(members)
     for place, member in enumerate(members):
         if not member.lookup:
-            make = _make(member)
-            if make not in known:
-                known[make] = time_drafting(target, member, context, sampling, seed=seed)
-            found[place] = known[make]
-    return tuple(found)
+            key = _cost_key(member)
+            if key not in known:
+                known[key] = time_drafting(target, member, context, sampling, seed=seed)
+            costs[place] = known[key]
+    return tuple(costs)
 
 
-def _make(member: SpeculativeConfig) -> str:
-    """What a level of drafts takes depends on: of chains, not on how long they may be, nor how sure a draft has to be."""
+def _cost_key(member: SpeculativeConfig) -> str:
+    """The fields that the cost of a draft level depends on. A chain's does not depend on draft length or threshold."""
     fields = member.to_dict()
     if not member.head:
-        del fields["draft_length"]
+        fields.pop("draft_length", None)
     return " ".join(f"{name}={value}" for name, value in (fields | {"stop": member.stop.kind}).items() if value)
 
 
-class _Discarded(Clocked):
-    """A drafter of whose drafts nothing is verified.
+class _DiscardedDrafts(TimedDrafter):
+    """Times a drafter and discards its drafts.
 
     Attributes:
-        drafting: seconds of each draft, over the steps that it was made in.
-        vain: seconds of asking for a draft, where there was none.
+        drafts: seconds of each draft, divided by its steps.
+        empty_drafts: seconds of each request without a draft.
         steps: seconds between drafts.
     """
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         super().__init__(drafter, device)
         self._ended = 0.0
-        self.drafting: list[float] = []
-        self.vain: list[float] = []
+        self.drafts: list[float] = []
+        self.empty_drafts: list[float] = []
         self.steps: list[float] = []
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """None, whatever the drafter says."""
+        """Request a draft and return an empty one."""
         begun = now(self.device)
         if self._ended:
             self.steps.append(begun - self._ended)
         draft = self.drafter.draft(context, limit)
         self._ended = now(self.device)
-        seconds = (self._ended - begun) / steps_of(self.drafter, draft)
-        (self.drafting if draft.tokens.shape[0] else self.vain).append(seconds)
+        seconds = (self._ended - begun) / draft_steps(self.drafter, draft)
+        (self.drafts if draft.tokens.shape[0] else self.empty_drafts).append(seconds)
         return Draft.empty(context.last.device)

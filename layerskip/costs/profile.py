@@ -1,7 +1,7 @@
-"""What do the parts of a round take on this machine? Whole rounds are timed, and their parts solved for.
+"""Measures a cost profile: it times whole rounds and solves a least squares problem for the costs of their parts.
 
-Drafts are timed each followed by its verification, as decoding has them: what drafting leaves in the caches of a machine is
-part of what a round takes.
+Every timed draft is followed by its verification, as in decoding. What drafting leaves in the machine's caches affects the
+time of verification and is part of the cost of a round.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ import torch
 from torch import nn
 
 from layerskip.config import ConfigError, StopRule
-from layerskip.costs.cost_model import Aids, CostProfile
+from layerskip.costs.cost_model import CostProfile, DraftExtras
 from layerskip.costs.verify_timing import VerifyPass
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import Stopper, confidence
 from layerskip.device.clock import now
 from layerskip.drafters.chain import draft_chain
-from layerskip.drafters.siblings import Fan
+from layerskip.drafters.siblings import SiblingCollector
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import architecture
 from layerskip.models.bridge import Bridges, BridgeShape
 from layerskip.models.draft_head import DraftHead
-from layerskip.models.packing import pack_matrices, packs
+from layerskip.models.packing import pack_matrices, uses_packing
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
-_TIMED_NUMBERS = 2**25  # of timed bridges, so that those of a wide model take no memory to speak of
-_SIBLINGS = 1  # of a timed tree
-_TURNS = 2  # of a chain and a tree, in every repeat, there and back
-_NARROW = 4  # a timed draft head has this share of the vocabulary
-_SAID = 16  # tokens of a text that join them
-_WIDE = 2  # times the hidden width: a timed MLP
-_PATIENCE = 4  # times as many repeats as asked for, where the machine is noisy
+_TIMED_PARAMETERS = 2**25  # of timed bridges, so that those of a wide model take little memory
+_SIBLINGS = 1  # siblings in a timed tree
+_TURNS = 2  # comparisons of chain and tree per repeat, in alternating order
+_NARROW = 4  # a timed draft head has the vocabulary divided by this
+_TEXT_TOKENS = 16  # further tokens that a text adds to a timed draft head
+_WIDE = 2  # width of a timed MLP as a multiple of the hidden width
+_PATIENCE = 4  # the most repeats on a noisy machine, as a multiple of the requested ones
+
+_Job = tuple[str, int, int]
+"""A timed job: its kind, the index of its draft, and the number of drafted tokens."""
 
 
 @torch.inference_mode()
@@ -52,153 +55,156 @@ def profile_costs(
     sampling: Sampling | None = None,
     repeats: int = 12,
     error: float = math.inf,
-    seed: int = 0,
     on_repeat: Callable[[], None] = lambda: None,
     bridged: bool = False,
     branching: bool = False,
 ) -> CostProfile:
-    """Measure a profile: every part in a random order, again and again; each part's time is its median.
+    """Measure a profile. All jobs run repeatedly in random order, and the time of each is its median.
 
     Args:
-        target: the model.
-        context: positions in the cache, as the prompts of the search have them.
+        context: positions in the cache, like those of the search's prompts.
         longest: the most drafted tokens to verify.
-        sampling: greedy where None.
-        repeats: how often.
-        error: it goes on, up to four times as often, while a median's standard error is more than this share of it.
-        seed: of the order.
-        on_repeat: called after every repeat.
-        bridged: whether what bridges and draft heads cost is measured as well.
-        branching: whether what siblings cost is.
+        error: repeats continue, up to four times as many, while the standard error of a median exceeds this share of it.
+        bridged: whether to measure bridges and draft heads.
+        branching: whether to measure siblings.
     """
-    longest = max(longest, 1 + _SIBLINGS)  # rounds of one length alone would not tell a round's own cost from its tokens'
-    parts = _parts(target, bridged)
-    passes = VerifyPass(target, context, longest, sampling, seed)
+    longest = max(longest, 1 + _SIBLINGS)  # one length would not separate the fixed cost of a round from that of its tokens
+    drafts = _timed_drafts(target, bridged)
+    passes = VerifyPass(target, context, longest, sampling)
     context, cache, tokens, chooser = passes.context, passes.cache, passes.tokens, passes.chooser
     lengths = sorted({min(count, longest) for count in _DRAFTED})
-    last = skip_view(target.model, parts[1].mask)
+    cheapest = skip_view(target.model, drafts[1].mask)
 
-    def draft_long(fan: Fan | None = None) -> None:
-        draft_chain(last, cache, tokens[-1:], lengths[-1], chooser, Stopper(StopRule()), fan)
+    def decode(with_siblings: bool, as_tree: bool) -> None:
+        """Draft, perhaps look for siblings, and verify a tree, whose last node is kept, or a chain of as many tokens."""
+        siblings = SiblingCollector(_SIBLINGS, 0.0, chooser) if with_siblings else None
+        draft_chain(cheapest, cache, tokens[-1:], lengths[-1], chooser, Stopper(StopRule()), siblings)
         cache.length = context
+        if as_tree:
+            passes.tree((-1,) * (1 + _SIBLINGS), [0, 1 + _SIBLINGS])  # a fixed tree, since a draft may have no siblings
+        else:
+            passes.chain(1 + _SIBLINGS)
 
-    def decode_flat(fan: Fan | None = None) -> None:
-        """As many verified as a tree has."""
-        draft_long(fan)
-        passes.chain(1 + _SIBLINGS)
-
-    def decode_fanned() -> None:
-        """The same, and siblings are looked for."""
-        decode_flat(Fan(_SIBLINGS, 0.0, chooser))
-
-    def decode_tree() -> None:
-        """The same, and a tree is verified, whose last node is kept."""
-        draft_long(Fan(_SIBLINGS, 0.0, chooser))
-        passes.tree((-1,) * (1 + _SIBLINGS), [0, 1 + _SIBLINGS])  # a draft may be too sure of itself to have any
-
-    def decode_round(part: _Part, view: nn.Module, count: int) -> None:
-        drafted = None if part.head is None else part.head.tokens
-        draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), drafted=drafted)
+    def decode_round(timed: _TimedDraft, view: nn.Module, count: int) -> None:
+        drafted = None if timed.head is None else timed.head.tokens
+        draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), vocabulary=drafted)
         cache.length = context
         passes.check(draft)
 
-    jobs: dict[tuple[str, int, int], Callable[[], object]] = {}
-    for number, part in enumerate(parts):
-        view = skip_view(target.model, part.mask, part.bridges)
-        if part.head is not None:
-            part.head.narrow(view)
-            part.head.follow(_said(part.head))
-        jobs |= {("round", number, count): partial(decode_round, part, view, count) for count in lengths}
+    jobs: dict[_Job, Callable[[], object]] = {}
+    for number, timed in enumerate(drafts):
+        view = skip_view(target.model, timed.mask, timed.bridges)
+        if timed.head is not None:
+            timed.head.restrict(view)
+            first = timed.head.tokens.numel()  # most texts have some tokens outside a head, which are multiplied apart
+            timed.head.follow(range(first, first + _TEXT_TOKENS))
+        jobs |= {("round", number, count): partial(decode_round, timed, view, count) for count in lengths}
     jobs |= {("verify", 0, count): partial(passes.chain, count) for count in range(longest + 1)}
     jobs["confidence", 0, 0] = lambda: float(confidence(passes.logits))
-    ways = (decode_flat, decode_fanned, decode_tree)
-    steps: list[tuple[float, float]] = []  # from each to the next, one right after the other, as they differ by little
-    times: dict[tuple[str, int, int], list[float]] = {job: [] for job in jobs}
-    order = random.Random(seed)
+    variants = [
+        partial(decode, with_siblings, as_tree) for with_siblings, as_tree in ((False, False), (True, False), (True, True))
+    ]
+    differences: list[tuple[float, float]] = []  # between consecutive variants, timed together because they are small
+    times: dict[_Job, list[float]] = {job: [] for job in jobs}
+    order = random.Random(0)
     for repeat in range(_PATIENCE * repeats + 1):
         if repeat > repeats and _largest_error(times) <= error:
             break
-        # Twice what is a single pass and yet in every prediction.
+        # Verifications twice: each is a single pass, yet part of every prediction.
         names = [*jobs, *(name for name in jobs if name[0] == "verify")]
         order.shuffle(names)
         for name in names:
             start = now(target.device)
             jobs[name]()
-            if repeat:  # the first one warms up
+            if repeat:  # the first repeat warms up
                 times[name].append(now(target.device) - start)
         for turn in range(_TURNS if branching else 0):
-            found = [0.0, 0.0, 0.0]
-            for way in (2, 1, 0) if turn % 2 else (0, 1, 2):
+            seconds = [0.0, 0.0, 0.0]
+            for number in (2, 1, 0) if turn % 2 else (0, 1, 2):
                 start = now(target.device)
-                ways[way]()
-                found[way] = now(target.device) - start
+                variants[number]()
+                seconds[number] = now(target.device) - start
             if repeat:
-                steps.append((found[1] - found[0], found[2] - found[1]))
+                differences.append((seconds[1] - seconds[0], seconds[2] - seconds[1]))
         on_repeat()
-    median = {name: float(np.median(found)) for name, found in times.items()}
-    verifying = [median["verify", 0, count] for count in range(longest + 1)]
-    rounds = [name for name in jobs if name[0] == "round"]
-    rows = np.array([[1.0, *(count * number_of for number_of in parts[number].counts)] for _, number, count in rounds])
+    median = {name: float(np.median(seconds)) for name, seconds in times.items()}
+    siblings, tree = np.maximum(np.median(differences, axis=0), 0.0) if branching else (0.0, 0.0)
+    return _solve(target, context, drafts, median, float(siblings) / lengths[-1], float(tree))
+
+
+def _solve(
+    target: Target,
+    context: int,
+    drafts: Sequence[_TimedDraft],
+    median: Mapping[_Job, float],
+    siblings_seconds: float,
+    tree_seconds: float,
+) -> CostProfile:
+    """Solve for the costs of the parts. Every round is its verification, a fixed cost and the parts of its draft passes."""
+    verifying = [seconds for name, seconds in median.items() if name[0] == "verify"]
+    rounds = [name for name in median if name[0] == "round"]
+    rows = np.array([[1.0, *(count * part for part in drafts[number].counts)] for _, number, count in rounds])
     drafting = np.array([median[name] - verifying[name[2]] for name in rounds])
-    near = 1 / np.array([median[name] for name in rounds])  # a per cent of a short round is worth one of a long round
-    solved = np.linalg.lstsq(rows * near[:, None], drafting * near, rcond=None)[0]
-    kinds = _kinds(target)
-    costs = dict(zip(kinds, np.maximum(solved[7:], 0.0), strict=True))
-    by_layer = {name: tuple(float(costs[kind]) for kind in _of_layers(target, name)) for name in ("attention", "mlp")}
+    weights = 1 / np.array([median[name] for name in rounds])  # relative errors of short and long rounds count the same
+    solved = np.linalg.lstsq(rows * weights[:, None], drafting * weights, rcond=None)[0]
+    layer_kinds = [_layer_kinds(target, name) for name in ("attention", "mlp")]
+    costs = dict(
+        zip(dict.fromkeys(kind for kinds in layer_kinds for kind in kinds), np.maximum(solved[7:], 0.0), strict=True)
+    )
+    attention, mlp = (tuple(float(costs[kind]) for kind in kinds) for kinds in layer_kinds)
     head = max(0.0, float(solved[1]))
-    bridge, a_map, value, token = (max(0.0, float(cost)) for cost in solved[3:7])
-    fanned, tree = np.maximum(np.median(steps, axis=0), 0.0) if branching else (0.0, 0.0)
+    bridge, bridge_map, parameter, token = (max(0.0, float(cost)) for cost in solved[3:7])
     return CostProfile(
-        context,
-        head,
-        max(0.0, float(solved[2])),
-        by_layer["attention"],
-        by_layer["mlp"],
-        median["confidence", 0, 0],
-        float(solved[0]),  # below 0 where drafting warms up what verification needs
-        tuple(verifying),
-        bridge,
-        value,
-        min(token, head / target.vocabulary),  # few tokens take at least their share of the head
-        float(fanned) / lengths[-1],
-        float(tree),
-        a_map,
+        context=context,
+        head_seconds=head,
+        block_seconds=max(0.0, float(solved[2])),
+        attention_seconds=attention,
+        mlp_seconds=mlp,
+        confidence_seconds=median["confidence", 0, 0],
+        round_seconds=float(solved[0]),  # negative if drafting warms up what verification needs
+        verify_seconds=tuple(verifying),
+        bridge_seconds=bridge,
+        number_seconds=parameter,
+        token_seconds=min(token, head / target.vocabulary),  # few tokens cost at least their share of the head
+        siblings_seconds=siblings_seconds,
+        tree_seconds=tree_seconds,
+        map_seconds=bridge_map,
     )
 
 
-def _largest_error(times: Mapping[tuple[str, int, int], Sequence[float]]) -> float:
-    """The largest standard error of the medians of rounds and passes, as a share of the median: 1.25 deviations / sqrt(n).
+def _largest_error(times: Mapping[_Job, Sequence[float]]) -> float:
+    """The largest relative standard error of the medians of rounds and verifications: 1.25 deviations / sqrt(n).
 
-    A deviation is told from the quartiles, which a stop or two do not move.
+    The deviation is estimated from the quartiles, which are robust against a few interruptions.
     """
-    found = [0.0]
+    errors = [0.0]
     for name, seconds in times.items():
         low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
         if name[0] != "confidence" and middle > 0:
-            found.append(float(1.25 * (high - low) / 1.35 / math.sqrt(len(seconds)) / middle))
-    return max(found)
+            errors.append(float(1.25 * (high - low) / 1.35 / math.sqrt(len(seconds)) / middle))
+    return max(errors)
 
 
-def _of_layers(target: Target, name: str) -> list[tuple[Any, ...]]:
-    """The kind of every layer's attention or MLP: sub-layers of one kind take the same time."""
-    found = architecture(target.model)
+def _layer_kinds(target: Target, name: str) -> list[tuple[Any, ...]]:
+    """The kind of every layer's attention or MLP. Sub-layers of one kind have the same cost."""
+    blocks = architecture(target.model)
     types = getattr(target.model.config.get_text_config(decoder=True), "layer_types", None)
     kinds: list[tuple[Any, ...]] = []
-    for index, block in enumerate(found.blocks):
-        layer = target.model.get_submodule(f"{found.path}.{index}")
+    for index, block in enumerate(blocks.blocks):
+        layer = target.model.get_submodule(f"{blocks.path}.{index}")
         children = [layer.get_submodule(child) for child in getattr(block, name)]
         sizes = tuple((type(child).__name__, sum(p.numel() for p in child.parameters())) for child in children)
         kinds.append((name, sizes, types[index] if types and name == "attention" else ""))
     return kinds
 
 
-def _kinds(target: Target) -> list[tuple[Any, ...]]:
-    return list(dict.fromkeys([*_of_layers(target, "attention"), *_of_layers(target, "mlp")]))
-
-
 @dataclass(frozen=True)
-class _Part:
-    """A draft to time, with how often a pass runs head, blocks, bridges, maps, their numbers, tokens left out, and kinds."""
+class _TimedDraft:
+    """A draft to time.
+
+    Its counts are what a pass runs: 1 head, then the numbers of blocks, bridges, maps, bridge parameters, tokens left out
+    (negative), and sub-layers of each kind.
+    """
 
     mask: SkipMask
     bridges: Bridges | None
@@ -206,52 +212,48 @@ class _Part:
     counts: list[float]
 
 
-def _parts(target: Target, bridged: bool) -> list[_Part]:
-    """What to time."""
-    attention, mlp, kinds = _of_layers(target, "attention"), _of_layers(target, "mlp"), _kinds(target)
+def _timed_drafts(target: Target, bridged: bool) -> list[_TimedDraft]:
+    """Drafts from whose times all costs can be solved. The second one skips everything."""
+    attention, mlp = _layer_kinds(target, "attention"), _layer_kinds(target, "mlp")
+    kinds = list(dict.fromkeys([*attention, *mlp]))
     nothing, everything = (False,) * target.layers, (True,) * target.layers
     masks = [SkipMask(nothing, nothing), SkipMask(everything, everything)]
     for kind in kinds:
         flags = tuple(kind == other for other in attention), tuple(kind == other for other in mlp)
         masks.append(SkipMask(*flags))
-    # Two of a kind skipped together tell a block's own cost from its sub-layers'.
+    # All attentions and all MLPs, which separate the cost of a block from that of its sub-layers.
     masks += [SkipMask(everything, nothing), SkipMask(nothing, everything)]
-    drafts: list[tuple[SkipMask, BridgeShape | None, DraftHead | None]] = [
-        (mask, None, None) for mask in dict.fromkeys(masks)
-    ]
+    drafts: list[tuple[SkipMask, BridgeShape | None, DraftHead | None]]
+    drafts = [(mask, None, None) for mask in dict.fromkeys(masks)]
     if bridged:
-        # Bridges in place of many attentions, so that they are told from noise.
-        many = max(1, min(target.layers, _TIMED_NUMBERS // target.hidden**2))
+        # Bridges in place of many attentions, whose cost stands out from the noise.
+        many = max(1, min(target.layers, _TIMED_PARAMETERS // target.hidden**2))
         attentions = SkipMask.of(target.layers, set(range(many)), set())
         drafts += [(attentions, None, None)] * (many < target.layers)
         drafts += [(attentions, BridgeShape.of(target, attentions, kind), None) for kind in ("mean", "linear")]
         wide = BridgeShape.of(target, SkipMask.of(target.layers, {0}, set()), "mlp", width=_WIDE * target.hidden)
-        some = SkipMask.of(target.layers, set(range(max(1, min(target.layers, _TIMED_NUMBERS // wide.numbers)))), set())
+        most = max(1, min(target.layers, _TIMED_PARAMETERS // wide.parameter_count))
+        some = SkipMask.of(target.layers, set(range(most)), set())
         drafts.append((some, replace(wide, mask=some.format()), None))
-        with contextlib.suppress(ConfigError):  # an output layer that cannot be cut costs what it does
+        with contextlib.suppress(ConfigError):  # an output layer that cannot be cut has its full cost
             common = torch.arange(max(1, target.vocabulary // _NARROW))
             drafts.append((SkipMask(everything, everything), None, DraftHead(target.model, common, target.vocabulary)))
-    rows = []
+    timed = []
     for mask, shape, head in drafts:
         kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]
         blocks = sum(not (a and m) for a, m in zip(mask.attention, mask.mlp, strict=True))
-        aids = Aids.of(shape, 0 if head is None else target.vocabulary - head.tokens.numel())
+        extras = DraftExtras.of(shape, 0 if head is None else target.vocabulary - head.tokens.numel())
         bridges = None if shape is None else _bridges(shape, target)
-        beside = [float(aids.bridges), float(aids.maps), float(aids.numbers), -float(aids.left_out)]
-        counts = [1.0, float(blocks), *beside, *(float(kept.count(kind)) for kind in kinds)]
-        rows.append(_Part(mask, bridges, head, counts))
-    return rows
+        extra_counts = [float(extras.bridges), float(extras.maps), float(extras.parameters), -float(extras.left_out)]
+        counts = [1.0, float(blocks), *extra_counts, *(float(kept.count(kind)) for kind in kinds)]
+        timed.append(_TimedDraft(mask, bridges, head, counts))
+    return timed
 
 
-def _said(head: DraftHead) -> range:
-    """Tokens of a text that are not common, as most texts have some: they are multiplied by apart from the common ones."""
-    return range(head.tokens.numel(), head.tokens.numel() + _SAID)
-
-
-@torch.inference_mode(False)  # what is made in it is never laid out
+@torch.inference_mode(False)  # packing needs tensors made outside inference mode
 def _bridges(shape: BridgeShape, target: Target) -> Bridges:
-    """Bridges as those that decode."""
+    """Untrained bridges in the form in which they decode."""
     bridges = Bridges(shape).to(target.device, target.model.dtype).requires_grad_(False)
-    if packs(target.model):
+    if uses_packing(target.model):
         pack_matrices(bridges)
     return bridges

@@ -1,4 +1,4 @@
-"""What does verifying a tree take beside a chain of as many tokens?"""
+"""Compares the time of verifying a tree with that of a chain of as many tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from layerskip.models.target import Target
 
 @dataclass(frozen=True)
 class TreeTiming:
-    """Verifying some drafted tokens, as a chain and as a tree.
+    """Times of verifying a chain and a tree.
 
     Args:
-        tokens: how many.
+        tokens: drafted tokens of each.
         context: positions in the cache before them.
-        chain_seconds: median.
-        tree_seconds: median, putting what is kept into its place included.
+        chain_seconds: median time of the chain.
+        tree_seconds: median time of the tree, with moving the accepted branch into place in the cache.
     """
 
     tokens: int
@@ -38,7 +38,7 @@ class TreeTiming:
         return self.tree_seconds / self.chain_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the times as a dictionary that JSON can hold."""
         return asdict(self)
 
 
@@ -46,28 +46,16 @@ class TreeTiming:
 def time_tree(
     target: Target, context: int, tokens: int = 16, sampling: Sampling | None = None, repeats: int = 20, seed: int = 0
 ) -> TreeTiming:
-    """Verify a chain and a binary tree in turn, there and back, and take the medians.
-
-    Args:
-        target: the model.
-        context: positions in the cache.
-        tokens: of the chain, and nodes of the tree.
-        sampling: greedy where None.
-        repeats: how often, behind one that warms up.
-        seed: of draws.
-
-    Raises:
-        UnsupportedModel: the target cannot verify trees.
-    """
+    """Verify a chain and a binary tree of ``tokens`` each in alternating order and take the medians."""
     passes = VerifyPass(target, context, tokens, sampling, seed)
     parents = tuple(node // 2 - 1 for node in range(tokens))
-    kept = [0, *(node + 1 for node in path_to(tokens - 1, parents))]  # as if the last leaf were what the target says
-    ways = {"chain": partial(passes.chain, tokens), "tree": partial(passes.tree, parents, kept)}
+    kept = [0, *(node + 1 for node in path_to(tokens - 1, parents))]  # as if the target agreed with the last leaf
+    variants = {"chain": partial(passes.chain, tokens), "tree": partial(passes.tree, parents, kept)}
     times: dict[str, list[float]] = {"chain": [], "tree": []}
     for repeat in range(repeats + 1):
         for name in ("chain", "tree") if repeat % 2 else ("tree", "chain"):
             start = now(target.device)
-            ways[name]()
+            variants[name]()
             if repeat:
                 times[name].append(now(target.device) - start)
     return TreeTiming(tokens, passes.context, *(statistics.median(times[name]) for name in ("chain", "tree")))

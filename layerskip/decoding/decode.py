@@ -1,7 +1,7 @@
-"""How is a prompt continued? The one decoding loop: draft, one pass of the target, verify, commit.
+"""The decoding loop: draft, run one pass of the target, verify, commit.
 
-Speculative decoding as in arXiv 2211.17192; with the drafter that proposes nothing it is plain decoding. The loop names no
-drafter: whatever proposes the tokens, the output is the target's own.
+Speculative decoding (arXiv 2211.17192). With a drafter that proposes nothing it is plain decoding. The loop knows no
+particular drafter: whatever the drafter proposes, the output is the target's own.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, Reader, Said
+from layerskip.decoding.drafter import Context, Drafter, FeatureReader, VerifyOutput
 from layerskip.decoding.lossy import accept_lossy
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.stats import DecodeStats, Round
-from layerskip.decoding.tree import TreeModel, depth, tree_model
-from layerskip.decoding.verify import verify
+from layerskip.decoding.tree import TreeModel, tree_depth, tree_model
+from layerskip.decoding.verify import Verdict, verify
 from layerskip.device.upload import upload
 from layerskip.models.cache import KVCache
-from layerskip.models.cache_pool import acquire_cache, one_at_a_time, release_cache
-from layerskip.models.features import NOTHING, Features
+from layerskip.models.cache_pool import acquire_cache, generation_lock, release_cache
+from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.forward import forward
-from layerskip.models.positions import check_edges
+from layerskip.models.positions import check_rope_scaling
 from layerskip.models.prefill import Prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
@@ -32,12 +32,12 @@ from layerskip.rules import EXACT, AcceptRule
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """What a decoding produced.
+    """The output of one decoding.
 
     Args:
-        tokens: the new tokens; an end-of-sequence token is the last of them.
-        stats: the rounds that made them.
-        finish: why it ended: ``eos``, ``stop`` or ``length``.
+        tokens: the new tokens, including the end-of-sequence token if there is one.
+        stats: the rounds that produced them.
+        finish: the reason for the end: ``eos``, ``stop`` or ``length``.
     """
 
     tokens: list[int]
@@ -62,141 +62,173 @@ def decode(
     accept: AcceptRule = EXACT,
     prefill: Prefill | None = None,
 ) -> DecodeResult:
-    """Continue a prompt with exactly the tokens that the target alone would give.
+    """Continue a prompt with exactly the tokens that the target alone would produce.
 
     Args:
         target: the model to decode with.
-        drafter: what proposes tokens.
+        drafter: proposes tokens.
         prompt: token ids, at least one.
         sampling: how tokens are chosen.
         max_new_tokens: at least 1.
-        stops: given all tokens up to some new one, prompt included: does the output end there?
-        callback: gets the committed tokens of every round, in order.
-        on_prefill: called once, when prefill is done, with how many new tokens are known by then: 1.
+        stops: called with all tokens, prompt included, after each new token; the output ends where it returns True.
+        callback: called with the committed tokens of every round, in order.
+        on_prefill: called once after prefill, with the number of new tokens known by then, which is 1.
         seed: makes sampling repeatable.
-        eos_ids: what ends the sequence; the target's own where None.
+        eos_ids: the tokens that end the sequence; None for those of the target.
         static_shapes: see :func:`~layerskip.models.cache_pool.acquire_cache`.
-        accept: which drafted tokens pass; any rule but the exact one changes the output.
-        prefill: the prompt as the target read it before, which is not read again but for a drafter that has to see it.
+        accept: the rule of acceptance; any rule but the exact one changes the output.
+        prefill: a stored prefill of the prompt. The prompt is then not read again, unless the drafter reads hidden states.
 
     Raises:
-        ValueError: the prompt is empty, the prefill is of one of another length, or ``max_new_tokens`` is below 1.
-        UnsupportedModel: the model's positions turn otherwise from some token on that the text may come to.
+        ValueError: the prompt is empty, ``prefill`` has another length, or ``max_new_tokens`` is below 1.
+        UnsupportedModel: the model would change its rotary embedding within the text.
     """
     if not prompt:
         raise ValueError("prompt: is empty")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
     if prefill is not None and prefill.cache.length != len(prompt):
-        raise ValueError(f"prefill: is of {prefill.cache.length} tokens, the prompt has {len(prompt)}")
-    check_edges(target.model, len(prompt), len(prompt) + max_new_tokens)
+        raise ValueError(f"prefill: has {prefill.cache.length} tokens, the prompt has {len(prompt)}")
+    check_rope_scaling(target.model, len(prompt), len(prompt) + max_new_tokens)
     chooser = Chooser(sampling, target.vocabulary, target.device, seed)
-    ending = _Ending(target.eos_ids if eos_ids is None else eos_ids, len(prompt) + max_new_tokens, stops)
-    room = ending.length + drafter.tree_tokens
-    with one_at_a_time(target.model):
+    end = _StoppingCriteria(target.eos_ids if eos_ids is None else eos_ids, len(prompt) + max_new_tokens, stops)
+    room = end.max_length + drafter.tree_tokens
+    with generation_lock(target.model):
         cache = acquire_cache(target.model, target.layers, room, target.device, static_shapes)
         try:
-            return _continue(target, drafter, prompt, cache, chooser, ending, callback, on_prefill, accept, prefill)
-        finally:  # whatever a callback raised, the records are as good as before
+            loop = _Loop(target, drafter, cache, chooser, end, accept)
+            committed = loop.prefill(prompt, prefill)
+            if on_prefill is not None:
+                on_prefill(1)
+            if callback is not None:
+                callback(committed)
+            rounds: list[Round] = []
+            while end.reason is None:
+                committed, counts = loop.run_round()
+                rounds.append(counts)
+                if callback is not None:
+                    callback(committed)
+            return DecodeResult(loop.context.tokens[len(prompt) :], DecodeStats(tuple(rounds)), end.reason)
+        finally:  # also after an exception of a callback; the recorded passes stay valid
             release_cache(target.model, cache)
 
 
-def _continue(
-    target: Target,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    cache: KVCache,
-    chooser: Chooser,
-    ending: _Ending,
-    callback: Callable[[list[int]], None] | None,
-    on_prefill: Callable[[int], None] | None,
-    accept: AcceptRule,
-    prefill: Prefill | None,
-) -> DecodeResult:
-    model, device = decoding_view(target.model), target.device
-    chooser.observe(prompt)
-    reader = drafter if isinstance(drafter, Reader) and drafter.modules else None
-    features = NOTHING if reader is None else Features(reader.modules)
+class _Loop:
+    """The state of one decoding: :meth:`prefill` once, then :meth:`run_round` until the output ends.
 
-    block = upload(prompt, device)
-    if prefill is None or reader is not None:
-        logits = forward(model, block, cache, last=1, features=features)
-    else:
-        logits = prefill.lay(cache)
-    verdict = verify(Draft.empty(device), chooser.distribution(logits, block[-1:]), chooser.generator)
-    cache.length = len(prompt)
-    context = Context(list(prompt), verdict.last)
-    committed = ending.commit(context.tokens, [verdict.next_token])
-    if ending.reason is None:
-        drafter.start(prompt, cache, chooser)
-        if reader is not None:
-            reader.read(features.read())
-    if on_prefill is not None:
-        on_prefill(1)
-    chooser.observe(committed)
-    if callback is not None:
-        callback(committed)
+    Attributes:
+        context: the sequence so far.
+    """
 
-    trees: TreeModel | None = None
-    rounds: list[Round] = []
-    while ending.reason is None:
-        # The round adds one token of the target's, so a draft may fill all but one of the places left.
-        limit = ending.length - len(context.tokens) - 1
-        draft = drafter.draft(context, limit) if limit > 0 else Draft.empty(device)
+    context: Context
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        cache: KVCache,
+        chooser: Chooser,
+        end: _StoppingCriteria,
+        accept: AcceptRule,
+    ) -> None:
+        self._model, self._view = target.model, decoding_view(target.model)
+        self._device, self._drafter, self._cache = target.device, drafter, cache
+        self._chooser, self._end, self._accept = chooser, end, accept
+        self._reader = drafter if isinstance(drafter, FeatureReader) and drafter.modules else None
+        self._features = NO_FEATURES if self._reader is None else Features(self._reader.modules)
+        self._trees: TreeModel | None = None
+
+    def prefill(self, prompt: Sequence[int], known: Prefill | None) -> list[int]:
+        """Read the prompt, commit the target's first token and start the drafter."""
+        chooser, cache = self._chooser, self._cache
+        chooser.observe(prompt)
+        block = upload(prompt, self._device)
+        if known is None or self._reader is not None:
+            logits = forward(self._view, block, cache, last=1, features=self._features)
+        else:
+            logits = known.restore(cache)
+        verdict = verify(Draft.empty(self._device), chooser.distribution(logits, block[-1:]), chooser.generator)
+        cache.length = len(prompt)
+        self.context = Context(list(prompt), verdict.last)
+        committed = self._end.commit(self.context.tokens, [verdict.next_token])
+        if self._end.reason is None:
+            self._drafter.start(prompt, cache, chooser)
+            if self._reader is not None:
+                self._reader.observe_features(self._features.read())
+        chooser.observe(committed)
+        return committed
+
+    def run_round(self) -> tuple[list[int], Round]:
+        """Draft, run one pass of the target, verify and commit.
+
+        Returns:
+            The committed tokens, and the counts of the round.
+        """
+        context, cache, chooser, features, reader = self.context, self._cache, self._chooser, self._features, self._reader
+        # Every round adds one token of the target, so a draft may fill all remaining places but one.
+        limit = self._end.max_length - len(context.tokens) - 1
+        draft = self._drafter.draft(context, limit) if limit > 0 else Draft.empty(self._device)
         block = torch.cat((context.last, draft.tokens))
         if draft.parents is None:
-            logits = forward(model, block, cache, last=block.shape[0], features=features)
+            logits = forward(self._view, block, cache, last=block.shape[0], features=features)
             distribution = chooser.distribution(logits, block)
         else:
-            trees = trees or tree_model(target.model)
-            logits = trees.run(block, draft.parents, cache, features)
+            self._trees = self._trees or tree_model(self._model)
+            logits = self._trees.run(block, draft.parents, cache, features)
             distribution = chooser.distribution(logits, block, draft.parents)
-        if accept.lossless:
+        if self._accept.lossless:
             verdict = verify(draft, distribution, chooser.generator)
         else:
-            verdict = accept_lossy(draft, distribution, logits, accept, chooser.generator)
-        kept = None if verdict.path is None else [0, *(node + 1 for node in verdict.path)]
-        if kept is not None:
-            cache.gather(kept)
+            verdict = accept_lossy(draft, distribution, logits, self._accept, chooser.generator)
+        rows = None if verdict.path is None else [0, *(node + 1 for node in verdict.path)]  # of the block, if a tree
+        if rows is not None:
+            cache.gather(rows)
         cache.length += verdict.accepted + 1
-        committed = ending.commit(context.tokens, verdict.committed)
+        committed = self._end.commit(context.tokens, verdict.committed)
         context.last = verdict.last
         chooser.observe(committed)
-        if ending.reason is None:
+        if self._end.reason is None:
             if reader is not None:
-                found = features.read()
-                reader.read(found[: verdict.accepted + 1] if kept is None else found[upload(kept, device)])
-            drafter.observe(verdict)
-            drafter.hear(Said(block, logits))
-        drafted, accepted = len(verdict.drafted), verdict.accepted
-        deep = None if draft.parents is None else depth(draft.parents)
-        if len(committed) <= accepted:  # what lies behind an end of sequence counts nowhere
-            accepted = len(committed)
-            if deep is None:
-                drafted = accepted
-            else:
-                deep = accepted
-        rounds.append(Round(drafted, accepted, len(committed), deep))
-        if callback is not None:
-            callback(committed)
-    return DecodeResult(context.tokens[len(prompt) :], DecodeStats(tuple(rounds)), ending.reason)
+                hidden = features.read()
+                reader.observe_features(
+                    hidden[: verdict.accepted + 1] if rows is None else hidden[upload(rows, self._device)]
+                )
+            self._drafter.observe(verdict)
+            self._drafter.observe_logits(VerifyOutput(block, logits))
+        return committed, _count(draft, verdict, len(committed))
 
 
-class _Ending:
-    """Decides where the output ends, token by token, before anything is committed.
+def _count(draft: Draft, verdict: Verdict, committed: int) -> Round:
+    """The counts of a round. Tokens after the end of the output count neither as drafted nor as accepted."""
+    drafted, accepted = len(verdict.drafted), verdict.accepted
+    depth = None if draft.parents is None else tree_depth(draft.parents)
+    if committed <= accepted:
+        accepted = committed
+        if depth is None:
+            drafted = accepted
+        else:
+            depth = accepted
+    return Round(drafted, accepted, committed, depth)
+
+
+class _StoppingCriteria:
+    """Decides token by token where the output ends, before anything is committed.
 
     Args:
         eos_ids: tokens that end a sequence.
-        length: prompt and output together may be this long.
-        stops: a further reason to end.
+        max_length: the most tokens of prompt and output together.
+        stops: a further criterion, called with all tokens so far.
+
+    Attributes:
+        reason: why the output ended: ``eos``, ``stop`` or ``length``; None while it goes on.
     """
 
-    def __init__(self, eos_ids: frozenset[int], length: int, stops: Callable[[list[int]], bool] | None) -> None:
-        self.eos_ids, self.length, self.stops = eos_ids, length, stops
+    def __init__(self, eos_ids: frozenset[int], max_length: int, stops: Callable[[list[int]], bool] | None) -> None:
+        self.eos_ids, self.max_length, self.stops = eos_ids, max_length, stops
         self.reason: str | None = None
 
     def commit(self, tokens: list[int], new: list[int]) -> list[int]:
-        """Append new tokens to the sequence up to its end, and return those that were appended."""
+        """Append new tokens to the sequence up to its end, and return the appended ones."""
         before = len(tokens)
         for token in new:
             tokens.append(token)
@@ -204,7 +236,7 @@ class _Ending:
                 self.reason = "eos"
             elif self.stops is not None and self.stops(tokens):
                 self.reason = "stop"
-            elif len(tokens) >= self.length:
+            elif len(tokens) >= self.max_length:
                 self.reason = "length"
             if self.reason is not None:
                 break

@@ -1,4 +1,4 @@
-"""What does a drafter propose? Tokens, and the distributions they were drawn from."""
+"""``Draft``: the tokens that a drafter proposes, and the distributions that they were drawn from."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from layerskip.device.upload import upload
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens, still on the device.
+    """Proposed tokens, on the device: a chain, or a tree whose root is the last token of the sequence.
 
     Args:
         tokens: ``[K]`` int64; K may be 0.
-        parents: None for a chain, in which token i follows token i - 1; for a tree the token that each one follows, an
-            earlier one, or -1 for the last token of the sequence.
-        probs: ``[K, V]`` float32, the distribution that each token was drawn from, in a tree given the siblings before
-            it; None where the draft is deterministic, hence one-hot.
-        match: behind how many tokens of the context it was found in a text; 0 where it was not looked up.
-        found: its tokens once more, on the host, where nothing but them goes through the pass and no model ran for them; it
-            is deterministic then, and who passes it over has lost nothing.
-        chances: of found tokens, how likely whoever found them thinks that each is said, with all before it on its branch;
-            falling, in [0, 1], and empty where nobody knows.
-        unsure: whether a stop rule ended it behind its first token; that may not depend on the token that was drawn.
+        parents: the parent of each token in a tree: the index of an earlier token, or -1 for the root. None for a chain, in
+            which token i follows token i - 1.
+        probs: ``[K, V]`` float32, the distribution that each token was drawn from; in a tree, given its earlier siblings.
+            None for a deterministic draft, whose distributions are one-hot.
+        match_length: how many tokens of the context precede the place in a text that the draft was copied from; 0 if it was
+            not copied.
+        lookup_tokens: the tokens once more, on the host, if no model ran for them. Such a draft is deterministic, and may be
+            cut or declined at no loss. Empty for other drafts.
+        path_probs: for each of the ``lookup_tokens``, the estimated probability that the target says it and all tokens
+            before it on its branch, in [0, 1], not increasing; empty if unknown.
+        stopped_at_first: whether a stop rule ended the draft after its first token. It must not depend on the token drawn.
     """
 
     tokens: Tensor
     parents: tuple[int, ...] | None = None
     probs: Tensor | None = None
-    match: int = 0
-    found: tuple[int, ...] = ()
-    chances: tuple[float, ...] = ()
-    unsure: bool = False
+    match_length: int = 0
+    lookup_tokens: tuple[int, ...] = ()
+    path_probs: tuple[float, ...] = ()
+    stopped_at_first: bool = False
 
     @classmethod
     def empty(cls, device: torch.device) -> Draft:
-        """The draft without tokens."""
+        """Returns the draft without tokens."""
         return cls(torch.empty(0, dtype=torch.int64, device=device))
 
     @classmethod
@@ -48,35 +49,42 @@ class Draft:
         tokens: Sequence[int],
         parents: Sequence[int],
         device: torch.device,
-        match: int = 0,
-        found: bool = False,
-        chances: Sequence[float] = (),
+        match_length: int = 0,
+        lookup: bool = False,
+        path_probs: Sequence[float] = (),
     ) -> Draft:
-        """A deterministic draft on the device; a tree of one branch is a chain, which is cheaper to verify.
+        """Returns a deterministic draft; a tree of one branch becomes a chain, which is cheaper to verify.
 
         Args:
-            tokens: of its nodes.
-            parents: of its nodes.
-            device: where to put it.
-            match: as above.
-            found: whether it costs nothing to pass it over; so it is where it was looked up.
-            chances: of its nodes, as above.
+            tokens: of the nodes.
+            parents: of the nodes.
+            device: where to put the tokens.
+            match_length: as for :class:`Draft`; a positive value implies ``lookup``.
+            lookup: whether no model ran for the draft, so that declining it loses nothing.
+            path_probs: as for :class:`Draft`.
         """
         if not tokens:
             return cls.empty(device)
-        kept = tuple(tokens) if match or found else ()
-        return cls(upload(tokens, device), _branches(parents), match=match, found=kept, chances=tuple(chances))
+        known = tuple(tokens) if match_length or lookup else ()
+        shape = _chain_or_tree(parents)
+        return cls(
+            upload(tokens, device), shape, match_length=match_length, lookup_tokens=known, path_probs=tuple(path_probs)
+        )
 
-    def first(self, size: int) -> Draft:
-        """A found draft's first tokens alone, at least one; what they follow is among them."""
-        if size >= len(self.found):
+    def truncate(self, size: int) -> Draft:
+        """Returns the first ``size`` tokens of a lookup draft, at least one; their parents are among them."""
+        if size >= len(self.lookup_tokens):
             return self
-        parents = None if self.parents is None else _branches(self.parents[:size])
+        parents = None if self.parents is None else _chain_or_tree(self.parents[:size])
         return replace(
-            self, tokens=self.tokens[:size], parents=parents, found=self.found[:size], chances=self.chances[:size]
+            self,
+            tokens=self.tokens[:size],
+            parents=parents,
+            lookup_tokens=self.lookup_tokens[:size],
+            path_probs=self.path_probs[:size],
         )
 
 
-def _branches(parents: Sequence[int]) -> tuple[int, ...] | None:
-    """None where each token follows the one before."""
+def _chain_or_tree(parents: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns the parents of a tree, or None if they form a chain."""
     return None if all(parent == node - 1 for node, parent in enumerate(parents)) else tuple(parents)

@@ -1,4 +1,7 @@
-"""What does the decoding loop ask of a drafter? The contract, and the drafter that proposes nothing."""
+"""The interface between the decoding loop and drafters, and the drafter that proposes nothing.
+
+:class:`Drafter` is required. The other protocols are optional abilities, which callers find with ``isinstance``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.tree import levels
+from layerskip.decoding.tree import draft_depth
 from layerskip.decoding.verify import Verdict
 from layerskip.models.cache import KVCache
 
@@ -21,7 +24,7 @@ class Context:
 
     Args:
         tokens: prompt and committed tokens, on the host.
-        last: ``[1]`` int64 on the device: the last of them, which no cache holds yet.
+        last: ``[1]`` int64 on the device: the last token, which is in no cache yet.
     """
 
     tokens: list[int]
@@ -29,12 +32,12 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the target says in one pass of verification.
+class VerifyOutput:
+    """The target's output in one verification pass.
 
     Args:
-        block: ``[n]`` int64: the last token of the sequence, then the drafted ones.
-        logits: ``[n, V]`` behind each of them, before any warping.
+        block: ``[n]`` int64: the last token of the sequence, then the drafted tokens.
+        logits: ``[n, V]``: the target's logits after each of them, before any warping.
     """
 
     block: Tensor
@@ -42,15 +45,15 @@ class Said:
 
 
 class Drafter(Protocol):
-    """Proposes tokens for the target to verify. One drafter serves one prompt after the other, one at a time.
+    """Proposes tokens for the target to verify. A drafter serves any number of prompts, one at a time.
+
+    The loop calls ``start`` once per prompt after the target's prefill, and then ``draft``, ``observe`` and
+    ``observe_logits`` in every round. The output is the target's own whatever a drafter proposes, under one condition: if
+    tokens are drawn, ``Draft.probs`` must be the exact distributions that they were drawn from, and whether a token is
+    proposed must depend on the tokens before it only, not on its own value.
 
     Attributes:
-        tree_tokens: the most tokens of the trees that it drafts; 0 where it drafts chains.
-
-    Life: ``start`` once per prompt, after the target's prefill; then in turns ``draft``, ``observe`` and ``hear``. Whatever
-    it proposes, the output is the target's; a drafter can only be slow. With one exception it must keep: where tokens are
-    drawn, ``Draft.probs`` must be the very distributions they were drawn from, and whether a token is proposed must
-    not depend on its own value, only on those before it.
+        tree_tokens: the most tokens of its trees; 0 if it drafts chains.
     """
 
     tree_tokens: int
@@ -60,113 +63,119 @@ class Drafter(Protocol):
 
         Args:
             prompt: its tokens.
-            cache: the target's, filled with the prompt. A drafter that runs on it must leave ``length`` as it was.
+            cache: the target's cache, filled with the prompt. A drafter that runs on it must restore ``length``.
             chooser: how tokens are chosen.
         """
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Propose a chain of at most ``limit`` tokens behind the context (``limit`` >= 1), or a tree no deeper than that.
+        """Propose a chain of at most ``limit`` tokens, or a tree of at most that depth; the draft may be empty.
 
-        An empty draft is a good answer.
+        Args:
+            context: the sequence to continue.
+            limit: at least 1.
         """
         ...
 
     def observe(self, verdict: Verdict) -> None:
-        """Hear what came of the last draft, unless the sequence ended with it."""
+        """Learn from the verdict on the last draft. Not called in the round that ends the sequence."""
 
-    def hear(self, said: Said) -> None:
-        """Hear what the target said in the same pass, whoever drafted for it; gone with the next pass.
+    def observe_logits(self, output: VerifyOutput) -> None:
+        """Learn from the target's logits of the round, also if another drafter drafted. They are gone after the call.
 
-        Nobody hears the prefill, nor the pass that a sequence ends with.
+        Not called for the prefill, nor in the round that ends the sequence.
         """
 
 
 @runtime_checkable
-class Learner(Protocol):
-    """What may keep something from one prompt for the next, and can be made to forget it."""
+class CrossPromptState(Protocol):
+    """A drafter that may keep state from one prompt to the next, and can be reset."""
 
     @property
-    def learns(self) -> bool:
-        """Whether it does keep something, as it is set up."""
+    def keeps_state(self) -> bool:
+        """Whether it keeps state as configured."""
         ...
 
-    def forget(self) -> None:
-        """Be as if there had been no prompt before."""
+    def reset_state(self) -> None:
+        """Drop everything kept from earlier prompts."""
 
 
 @runtime_checkable
-class Follower(Protocol):
-    """What learns from the text itself, also where it is not asked for a draft."""
+class ContextFollower(Protocol):
+    """A drafter that learns from the text itself, also in rounds in which it is not asked for a draft."""
 
     def follow(self, context: Context) -> None:
-        """Hear the context of a round, whoever drafts in it; its tokens go on growing until the next prompt begins."""
+        """Observe the context of a round. Its list of tokens keeps growing until the next prompt begins."""
 
 
 @runtime_checkable
-class Finder(Protocol):
-    """What finds its drafts, so that no model runs for them: asking takes next to no time, and nothing is lost with a draft.
+class Lookup(Protocol):
+    """A drafter that may find its drafts without running a model, so that asking costs next to nothing.
 
     Attributes:
-        finds: whether it does.
+        lookup: whether it does.
     """
 
-    finds: bool
+    lookup: bool
 
 
 @runtime_checkable
-class AtOnce(Protocol):
-    """What drafts all levels of a tree at once, so that a deep one takes no longer than a shallow one.
+class SinglePass(Protocol):
+    """A drafter that may draft all levels of a tree in one pass, so that depth does not add to its cost.
 
     Attributes:
-        at_once: whether it does.
+        single_pass: whether it does.
     """
 
-    at_once: bool
+    single_pass: bool
 
 
-def drafts_at_once(drafter: Drafter) -> bool:
-    """Whether a drafter drafts all levels at once."""
-    return isinstance(drafter, AtOnce) and drafter.at_once
+def is_single_pass(drafter: Drafter) -> bool:
+    """Returns whether a drafter drafts all levels in one pass."""
+    return isinstance(drafter, SinglePass) and drafter.single_pass
 
 
-def steps_of(drafter: Drafter, draft: Draft) -> int:
-    """In how many steps of its own a drafter made a draft; one where it looked in vain."""
-    return 1 if drafts_at_once(drafter) else max(1, levels(draft))
+def draft_steps(drafter: Drafter, draft: Draft) -> int:
+    """Returns the number of steps in which a drafter made a draft; 1 for an empty draft."""
+    return 1 if is_single_pass(drafter) else max(1, draft_depth(draft))
 
 
 @runtime_checkable
-class Reader(Protocol):
-    """What drafts from the target's hidden states.
+class FeatureReader(Protocol):
+    """A drafter that drafts from the target's hidden states.
 
     Attributes:
-        modules: names of the target's sub-modules whose outputs it reads; none where it reads nothing after all.
+        modules: names of the target's sub-modules whose outputs it reads; empty if it reads none.
     """
 
     modules: tuple[str, ...]
 
-    def read(self, features: Tensor) -> None:
-        """Hear the hidden states behind tokens that were committed.
+    def observe_features(self, features: Tensor) -> None:
+        """Receive the hidden states of committed tokens.
 
         Args:
-            features: ``[n, F]``, module beside module: of the prompt right after ``start``; then, before every ``observe``,
-                of the sequence's last token and the accepted ones, which the next context continues.
+            features: ``[n, F]``, the outputs of all ``modules`` concatenated. Right after ``start``, those of the prompt;
+                then, before every ``observe``, those of the last token of the sequence and of the accepted tokens.
         """
 
 
-class NoDraft:
-    """Proposes nothing: the loop is then plain decoding, the baseline of every comparison."""
+class BaseDrafter:
+    """Base class of drafters: drafts chains, needs no preparation and learns nothing. Subclasses define ``draft``."""
 
     tree_tokens = 0
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Nothing to prepare."""
-
-    def draft(self, context: Context, limit: int) -> Draft:
-        """The empty draft."""
-        return Draft.empty(context.last.device)
+        """Begin a prompt; see :class:`Drafter`."""
 
     def observe(self, verdict: Verdict) -> None:
-        """Nothing to learn."""
+        """Learn from the verdict on the last draft; see :class:`Drafter`."""
 
-    def hear(self, said: Said) -> None:
-        """Nothing to learn."""
+    def observe_logits(self, output: VerifyOutput) -> None:
+        """Learn from the target's logits of the round; see :class:`Drafter`."""
+
+
+class NoDraft(BaseDrafter):
+    """Proposes nothing, which makes the loop plain decoding, the baseline of every comparison."""
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """Returns the empty draft."""
+        return Draft.empty(context.last.device)

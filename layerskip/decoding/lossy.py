@@ -1,7 +1,7 @@
-"""What if a token only had to be likely enough? Rules of acceptance that are faster and change the output.
+"""Lossy rules of acceptance, which are faster and change the output.
 
-They are here to be compared with, as published systems use them: a threshold on the target's probability, and typical
-acceptance, Medusa (arXiv 2401.10774), section 2.3.1.
+They exist for comparison with published systems: a threshold on the target's probability, and typical acceptance, Medusa
+(arXiv 2401.10774), section 2.3.1.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from layerskip.rules import AcceptRule
 def accept_lossy(
     draft: Draft, target_probs: Tensor, logits: Tensor, rule: AcceptRule, generator: torch.Generator | None = None
 ) -> Verdict:
-    """Accept tokens that the target finds likely enough, along the branch that goes deepest so, and add one of its own.
+    """Accept tokens that the target finds likely enough, along the deepest such branch, and add one token of the target.
 
-    Of several such branches the likeliest is taken.
+    Of several branches of that depth the likeliest is accepted.
 
     Args:
         draft: K tokens, a chain or a tree.
-        target_probs: as :func:`~layerskip.decoding.verify.verify` takes them.
+        target_probs: as for :func:`~layerskip.decoding.verify.verify`.
         logits: ``[K + 1, V]``: the target's, before any warping.
-        rule: any but ``exact``.
+        rule: any rule but ``exact``.
         generator: the source of randomness.
     """
     probs = logits.float().softmax(-1)
@@ -36,14 +36,13 @@ def accept_lossy(
         limits = (rule.delta * (-entropy).exp()).clamp_max(rule.epsilon)
     tokens = draft.tokens.tolist()
     parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
-    found = zip(tokens, parents, strict=True)
-    chances = [float(probs[parent + 1, token]) for token, parent in found]
-    passes = [chance >= float(limits[parent + 1]) for chance, parent in zip(chances, parents, strict=True)]
-    branches: dict[int, tuple[float, tuple[int, ...]]] = {-1: (1.0, ())}  # all of whose tokens pass, by their ends
+    node_probs = [float(probs[parent + 1, token]) for token, parent in zip(tokens, parents, strict=True)]
+    passes = [prob >= float(limits[parent + 1]) for prob, parent in zip(node_probs, parents, strict=True)]
+    branches: dict[int, tuple[float, tuple[int, ...]]] = {-1: (1.0, ())}  # accepted branches by their last node
     for node, parent in enumerate(parents):
         if passes[node] and parent in branches:
-            chance, way = branches[parent]
-            branches[node] = chance * chances[node], (*way, node)
+            prob, path_above = branches[parent]
+            branches[node] = prob * node_probs[node], (*path_above, node)
     _, path = max(branches.values(), key=lambda branch: (len(branch[1]), branch[0]))
     row = target_probs[(path[-1] if path else -1) + 1]
     last = row[None] if target_probs.dtype == torch.int64 else draw(row[None], generator)

@@ -1,13 +1,12 @@
-"""How are logits turned into the distribution that a token is drawn from?
+"""How logits become the distribution that a token is drawn from.
 
-The only place that does it: target and draft, every row of a verification block and the bonus token all pass through the
-same :class:`Sampling`, because speculative sampling is lossless only for the very distribution that was sampled from
-(Fast Inference from Transformers via Speculative Decoding, arXiv 2211.17192, appendix A.1). Processors run in the order of
-``transformers.generate``: repetition penalty (arXiv 1909.05858), temperature, top-k, top-p (arXiv 1904.09751), min-p
-(arXiv 2407.01082).
+Target and draft, every row of a verification pass and the bonus token all go through the same :class:`Sampling`, because
+speculative sampling is lossless only for the exact distribution that was sampled from (Fast Inference from Transformers via
+Speculative Decoding, arXiv 2211.17192, appendix A.1). Processors run in the order of ``transformers.generate``: repetition
+penalty (arXiv 1909.05858), temperature, top-k, top-p (arXiv 1904.09751), min-p (arXiv 2407.01082).
 
-A distribution over V tokens is carried in one of two forms: ``[n, V]`` float32 rows that sum to 1, or, where every row is
-one-hot (greedy decoding), ``[n]`` int64 with the index of each row's one.
+A distribution over V tokens has one of two forms: ``[n, V]`` float32 rows that sum to 1, or, if every row is one-hot (greedy
+decoding), ``[n]`` int64 with the index of each row's one.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from layerskip.device.upload import upload
 
 
 class SamplingError(ValueError):
-    """A sampling parameter out of its range; the message names the field."""
+    """A sampling parameter is out of range; the message begins with the field."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What ``transformers.generate`` would be told about choosing tokens.
+    """How tokens are chosen, with the parameters of ``transformers.generate``.
 
     Args:
         temperature: at least 0; 0 is greedy decoding.
         top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of most likely tokens that holds this probability, in (0, 1].
+        top_p: keep the smallest set of most likely tokens with at least this total probability, in (0, 1].
         min_p: drop tokens below this share of the most likely token's probability, in [0, 1].
-        repetition_penalty: above 0; logits of tokens seen so far are divided (positive) or multiplied (negative) by it.
+        repetition_penalty: above 0; the logits of tokens seen so far are divided (positive) or multiplied (negative) by it.
 
     Raises:
         SamplingError: a value is out of range.
@@ -53,27 +52,31 @@ class Sampling:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise SamplingError(f"{field.name}: {value!r} is not a number")
-        for name, good, wanted in (
+        for name, valid, expected in (
             ("temperature", 0.0 <= self.temperature < float("inf"), "at least 0"),
             ("top_k", 0 <= self.top_k < float("inf") and self.top_k == int(self.top_k), "a whole number of at least 0"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0"),
         ):
-            if not good:
-                raise SamplingError(f"{name}: {getattr(self, name)!r} is not {wanted}")
+            if not valid:
+                raise SamplingError(f"{name}: {getattr(self, name)!r} is not {expected}")
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Sampling:
-        """Build from plain values; an unknown key is refused by name."""
+        """Build from plain values.
+
+        Raises:
+            SamplingError: an unknown key, or a value out of range.
+        """
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
-                raise SamplingError(f"{name}: not a field of sampling; it has {', '.join(known)}")
+                raise SamplingError(f"{name}: is not a field of sampling; the fields are {', '.join(known)}")
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
+        """Returns all fields as plain values."""
         return dataclasses.asdict(self)
 
     @property
@@ -83,18 +86,19 @@ class Sampling:
 
     @property
     def needs_seen(self) -> bool:
-        """Whether the distribution depends on which tokens came before."""
+        """Whether the distribution depends on the tokens that came before."""
         return self.repetition_penalty != 1.0
 
     def distribution(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """The distribution of each row's next token.
+        """Returns the distribution of each row's next token.
 
         Args:
             logits: ``[n, V]`` in any floating dtype.
-            seen: ``[n, V]`` bool, the tokens in each row's own prefix; needed where ``needs_seen``.
+            seen: ``[n, V]`` bool, the tokens in each row's own prefix; required if ``needs_seen``.
 
         Returns:
-            ``[n]`` int64 (the one of each one-hot row) where ``greedy``, else ``[n, V]`` float32, rows sum to 1.
+            ``[n]`` int64, the index of the one of each one-hot row, if ``greedy``; else ``[n, V]`` float32 rows that sum to
+            1.
         """
         if self.greedy and not self.needs_seen:
             return most_likely(logits)
@@ -104,12 +108,12 @@ class Sampling:
         return self._filter(scores / self.temperature).softmax(-1)
 
     def penalise(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """``[n, V]`` float32: the logits after the repetition penalty, before temperature and filters."""
+        """Returns the logits after the repetition penalty, before temperature and filters: ``[n, V]`` float32."""
         scores = logits.float()
         if not self.needs_seen:
             return scores
         if seen is None:
-            raise ValueError("seen: the repetition penalty needs the tokens of each row's prefix")
+            raise ValueError("seen: is required by the repetition penalty")
         penalised = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
         return torch.where(seen, penalised, scores)
 
@@ -130,17 +134,17 @@ class Sampling:
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """``[..., V]`` to ``[...]`` int64: each row's greatest, the first of several.
+    """Returns the index of each row's maximum, the first of several: ``[..., V]`` to ``[...]`` int64.
 
-    ``max`` is four times as fast as ``argmax`` on a CPU in bfloat16 (0.4 against 1.6 ms over ``[9, 49152]``, torch 2.13).
+    On a CPU in bfloat16 ``max`` is four times as fast as ``argmax`` (0.4 against 1.6 ms for ``[9, 49152]``, torch 2.13).
     """
     return logits.max(-1).indices
 
 
 def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one index per row in proportion to its weights, without asking the device for a value.
+    """Draw one index per row in proportion to its weights, without waiting for the device.
 
-    An exponential race: the index with the smallest arrival time ``e / weight`` wins with probability proportional to its
+    An exponential race: the index with the smallest arrival time ``e / weight`` wins with a probability proportional to its
     weight.
 
     Args:
@@ -151,25 +155,25 @@ def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
         ``[...]`` int64.
     """
     arrival = torch.empty_like(weights).exponential_(generator=generator)
-    # A draw of exactly 0 would turn a weight of 0 into 0/0, which argmax prefers to everything.
+    # An arrival time of exactly 0 would turn a weight of 0 into 0/0, and argmax returns NaN before any number.
     return most_likely(weights.div(arrival.clamp_min_(torch.finfo(weights.dtype).tiny)))
 
 
-def widen(probs: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """``[n, v]`` chances of tokens ``[v]`` to ``[n, vocabulary]``: the others have none."""
+def to_full_vocabulary(probs: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """Returns ``[n, vocabulary]`` probabilities from ``[n, v]`` probabilities of the tokens ``[v]``; other tokens get 0."""
     return probs.new_zeros(probs.shape[0], vocabulary).index_copy_(1, tokens, probs)
 
 
 class Chooser:
-    """Chooses the tokens of one decoding: its sampling, its source of randomness, and the tokens it has seen.
+    """Chooses the tokens of one decoding: its sampling, its source of randomness, and the tokens seen so far.
 
-    Target and drafter share one chooser, so a draft's q and the target's p pass through the same warping.
+    Target and drafter share one chooser, so the draft's q and the target's p go through the same warping.
 
     Args:
         sampling: how logits become distributions.
         vocabulary: V, the size of the target's output.
-        device: where logits live.
-        seed: makes the draws repeatable; None takes torch's global generator.
+        device: where the logits are.
+        seed: makes the draws repeatable; None uses torch's global generator.
     """
 
     def __init__(self, sampling: Sampling, vocabulary: int, device: torch.device, seed: int | None = None) -> None:
@@ -179,33 +183,33 @@ class Chooser:
         self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=device) if sampling.needs_seen else None
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Tell which tokens have joined the sequence."""
+        """Add tokens that have joined the sequence."""
         if self._seen is not None:
             self._seen[upload(tokens, self._seen.device)] = True
 
     def distribution(
         self, logits: Tensor, block: Tensor, parents: Sequence[int] | None = None, tokens: Tensor | None = None
     ) -> Tensor:
-        """The distribution behind each of the last n tokens of a block that continues the sequence.
+        """Returns the distributions after the last n tokens of a block that continues the sequence.
 
         Args:
-            logits: ``[n, V]``, or ``[n, v]`` of some tokens alone.
-            block: ``[m]`` int64, m >= n: the last token of the sequence, then drafted ones. Row i's repetition penalty
-                is that of its own prefix: the sequence and the block up to its own token.
-            parents: of a tree, as in :class:`~layerskip.decoding.draft.Draft`; the block is then its root and all its tokens.
-            tokens: ``[v]`` int64: those that the logits are of; None for all.
+            logits: ``[n, V]``, or ``[n, v]`` for a part of the vocabulary.
+            block: ``[m]`` int64, m >= n: the last token of the sequence, then drafted tokens. The repetition penalty of row
+                i counts its own prefix: the sequence and the block up to the row's token.
+            parents: of a tree, as in :class:`~layerskip.decoding.draft.Draft`; the block is then the root and all nodes.
+            tokens: ``[v]`` int64, the tokens of the columns of ``logits``; None for the whole vocabulary.
 
         Returns:
-            As :meth:`Sampling.distribution`; over those tokens, by their places among them.
+            As :meth:`Sampling.distribution`, over the columns of ``logits``.
         """
         return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0], parents, tokens))
 
     def penalise(self, logits: Tensor, block: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """The penalised logits behind the same rows; as :meth:`Sampling.penalise`."""
+        """Returns the penalised logits of the same rows; see :meth:`Sampling.penalise`."""
         return self.sampling.penalise(logits, self._seen_by_row(block, logits.shape[0], tokens=tokens))
 
     def choose(self, distribution: Tensor) -> Tensor:
-        """``[n]`` int64: one token per row, in either form of distribution."""
+        """Returns one token per row, ``[n]`` int64, for either form of distribution."""
         return distribution if distribution.dtype == torch.int64 else draw(distribution, self.generator)
 
     def _seen_by_row(
@@ -218,10 +222,10 @@ class Chooser:
         if parents is None:
             row, column = torch.tril_indices(rows, size, offset=size - rows, device=block.device)
         else:
-            ways: list[list[int]] = [[0]]  # from the root to each token
+            paths: list[list[int]] = [[0]]  # from the root to each token
             for node, parent in enumerate(parents):
-                ways.append([*ways[parent + 1], node + 1])
-            pairs = [(place, step) for place, way in enumerate(ways) for step in way]
+                paths.append([*paths[parent + 1], node + 1])
+            pairs = [(end, step) for end, path in enumerate(paths) for step in path]
             row, column = (upload(list(part), block.device) for part in zip(*pairs, strict=True))
         seen[row, block[column]] = True
         return seen if tokens is None else seen.index_select(1, tokens)

@@ -1,8 +1,7 @@
-"""What did a decoding do, counted? Rounds, and the ratios made of them.
+"""Counts of one decoding: its rounds, and the ratios made of them. No torch in here.
 
-Names follow Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192): a round drafts some
-tokens, the target accepts a prefix of them, or a branch of a tree, and adds one token of its own (the bonus token). No torch
-in here.
+Names follow Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192): a round drafts some tokens, and
+the target accepts a prefix of them, or a branch of a tree, and adds one token of its own, the bonus token.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ class Round:
     """One draft-and-verify step.
 
     Args:
-        drafted: tokens that the drafter proposed and the target scored.
+        drafted: how many tokens the drafter proposed and the target scored.
         accepted: how many of them were accepted; at most ``drafted``.
-        committed: tokens that went into the output: ``accepted + 1``, less where the output ended inside.
-        depth: of a tree, how many tokens its longest branch has; None for a chain, which is as long as it has tokens.
+        committed: how many tokens were added to the output: ``accepted + 1``, fewer if the output ended among them.
+        depth: of a tree, the number of tokens of its longest branch; None for a chain.
     """
 
     drafted: int
@@ -35,28 +34,28 @@ class Round:
 
 @dataclass(frozen=True)
 class DecodeStats:
-    """The rounds of one decoding, or of several joined with :meth:`join`. The prefill's first token is no round."""
+    """The rounds of one decoding, or of several joined with :meth:`join`. The first token, from the prefill, is no round."""
 
     rounds: tuple[Round, ...] = ()
 
     @classmethod
     def join(cls, parts: Iterable[DecodeStats]) -> DecodeStats:
-        """All rounds of several decodings as one."""
+        """Returns the rounds of several decodings as one."""
         return cls(tuple(r for part in parts for r in part.rounds))
 
     @property
     def drafted(self) -> int:
-        """Tokens drafted in all rounds."""
+        """The number of tokens drafted in all rounds."""
         return sum(r.drafted for r in self.rounds)
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens accepted in all rounds."""
+        """The number of drafted tokens accepted in all rounds."""
         return sum(r.accepted for r in self.rounds)
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted / drafted; 0.0 where nothing was drafted."""
+        """Accepted over drafted tokens; 0.0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -71,7 +70,7 @@ class DecodeStats:
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """Entry i: of the rounds that drafted an i-th token in a row (from 0), the share that accepted one there."""
+        """Entry i: the share of rounds that accepted an i-th token in a row (from 0), among the rounds that drafted one."""
         longest = max((r.longest for r in self.rounds), default=0)
         rates = []
         for position in range(longest):

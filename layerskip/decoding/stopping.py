@@ -1,7 +1,7 @@
-"""When does a drafter that knows its confidence stop early?
+"""Stop rules: when a drafter ends a draft early because its confidence is low.
 
-A fixed threshold, or the adaptive one of Draft & Verify (arXiv 2309.08168), section 3.3. The token whose confidence fell
-below the threshold stays in the draft: it has been drafted by then, and verifying one more token costs next to nothing.
+Either a fixed threshold, or the adaptive one of Draft & Verify (arXiv 2309.08168), section 3.3. The token whose confidence
+fell below the threshold stays in the draft: it is drafted already, and verifying one more token costs next to nothing.
 """
 
 from __future__ import annotations
@@ -12,65 +12,74 @@ import torch
 from torch import Tensor
 
 from layerskip.config import StopRule
+from layerskip.decoding.drafter import BaseDrafter
 
 _ROWS = 8
 
 
 def confidence(logits: Tensor) -> Tensor:
-    """``[n]`` float32 of ``[n, V]`` logits: the probability of each row's most likely token."""
+    """Returns ``[n]`` float32 for ``[n, V]`` logits: the probability of each row's most likely token."""
     return torch.cat([part.float().softmax(-1).amax(-1) for part in portions(logits)])
 
 
 def portions(rows: Tensor) -> Sequence[Tensor]:
-    """``[n, ...]`` in parts: on a CPU few rows at a time, as what they unfold to then stays in its caches."""
-    at_once = _ROWS if rows.device.type == "cpu" else max(1, rows.shape[0])
-    return [rows[first : first + at_once] for first in range(0, max(1, rows.shape[0]), at_once)]
+    """Returns ``[n, ...]`` rows in parts; on a CPU few rows at a time, so that intermediate results stay in its caches."""
+    size = _ROWS if rows.device.type == "cpu" else max(1, rows.shape[0])
+    return [rows[first : first + size] for first in range(0, max(1, rows.shape[0]), size)]
 
 
-class Stopped:
-    """A drafter whose drafts a stop rule ends."""
+class StopRuleDrafter(BaseDrafter):
+    """Base class of drafters whose drafts a stop rule may end.
+
+    Attributes:
+        stopper: applies the rule.
+    """
 
     stopper: Stopper
 
     @property
-    def learns(self) -> bool:
-        """Whether an adaptive stop rule carries on."""
+    def keeps_state(self) -> bool:
+        """Whether the rule is adaptive and carries its threshold from prompt to prompt."""
         return self.stopper.rule.kind == "adaptive" and self.stopper.rule.carry
 
-    def forget(self) -> None:
-        """Drop what an adaptive stop rule carried on."""
-        self.stopper.forget()
+    def reset_state(self) -> None:
+        """Drop the carried threshold."""
+        self.stopper.reset()
 
 
 class Stopper:
-    """Applies one stop rule over the rounds of a decoding, and over several where the rule carries on."""
+    """Applies a stop rule over the rounds of one prompt, or of several prompts if the rule carries its threshold.
+
+    Attributes:
+        threshold: the present confidence below which a draft ends.
+    """
 
     def __init__(self, rule: StopRule) -> None:
         self.rule = rule
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Be where the rule begins."""
+    def reset(self) -> None:
+        """Return to the rule's initial threshold."""
         self.threshold = self.rule.threshold
         self._acceptance_rate: float | None = None
 
     def start(self) -> None:
         """Begin a prompt."""
         if not self.rule.carry:
-            self.forget()
+            self.reset()
 
     def stops(self, logits: Tensor) -> bool:
-        """Whether drafting ends behind the token of these ``[1, V]`` logits. Reading the confidence waits for the device."""
+        """Returns whether the draft ends after the token of these ``[1, V]`` logits; waits for the device."""
         if self.rule.kind == "length":
             return False
         return self.stops_at(float(confidence(logits)))
 
-    def stops_at(self, confident: float) -> bool:
-        """Whether drafting ends behind a token of this confidence."""
-        return self.rule.kind != "length" and confident < self.threshold
+    def stops_at(self, confidence: float) -> bool:
+        """Returns whether the draft ends after a token of this confidence."""
+        return self.rule.kind != "length" and confidence < self.threshold
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Let an adaptive threshold follow the acceptance rate of a round that drafted something."""
+        """Move an adaptive threshold by the acceptance rate of a round; rounds without a draft change nothing."""
         rule = self.rule
         if rule.kind != "adaptive" or drafted == 0:
             return

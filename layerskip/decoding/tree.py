@@ -1,9 +1,9 @@
-"""How does a model look at a tree of drafted tokens in one pass?
+"""Verification of a draft tree in one pass of the target.
 
-Every node sees the sequence and its own ancestors, and stands where it would stand in its branch (SpecInfer, arXiv
-2305.09781, section 4.2). What a family's layers see in a window or a chunk is taken from the mask that its own functions
-make: for a chain as long as the tree, from which each node takes the row and the columns of its depth. A twin of the model
-hands its attention sub-layers that mask, so no family's code is copied.
+Every node sees the sequence and its own ancestors, at the position that it has in its branch (SpecInfer, arXiv 2305.09781,
+section 4.2). The window or chunk that a layer sees is taken from the mask that the model's own functions make for a chain as
+long as the tree: each node uses the row and the columns of its depth. A second module tree over the same tensors passes this
+mask to its attention sub-layers, so no model code is copied.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from layerskip.decoding.draft import Draft
-from layerskip.device.tolerance import close
+from layerskip.device.tolerance import nearly_equal
 from layerskip.device.upload import upload
 from layerskip.models.architecture import UnsupportedModel, architecture
 from layerskip.models.cache import KVCache
-from layerskip.models.features import NOTHING, Features
+from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.forward import forward
-from layerskip.models.graph_capture import RecordedCache, widened
-from layerskip.models.skip_view import OncePerModel, twin
+from layerskip.models.graph_capture import CapturingCache, padded_count
+from layerskip.models.skip_view import OncePerModel, shared_copy
 
 _PROBE = 6  # tokens before the tree of the self-check
 _PROBE_PARENTS = (-1, -1, 0, 1, 2, 2)
 
 
 class TreeModel:
-    """A target whose passes run over a tree.
+    """A target that can run a pass over a tree.
 
     Args:
-        model: the target's.
+        model: the target's model.
 
     Attributes:
-        view: a second tree of modules over its tensors, which the passes run through.
+        view: a second module tree over the model's tensors, through which the passes run.
 
     Raises:
-        UnsupportedModel: its sub-layers cannot be found, its attention takes no mask by name, or a branch of a tree does
-            not give what the same tokens give in a chain.
+        UnsupportedModel: the sub-layers cannot be found, attention takes no mask by name, or a branch of a tree gives other
+            logits than the same tokens in a chain.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         found = architecture(model)
         self._name = type(model).__name__
         if getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", False):
-            raise self._refusal("its queries are scaled by where they lie in a block, not by their positions")
+            raise self._refusal("its queries are scaled by their place in the block, not by their position")
         self._layers = len(found.blocks)
-        self.view = twin(model)
-        self._shape: tuple[Tensor, Tensor, Tensor] | None = None  # of the pass at work: depths, ancestors, its columns
-        self._keys = 0
+        self.view = shared_copy(model)
+        self._shape: tuple[Tensor, Tensor, Tensor] | None = None  # of the running pass: depths, ancestors, cache columns
+        self._keys = 0  # columns of its mask
         self._masks: dict[int, tuple[Any, Tensor]] = {}
         blocks = self.view.get_submodule(found.path)
         for index, block in enumerate(found.blocks):
@@ -66,13 +66,13 @@ class TreeModel:
             if "attention_mask" not in kwargs:
                 raise self._refusal("its attention takes no attention_mask by name")
             mask = kwargs["attention_mask"]
-            if id(mask) not in self._masks:  # layers share their masks; the first one is kept alive with its tree's
-                self._masks[id(mask)] = mask, self._of_tree(mask)
+            if id(mask) not in self._masks:  # layers share masks; keeping the original alive keeps its id unique
+                self._masks[id(mask)] = mask, self._tree_mask(mask)
             return original(*args, **kwargs | {"attention_mask": self._masks[id(mask)][1]})
 
         return forward
 
-    def _of_tree(self, mask: Tensor | None) -> Tensor:
+    def _tree_mask(self, mask: Tensor | None) -> Tensor:
         assert self._shape is not None
         depths, ancestors, columns = self._shape
         if mask is None:  # plain causal attention
@@ -80,26 +80,26 @@ class TreeModel:
         rows = mask.index_select(2, depths)
         own = rows.index_select(3, columns[0] + depths)
         hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        # What stands behind the block is hidden from a chain of its length, hence in these rows, too.
+        # Columns after the block are hidden from a chain of its length, so they are hidden in these rows, too.
         return rows.index_copy(3, columns, torch.where(ancestors, own, hidden))
 
-    def run(self, block: Tensor, parents: Sequence[int], cache: KVCache, features: Features = NOTHING) -> Tensor:
-        """One pass; writes the block's keys and values behind ``cache.length``, which it leaves where it is.
+    def run(self, block: Tensor, parents: Sequence[int], cache: KVCache, features: Features = NO_FEATURES) -> Tensor:
+        """Run one pass. It writes the keys and values of the block after ``cache.length``, and does not change ``length``.
 
         Args:
             block: ``[n + 1]`` int64: the last token of the sequence, then the nodes.
-            parents: of each of the n nodes, an earlier node, or -1 for the last token of the sequence.
-            cache: the model's.
-            features: read in this pass.
+            parents: of each of the n nodes: an earlier node, or -1 for the last token of the sequence.
+            cache: the model's cache.
+            features: the hidden states to read in this pass.
 
         Returns:
-            ``[n + 1, V]`` logits behind each of them.
+            ``[n + 1, V]``: the logits after each token of the block.
         """
         size = block.shape[0]
-        wide = widened(size)
-        if isinstance(cache, RecordedCache) and cache.records(self.view, wide):
-            # Few widths are recorded: behind the tree come further children of the root, of which nothing is read. They are
-            # the root's own token, as the text has that one already, and what a model makes of others nobody knows.
+        wide = padded_count(size)
+        if isinstance(cache, CapturingCache) and cache.captures(self.view, wide):
+            # Few widths are recorded, so the tree is padded with further children of the root, whose output is not read.
+            # They repeat the root's own token: it is in the text already, so the model is known to give finite values.
             padded = (*parents, *(-1,) * (wide - size))
             filled = torch.cat((block, block[:1].expand(wide - size)))
             inputs = filled, *depths_and_ancestors(padded, block.device)
@@ -116,7 +116,7 @@ class TreeModel:
         self._shape, self._masks = (depths, ancestors, columns), {}
         self._keys = cache.get_mask_sizes(block.shape[0], 0)[0]
         try:
-            with features.of(self.view):
+            with features.collect(self.view):
                 logits = forward(self.view, block, cache, block.shape[0], depths + cache.position)
         finally:
             self._shape, self._masks = None, {}
@@ -124,9 +124,9 @@ class TreeModel:
 
     @torch.inference_mode()
     def _check(self, model: PreTrainedModel) -> None:
-        """A branch must give what the same tokens give one behind the other."""
-        # From the middle of the vocabulary: special tokens lie at its ends, and half precision is far off on those that a
-        # model was never trained on.
+        """Check that a branch gives the logits of the same tokens in a chain."""
+        # From the middle of the vocabulary: special tokens are at its ends, and on untrained tokens half precision is far
+        # off.
         size = _vocabulary(model)
         tokens = (size // 3 + 17 * torch.arange(_PROBE + 1 + len(_PROBE_PARENTS), device=model.device)) % size
         prompt, block = tokens[:_PROBE], tokens[_PROBE:]
@@ -142,18 +142,18 @@ class TreeModel:
         for leaf in range(len(_PROBE_PARENTS)):
             branch = path_to(leaf, _PROBE_PARENTS)
             expected = forward(model, block[[0, *(node + 1 for node in branch)]], cache, last=1)[0]
-            if not close(found[leaf + 1], expected):
-                raise self._refusal("a branch of a tree is not what the same tokens are in a chain")
+            if not nearly_equal(found[leaf + 1], expected):
+                raise self._refusal("a branch of a tree gives other logits than the same tokens in a chain")
 
     def _refusal(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self._name}: cannot verify trees: {reason}")
 
 
 def tree_model(model: PreTrainedModel) -> TreeModel:
-    """The model as trees need it; made once per model, and again when the model's tensors are others.
+    """Returns the model's :class:`TreeModel`, made once per model and again if the model's tensors were replaced.
 
     Raises:
-        UnsupportedModel: as :class:`TreeModel`.
+        UnsupportedModel: see :class:`TreeModel`.
     """
     return _models.of(model)
 
@@ -162,46 +162,47 @@ _models = OncePerModel(TreeModel)
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    """The nodes from the root's child down to a node."""
+    """Returns the nodes from a child of the root down to a node."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(parents[path[-1]])
     return path[::-1]
 
 
-def depth(parents: Sequence[int]) -> int:
-    """How many nodes a tree's longest branch has."""
+def tree_depth(parents: Sequence[int]) -> int:
+    """Returns the number of nodes of the longest branch."""
     levels = [0]
     for parent in parents:
         levels.append(levels[parent + 1] + 1)
     return max(levels)
 
 
-def levels(draft: Draft) -> int:
-    """How many tokens a draft has in a row: of a chain all, of a tree those of its longest branch."""
-    return draft.tokens.shape[0] if draft.parents is None else depth(draft.parents)
+def draft_depth(draft: Draft) -> int:
+    """Returns the most tokens of a draft in a row: all of a chain, or those of a tree's longest branch."""
+    return draft.tokens.shape[0] if draft.parents is None else tree_depth(draft.parents)
 
 
 @functools.lru_cache(maxsize=256)
 def depths_and_ancestors(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """A tree's shape, its root being the last token of the sequence.
+    """Returns the depths and the attention mask of a tree whose root is the last token of the sequence.
 
     Args:
         parents: of each of n nodes, an earlier node or -1.
+        device: where to put the result.
 
     Returns:
-        ``[n + 1]`` int64: every token's depth, the root's 0; ``[n + 1, n + 1]`` bool: which tokens lie on the way from the
-        root to each, itself included.
+        ``[n + 1]`` int64: the depth of every token, 0 for the root; ``[n + 1, n + 1]`` bool: which tokens are on the path
+        from the root to each token, itself included.
 
     Raises:
-        ValueError: a node's parent is none that comes before it.
+        ValueError: a parent does not come before its node.
     """
     depths = [0]
     size = len(parents) + 1
     ancestors = [[row == column for column in range(size)] for row in range(size)]
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise ValueError(f"parents: {parent} is no node before {node}")
+            raise ValueError(f"parents: {parent} does not come before node {node}")
         depths.append(depths[parent + 1] + 1)
         ancestors[node + 1] = [a or b for a, b in zip(ancestors[node + 1], ancestors[parent + 1], strict=True)]
     flat = [int(flag) for row in ancestors for flag in row]

@@ -1,7 +1,7 @@
-"""How does a tree of candidates grow? The likeliest branch next, as long as there is room and it is likely enough.
+"""Growing a draft tree from the likeliest branches.
 
-EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (arXiv 2406.16858), section 4.1: a node is worth the
-product of the probabilities on its branch, so that a draft is small where little is known.
+EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (arXiv 2406.16858), section 4.1: the value of a node is
+the product of the probabilities on its branch. A draft is therefore small if little is known.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from typing import TypeVar
 Node = TypeVar("Node")
 
 
-def grow(
+def grow_tree(
     root: Node,
     successors: Callable[[Node], Iterable[tuple[int, float, Node]]],
     depth: int,
     size: int,
     least_probability: float,
 ) -> tuple[list[int], list[int], list[float]]:
-    """Grow a tree, node by node.
+    """Grow a tree, the likeliest node first.
 
     Args:
-        root: where it begins; no token of the tree.
-        successors: of a node: tokens, the probability of each behind the node, and the nodes they lead to. Of equal
-            branches the one that was offered first goes first.
+        root: where to begin; it is no token of the tree.
+        successors: returns a node's possible next tokens, each with its probability given the node and the node that it
+            leads to. Of equally likely nodes the one offered first is taken first.
         depth: the most tokens of a branch.
         size: the most tokens of the tree.
-        least_probability: a branch ends where the probabilities on it multiply to less.
+        least_probability: a branch ends where the product of its probabilities falls below this value.
 
     Returns:
-        The tokens, the likeliest branch first; of each the one that it follows: an earlier one, or -1 for the root; and what
-        the probabilities on its branch multiply to.
+        The tokens, in falling order of probability; the parent of each: an earlier token, or -1 for the root; and the
+        product of the probabilities on the branch of each.
     """
     tokens: list[int] = []
     parents: list[int] = []
-    chances: list[float] = []
-    # Least first: minus a branch's probability, then its age, which settles ties.
-    waiting: list[tuple[float, int, int, int, int, Node]] = []
-    born = 0
+    path_probs: list[float] = []
+    # Entries: minus the path probability, a serial number that breaks ties, level, parent, token and node.
+    heap: list[tuple[float, int, int, int, int, Node]] = []
+    serial = 0
 
-    def offer(node: Node, number: int, chance: float, level: int) -> None:
-        nonlocal born
+    def offer(node: Node, number: int, path_prob: float, level: int) -> None:
+        nonlocal serial
         for token, probability, child in successors(node) if level < depth else ():
-            if chance * probability >= least_probability:
-                heapq.heappush(waiting, (-chance * probability, born, level + 1, number, token, child))
-                born += 1
+            if path_prob * probability >= least_probability:
+                heapq.heappush(heap, (-path_prob * probability, serial, level + 1, number, token, child))
+                serial += 1
 
     offer(root, -1, 1.0, 0)
-    while waiting and len(tokens) < size:
-        minus_chance, _, level, parent, token, child = heapq.heappop(waiting)
+    while heap and len(tokens) < size:
+        minus_prob, _, level, parent, token, child = heapq.heappop(heap)
         tokens.append(token)
         parents.append(parent)
-        chances.append(-minus_chance)
-        offer(child, len(tokens) - 1, -minus_chance, level)
-    return tokens, parents, chances
+        path_probs.append(-minus_prob)
+        offer(child, len(tokens) - 1, -minus_prob, level)
+    return tokens, parents, path_probs

@@ -1,4 +1,4 @@
-"""What time is it for a device? The only clock in the library."""
+"""The library's only clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def now(device: torch.device) -> float:
-    """Seconds on the clock once the device has done all that it was asked."""
+    """Wait until a device has finished its work, then return the clock in seconds."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -1,7 +1,7 @@
-"""How much memory does something hold, how much did it need at its peak, or did it run out?
+"""Memory measurements: bytes that an object holds, peaks, and errors that mean "out of memory".
 
-What an object holds are its tensors, on any device; tables and indexes made of Python objects, and files mapped into memory,
-are left out. A peak is the device's on CUDA, where it tells what decoding took; on a CPU it is that of the whole process.
+An object holds the tensors that can be reached from it, on any device. Files mapped into memory are not counted. A peak is
+the device's own on CUDA. On a CPU it is the peak of the whole process.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class PeakMemory:
-    """Watches from its creation on.
+    """Measures the peak memory since its creation.
 
-    Where the kernel cannot restart its high-water mark (outside Linux), a CPU reading is the process's peak so far.
+    Where the kernel cannot reset its high-water mark (outside Linux), a CPU reading is the peak since the process started.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        self._allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
@@ -54,126 +54,135 @@ class PeakMemory:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
-    def grown(self) -> int | None:
-        """How far the peak lies above what was allocated at creation, in bytes; None on a CPU, where nobody can tell."""
-        return None if self._before is None else self.read() - self._before
+    def growth(self) -> int | None:
+        """The peak less the bytes allocated at creation; None on a CPU, where this cannot be measured."""
+        return None if self._allocated is None else self.read() - self._allocated
 
 
-class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what torch makes while a block runs, gradients included; what a kernel takes for itself it does not see.
+class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that torch operations create within a ``with`` block, gradients included.
+
+    Temporary memory inside a kernel is not seen.
 
     Args:
-        beside: what was there before; views of tensors that can be reached from there are nothing new.
+        existing: objects from before the block; views of tensors that can be reached from them are not counted.
 
     Attributes:
-        most: bytes of what there was of it at one time, at most.
+        peak: the most bytes of counted tensors alive at one time.
     """
 
-    def __init__(self, beside: Iterable[object] = ()) -> None:
+    def __init__(self, existing: Iterable[object] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._beside = {storage for thing in beside for storage, _ in _storages(thing)}
+        self._existing = {address for thing in existing for address, _ in _storages(thing)}
         self._sizes: dict[int, int] = {}
-        self._now, self.most = 0, 0
+        self._current, self.peak = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                self._note(tensor.untyped_storage())
-        return found
+                self._count(tensor.untyped_storage())
+        return result
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        place = storage.data_ptr()
-        if place in self._beside or place in self._sizes:
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage.data_ptr()
+        if address in self._existing or address in self._sizes:
             return
-        self._sizes[place] = storage.nbytes()
-        self._now += storage.nbytes()
-        self.most = max(self.most, self._now)
-        weakref.finalize(storage, self._gone, place).atexit = False
+        self._sizes[address] = storage.nbytes()
+        self._current += storage.nbytes()
+        self.peak = max(self.peak, self._current)
+        weakref.finalize(storage, self._discount, address).atexit = False
 
-    def _gone(self, place: int) -> None:
-        self._now -= self._sizes.pop(place)
+    def _discount(self, address: int) -> None:
+        self._current -= self._sizes.pop(address)
 
 
-def held_bytes(thing: object, beside: Iterable[object] = ()) -> int:
-    """Bytes of the tensors that can be reached from an object, each storage once.
+def tensor_bytes(thing: object, beside: Iterable[object] = ()) -> int:
+    """Bytes of the tensors that can be reached from an object, each storage counted once.
 
     Args:
-        thing: anything, such as a drafter.
-        beside: what was there without it; tensors that can be reached from there count nothing.
+        thing: any object, such as a drafter.
+        beside: objects that exist anyway; tensors that can be reached from them are not counted.
     """
-    shared = {storage for other in beside for storage, _ in _storages(other)}
-    return sum(size for storage, size in set(_storages(thing)) if storage not in shared)
+    shared = {address for other in beside for address, _ in _storages(other)}
+    return sum(size for address, size in set(_storages(thing)) if address not in shared)
+
+
+def python_bytes(thing: object, beside: Iterable[object] = ()) -> int:
+    """Bytes of the Python objects that can be reached from an object, such as n-gram tables, each counted once.
+
+    Args:
+        thing: any object, such as a drafter; models in it and the closures of functions are not counted.
+        beside: objects that exist anyway, which are not counted either.
+    """
+    excluded = (FunctionType, MethodType, Module, Tensor)
+    return sum(map(sys.getsizeof, _reachable(thing, gc.get_referents, excluded, beside)))
 
 
 def _storages(thing: object) -> Iterator[tuple[int, int]]:
-    """Address and bytes of every storage that can be reached; of a function only what it encloses."""
+    """Address and bytes of every tensor storage that can be reached; functions are followed into their closures only."""
 
-    def behind(found: Any) -> Iterable[Any]:
-        if isinstance(found, FunctionType):
-            return found.__closure__, found.__defaults__
-        return () if isinstance(found, Tensor) else filter(gc.is_tracked, gc.get_referents(found))
+    def referents(obj: Any) -> Iterable[Any]:
+        if isinstance(obj, FunctionType):
+            return obj.__closure__, obj.__defaults__
+        return () if isinstance(obj, Tensor) else filter(gc.is_tracked, gc.get_referents(obj))
 
-    for found in _reached(thing, behind):
-        if isinstance(found, Tensor) and found.layout != torch.strided:  # such as what oneDNN laid out: it has no storage
-            yield id(found), found.nbytes
-        elif isinstance(found, Tensor):
-            storage = found.untyped_storage()
+    for obj in _reachable(thing, referents):
+        if isinstance(obj, Tensor) and obj.layout != torch.strided:  # oneDNN's layouts have no storage
+            yield id(obj), obj.nbytes
+        elif isinstance(obj, Tensor):
+            storage = obj.untyped_storage()
             yield storage.data_ptr(), storage.nbytes()
 
 
-def _reached(
-    thing: object, behind: Callable[[Any], Iterable[Any]], leave: tuple[type, ...] = (), beside: Iterable[object] = ()
+def _reachable(
+    thing: object, referents: Callable[[Any], Iterable[Any]], excluded: tuple[type, ...] = (), beside: Iterable[object] = ()
 ) -> Iterator[Any]:
-    """All that can be reached from an object, each once, but through types, modules and what is left out."""
-    waiting: list[Any] = [thing]
-    seen: dict[int, Any] = {id(one): one for one in beside}
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen or isinstance(found, (type, ModuleType, *leave)):
+    """All objects that can be reached from one, each once, except types, modules and excluded types."""
+    pending: list[Any] = [thing]
+    seen: dict[int, Any] = {id(other): other for other in beside}
+    while pending:
+        obj = pending.pop()
+        if id(obj) in seen or isinstance(obj, (type, ModuleType, *excluded)):
             continue
-        seen[id(found)] = found  # alive, so that no other object takes its id
-        yield found
-        waiting += behind(found)
-
-
-def table_bytes(thing: object, beside: Iterable[object] = ()) -> int:
-    """Bytes of the Python objects that can be reached from an object, such as tables of n-grams, each once.
-
-    Args:
-        thing: anything, such as a drafter; models in it, and what functions enclose, are left out.
-        beside: what was there without it, which is left out, too.
-    """
-    leave = (FunctionType, MethodType, Module, Tensor)
-    return sum(map(sys.getsizeof, _reached(thing, gc.get_referents, leave, beside)))
+        seen[id(obj)] = obj  # kept alive, so that no other object gets the same id
+        yield obj
+        pending += referents(obj)
 
 
 def total_bytes() -> int:
-    """The memory that this process may use: the machine's, or what its control group is held to."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The memory that this process may use: the machine's, or the limit of its control group if that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        found = min(found, int(_LIMIT.read_text()))
-    return found
+        total = min(total, int(_LIMIT.read_text()))
+    return total
 
 
-def release() -> None:
-    """Give back what nothing holds any more; not while an error that it was lost in is handled, as that holds it."""
-    for let_go in _held:
-        let_go()
+def release_memory() -> None:
+    """Free caches and unreferenced objects.
+
+    Call it after the ``except`` block of an error, because the handled error keeps the objects of its frames alive.
+    """
+    for release in _releases:
+        release()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def on_release(let_go: Callable[[], None]) -> None:
-    """Have something that is only kept for later be let go of when memory is to be given back."""
-    _held.append(let_go)
+def on_memory_release(release: Callable[[], None]) -> None:
+    """Register a function that drops a cache; :func:`release_memory` calls it."""
+    _releases.append(release)
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a card or on the host."""
-    told = "allocate memory" in str(error) or "out of memory" in str(error)  # the driver's own has no class of its own
-    return told or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out, on a GPU or on the host."""
+    message = str(error)  # the CUDA driver's error has no class of its own
+    return (
+        "allocate memory" in message
+        or "out of memory" in message
+        or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    )
 
 
-_held: list[Callable[[], None]] = []
+_releases: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""Do two passes say the same? Kernels round as they please."""
+"""Comparison of tensors up to rounding."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 
-def close(one: Tensor, other: Tensor) -> bool:
-    """Equal up to the rounding of their dtype, measured against the larger entries; where there are none, they are."""
-    if not other.numel():
+def nearly_equal(tensor: Tensor, reference: Tensor) -> bool:
+    """Whether two tensors are equal up to the rounding of their dtype, relative to the largest entry of ``reference``.
+
+    Kernels round differently, so equal computations rarely give equal bits. Empty tensors are equal.
+    """
+    if not reference.numel():
         return True
-    slack = 1e-4 if one.dtype == torch.float32 else 6e-2
-    scale = other.float().abs().amax().clamp_min(1e-6)
-    return bool((one.float() - other.float()).abs().amax() <= slack * scale)
+    tolerance = 1e-4 if tensor.dtype == torch.float32 else 6e-2
+    scale = reference.float().abs().amax().clamp_min(1e-6)
+    return bool((tensor.float() - reference.float()).abs().amax() <= tolerance * scale)

@@ -1,4 +1,4 @@
-"""How do values get to a device without waiting for it?"""
+"""Copies from the host to a device that do not block the host."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from torch import Tensor
 
 
 def upload(values: Tensor | Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """On the device: a tensor of the host's, or numbers as int64, ``[n]`` or ``[n, m]``."""
+    """Copy a host tensor, or integers as int64 ``[n]`` or ``[n, m]``, to a device without waiting for it."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

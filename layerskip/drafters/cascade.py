@@ -1,14 +1,12 @@
-"""Drafting by the first of several drafters that has a proposal which is worth it.
+"""A cascade without costs: the first of several drafters with a worthwhile proposal drafts the round.
 
-What repeats is copied for nothing, what does not is drafted at a price: a lookup drafts where it finds something, and a
-dearer drafter everywhere else. Two kinds of drafts wait until the others were asked, and are taken where none of them has a
-better one: those that a stop rule ended behind its first token, and those out of the text of whose like fewer tokens are
-accepted, lately, than of what another one drafts without running a model, whose passes would have to be paid for as well. Of
-several that look up, which costs next to nothing, the one that promises more is taken. Where it is known what drafts and
-their verification cost, :mod:`layerskip.drafters.priced_cascade` knows better than an order.
+Repeated text is copied by a lookup, which costs next to nothing; a more expensive drafter drafts the rest. Two kinds of
+drafts are provisional, which means that the other members are asked before they are taken. One is a draft that a stop rule
+ended after its first token. The other is a lookup with a lower estimated acceptance than the recent drafts of a later member
+that runs no model. Of several lookups the one with the higher estimate is taken. If the costs of drafting and verification
+are known, :mod:`layerskip.drafters.priced_cascade` decides better than this order.
 
-Whoever did not draft a round follows the text, and hears what the target said in the round, all the same. This follows no
-paper.
+All members follow the text and observe the target's logits in every round. This follows no paper.
 """
 
 from __future__ import annotations
@@ -19,36 +17,36 @@ from torch import Tensor
 
 from layerskip.config import ConfigError
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, Follower, Learner, Reader, Said
+from layerskip.decoding.drafter import Context, ContextFollower, CrossPromptState, Drafter, FeatureReader, VerifyOutput
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.stopping import Stopped
+from layerskip.decoding.stopping import StopRuleDrafter
 from layerskip.decoding.verify import Verdict
-from layerskip.drafters.expected_acceptance import LONG, Expectation
+from layerskip.drafters.expected_acceptance import MAX_MATCH, AcceptanceEstimates
 from layerskip.models.cache import KVCache
 
-_HOPE = 8.0  # accepted tokens of a draft that was looked up, before any is known
-_TRIAL = 1.0  # of what a member behind drafts, so that it is tried where what was looked up is worth less
+_LOOKUP_PRIOR = 8.0  # prior accepted tokens of a lookup
+_LATER_PRIOR = 1.0  # prior accepted tokens of a later member, so that it is tried if lookups are worth less
 
 
-class Members:
-    """Several drafters, one of which drafts a round, while all learn from it.
+class CascadeBase:
+    """Several drafters, one of which drafts a round; all of them learn from it.
 
     Args:
-        members: drafters; which of them has a proposal, which is sure, and behind a match of how many tokens, may depend on
-            the context alone, not on the tokens it would draw.
+        members: drafters. Which member has a proposal, whether a stop rule ended it, and the length of its match must depend
+            on the context only, not on drawn tokens.
     """
 
-    learns = True
+    keeps_state = True
 
     def __init__(self, members: Sequence[Drafter]) -> None:
         self.members = tuple(members)
         self.tree_tokens = max(member.tree_tokens for member in members)
-        self._readers = [member for member in members if isinstance(member, Reader) and member.modules]
+        self._readers = [member for member in members if isinstance(member, FeatureReader) and member.modules]
         if len({reader.modules for reader in self._readers}) > 1:
             raise ConfigError("members: they read different hidden states")
         self.modules = self._readers[0].modules if self._readers else ()
-        self._followers = [member for member in members if isinstance(member, Follower)]
-        self._drafted: int | None = None  # the place of whose draft it was
+        self._followers = [member for member in members if isinstance(member, ContextFollower)]
+        self._drafted: int | None = None  # the index of the member whose draft is verified
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Start every member."""
@@ -56,100 +54,99 @@ class Members:
         for member in self.members:
             member.start(prompt, cache, chooser)
 
-    def forget(self) -> None:
-        """Let every member forget."""
+    def reset_state(self) -> None:
+        """Reset every member."""
         for member in self.members:
-            if isinstance(member, Learner):
-                member.forget()
+            if isinstance(member, CrossPromptState):
+                member.reset_state()
 
-    def read(self, features: Tensor) -> None:
-        """Tell every member that reads."""
+    def observe_features(self, features: Tensor) -> None:
+        """Pass the hidden states to every member that reads them."""
         for reader in self._readers:
-            reader.read(features)
+            reader.observe_features(features)
 
     def observe(self, verdict: Verdict) -> None:
-        """Tell the member whose draft it was."""
+        """Pass the verdict to the member that drafted."""
         if self._drafted is not None:
             self.members[self._drafted].observe(verdict)
 
-    def hear(self, said: Said) -> None:
-        """Tell every member."""
+    def observe_logits(self, output: VerifyOutput) -> None:
+        """Pass the target's output to every member."""
         for member in self.members:
-            member.hear(said)
+            member.observe_logits(output)
 
     def _follow(self, context: Context) -> None:
-        """Let whoever learns from the text learn it, asked or not."""
         for follower in self._followers:
             follower.follow(context)
 
 
-class Cascade(Members):
-    """Asks its members in order; it knows from prompt to prompt what became of their drafts, until it is told to forget."""
+class Cascade(CascadeBase):
+    """Asks its members in order. Its estimates of their acceptance last from prompt to prompt."""
 
     def __init__(self, members: Sequence[Drafter]) -> None:
         super().__init__(members)
-        # Places of members that draft for next to nothing, as no model runs.
-        self._free = [place for place, member in enumerate(members) if not isinstance(member, (Reader, Stopped))]
-        self._expectation = Expectation()
-        self._looked_up: set[int] = set()  # places of members that were seen to cost next to nothing to ask
+        model_drafters = (FeatureReader, StopRuleDrafter)
+        self._model_free = [index for index, member in enumerate(members) if not isinstance(member, model_drafters)]
+        self._estimates = AcceptanceEstimates()
+        self._lookups: set[int] = set()  # the members that have made a lookup draft
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Start every member."""
         super().start(prompt, cache, chooser)
-        self._expectation.begin()
+        self._estimates.start_text()
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """The first draft worth taking; whoever is not asked learns the text, too."""
+        """Returns the first draft worth taking; members that are not asked follow the text, too."""
         self._follow(context)
-        self._expectation.follow(context.tokens)
-        self._drafted, found, waits = None, Draft.empty(context.last.device), True
-        for place, member in enumerate(self.members):
-            if self._spared(place, found, waits):
+        self._estimates.update(context.tokens)
+        self._drafted, best, provisional = None, Draft.empty(context.last.device), True
+        for index, member in enumerate(self.members):
+            if self._skips(index, best, provisional):
                 continue
             draft = member.draft(context, limit)
             if not draft.tokens.shape[0]:
                 continue
-            if draft.match:
-                self._looked_up.add(place)
-                self._expectation.watch(like(place, draft), draft, len(context.tokens))
-            if waits:
-                waits = draft.unsure or (draft.match > 0 and self._outdone(place, draft))
-                taken = self._drafted is None or not waits
+            if draft.match_length:
+                self._lookups.add(index)
+                self._estimates.track(draft_group(index, draft), draft, len(context.tokens))
+            if provisional:
+                provisional = draft.stopped_at_first or (draft.match_length > 0 and self._is_outdone(index, draft))
+                taken = self._drafted is None or not provisional
             else:
                 assert self._drafted is not None
-                expect = self._expectation.expect
-                taken = expect(like(place, draft)) > expect(like(self._drafted, found), _HOPE)
+                own = self._estimates.mean(draft_group(index, draft))
+                taken = own > self._estimates.mean(draft_group(self._drafted, best), _LOOKUP_PRIOR)
             if taken:
-                self._drafted, found = place, draft
-        return found
+                self._drafted, best = index, draft
+        return best
 
-    def _spared(self, place: int, found: Draft, waits: bool) -> bool:
-        """Whether a member need not be asked, given the best draft of those before it."""
-        if found.match and place not in self._free:
-            return True  # what was looked up waits for who is as cheap
-        return not waits and not (found.match and place in self._looked_up)
+    def _skips(self, index: int, best: Draft, provisional: bool) -> bool:
+        """Returns whether a member need not be asked, given the best draft of those before it."""
+        if best.match_length and index not in self._model_free:
+            return True  # a lookup yields only to members that run no model
+        return not provisional and not (best.match_length and index in self._lookups)
 
-    def _outdone(self, place: int, draft: Draft) -> bool:
-        """Whether of a draft fewer tokens are accepted than a member behind that runs no model has had where it drafted.
+    def _is_outdone(self, index: int, draft: Draft) -> bool:
+        """Returns whether a later member that runs no model has a higher estimated acceptance than this draft.
 
-        Of little evidence this says no: there is more hope for who is in front.
+        With little evidence this is False, as the priors favour the earlier member.
         """
-        own = self._expectation.expect(like(place, draft), _HOPE)
-        return any(self._expectation.expect(other, _TRIAL) > own for other in self._free if other > place)
+        own = self._estimates.mean(draft_group(index, draft), _LOOKUP_PRIOR)
+        return any(self._estimates.mean(other, _LATER_PRIOR) > own for other in self._model_free if other > index)
 
-    def forget(self) -> None:
-        """Forget what drafts were worth, and let every member forget."""
-        super().forget()
-        self._expectation.forget()
-        self._looked_up.clear()
+    def reset_state(self) -> None:
+        """Drop the estimates and reset every member."""
+        super().reset_state()
+        self._estimates.reset()
+        self._lookups.clear()
 
     def observe(self, verdict: Verdict) -> None:
-        """Tell the member whose draft it was, and remember what became of it."""
+        """Pass the verdict to the member that drafted, and update its estimate."""
         super().observe(verdict)
         if self._drafted is not None:
-            self._expectation.add(self._drafted, verdict.accepted)
+            self._estimates.add(self._drafted, verdict.accepted)
 
 
-def like(place: int, draft: Draft) -> tuple[int, int] | int:
-    """What a member's draft is like: another of the same member, behind as long a match if it was looked up."""
-    return (place, min(draft.match, LONG)) if draft.match else place
+def draft_group(index: int, draft: Draft) -> tuple[int, int] | int:
+    """Returns the group whose acceptance a draft shares: its member and, for a lookup, the length of its match."""
+    return (index, min(draft.match_length, MAX_MATCH)) if draft.match_length else index

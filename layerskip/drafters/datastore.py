@@ -1,8 +1,7 @@
-"""What was written before, and what followed? Texts in a suffix array: every place of any n-gram, in a few steps.
+"""``Datastore``: texts with a suffix array, which finds every occurrence of an n-gram in a few steps.
 
-REST: Retrieval-Based Speculative Decoding (arXiv 2311.08252), section 4.1. A datastore belongs to a tokenizer, lies in a
-folder of its own and is read from the disk as needed; building one takes some thirty bytes of memory a token. libdivsufsort
-sorts it.
+REST: Retrieval-Based Speculative Decoding (arXiv 2311.08252), section 4.1. A datastore belongs to a tokenizer and is a
+folder that is read from disk as needed. Building one needs about thirty bytes of memory per token; libdivsufsort sorts it.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from numpy.typing import NDArray
 from pydivsufsort import divsufsort
 
 from layerskip.config import ConfigError
-from layerskip.files import full_disk_told, write_json
+from layerskip.files import report_full_disk, write_json
 from layerskip.models.target import Target
 
 _SCHEMA = "layerskip.datastore/1"
-_END = 0  # of a text; a token is stored as its id plus one
+_END = 0  # follows each text; a token is stored as its id plus 1
 _MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Datastore:
-    """Texts, and the order of all their endings.
+    """Texts and their suffix array.
 
     Args:
-        tokens: ``[N]`` int32: every text's tokens, plus one each, and 0 behind it.
-        suffixes: ``[N]`` int32: where the endings of ``tokens`` begin, in lexicographic order.
-        about: what it was built of: how many ``texts`` and ``tokens``, the ``source``, the ids of the prompts whose outputs
-            are in it as ``prompts``, the ``digest`` of its tokens, ``vocabulary`` and ``tokenizer``.
+        tokens: ``[N]`` int32: the token ids of every text, plus 1, and 0 after each text.
+        suffixes: ``[N]`` int32: the start of every suffix of ``tokens``, in lexicographic order.
+        about: how it was built: the number of ``texts`` and ``tokens``, the ``source``, the digests of the ``prompts`` whose
+            outputs it has, the ``digest`` of its tokens, the ``vocabulary`` and the ``tokenizer``.
     """
 
     tokens: NDArray[np.int32]
@@ -48,23 +47,23 @@ class Datastore:
     def build(
         cls, texts: Iterable[Sequence[int]], target: Target, source: str = "", prompts: Sequence[str] = ()
     ) -> Datastore:
-        """Sort texts.
+        """Build the suffix array of texts.
 
         Args:
-            texts: token ids of the target's tokenizer; empty ones are left out.
-            target: whose ids they are.
-            source: where they came from, for people.
-            prompts: digests of what the prompts say whose outputs are among the texts.
+            texts: token ids of the target's tokenizer; empty texts are left out.
+            target: the target.
+            source: a description of where the texts came from.
+            prompts: digests of the prompts whose outputs are among the texts.
 
         Raises:
-            ConfigError: there is nothing in them, more than can be sorted, or an id that the target does not have.
+            ConfigError: the texts are empty, too long, or have ids outside the target's vocabulary.
         """
         parts = [np.append(np.asarray(text, np.int64) + 1, _END) for text in texts if len(text)]
         if not parts:
             raise ConfigError("corpus: has no tokens")
         joined = np.concatenate(parts)
         if len(joined) > _MOST_TOKENS:
-            raise ConfigError(f"corpus: has {len(joined)} tokens; a datastore holds {_MOST_TOKENS} at most")
+            raise ConfigError(f"corpus: has {len(joined)} tokens; a datastore holds at most {_MOST_TOKENS}")
         if joined.min() < 0 or joined.max() > target.vocabulary:
             raise ConfigError(f"corpus: has token ids outside the target's {target.vocabulary}")
         tokens = joined.astype(np.int32)
@@ -73,10 +72,10 @@ class Datastore:
         return cls(tokens, np.asarray(divsufsort(tokens), np.int32), about)
 
     def save(self, folder: Path) -> None:
-        """Write into a folder that does not exist yet, whole or not at all.
+        """Write into a new folder, completely or not at all.
 
         Raises:
-            ConfigError: something is there already.
+            ConfigError: the folder exists.
         """
         if folder.exists():
             raise ConfigError(f"output: {folder} exists already")
@@ -84,7 +83,7 @@ class Datastore:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
-            with full_disk_told(folder, partial / "more"):
+            with report_full_disk(folder, partial / "more"):
                 np.save(partial / "tokens.npy", self.tokens)
                 np.save(partial / "suffixes.npy", self.suffixes)
             write_json(partial / "datastore.json", {"schema": _SCHEMA} | self.about)
@@ -94,7 +93,7 @@ class Datastore:
 
     @classmethod
     def load(cls, folder: str | Path, target: Target) -> Datastore:
-        """Open a datastore; its arrays stay on the disk.
+        """Open a datastore; its arrays stay on disk.
 
         Raises:
             ConfigError: it is missing, empty or damaged, or belongs to another tokenizer.
@@ -112,47 +111,48 @@ class Datastore:
             raise ConfigError(f"datastore: {folder} is damaged: its arrays are not rows of int32")
         counts = [value for name in ("tokens", "texts") if isinstance(value := about.get(name), int)]
         if len(counts) != 2 or not len(tokens) == len(suffixes) == sum(counts):
-            raise ConfigError(f"datastore: {folder} is damaged: its parts are not equally long")
+            raise ConfigError(f"datastore: {folder} is damaged: its parts differ in length")
         if not isinstance(about.get("source"), str) or not isinstance(about.get("prompts"), list):
             raise ConfigError(
-                f"datastore: {folder} is damaged, or of an earlier version: it does not say of what texts it was built"
+                f"datastore: {folder} is damaged or of an earlier version: it does not name the texts it was built from"
             )
         for name, value in _identity(target).items():
             if value is not None and about.get(name) != value:
                 raise ConfigError(f"datastore: {folder} was built for another {name} than that of {target.name}")
-        # Tokens that the target does not have would end decoding; 10 million take 0.1 s to read.
+        # A token that the target lacks would break decoding; reading 10 million tokens takes 0.1 s.
         if _digest(tokens) != about.get("digest"):
-            raise ConfigError(f"datastore: {folder} is damaged: its tokens are not those that it was built of")
+            raise ConfigError(f"datastore: {folder} is damaged: its tokens do not match their digest")
         if int(suffixes.sum(dtype=np.int64)) != len(suffixes) * (len(suffixes) - 1) // 2:
-            raise ConfigError(f"datastore: {folder} is damaged: its suffixes do not begin at every token once")
+            raise ConfigError(f"datastore: {folder} is damaged: its suffixes do not start at every token once")
         return cls(tokens, suffixes, about)
 
     def places(self, ngram: Sequence[int]) -> range:
-        """Which entries of ``suffixes`` begin with an n-gram."""
-        wanted = [token + 1 for token in ngram]
-        size = len(wanted)
+        """Returns the range of ``suffixes`` that begin with an n-gram."""
+        stored = [token + 1 for token in ngram]
+        size = len(stored)
 
-        def beginning(start: int) -> list[int]:
+        def prefix(start: int) -> list[int]:
             return list(map(int, self.tokens[start : start + size]))
 
-        low = bisect_left(self.suffixes, wanted, key=beginning)
-        return range(low, bisect_right(self.suffixes, wanted, lo=low, key=beginning))
+        low = bisect_left(self.suffixes, stored, key=prefix)
+        return range(low, bisect_right(self.suffixes, stored, lo=low, key=prefix))
 
     def continuations(self, ngram: Sequence[int], length: int, most: int) -> list[list[int]]:
-        """What followed an n-gram.
+        """Returns what followed an n-gram.
 
         Args:
             ngram: at least one token.
-            length: so many tokens of each continuation; less where a text ended.
-            most: so many continuations, evenly spread over all that there are.
+            length: the most tokens of a continuation; it is shorter at the end of a text.
+            most: the most continuations, spread evenly over all occurrences.
         """
         places = self.places(ngram)
-        found = []
-        for index in range(min(most, len(places))):
-            start = int(self.suffixes[places[index * len(places) // min(most, len(places))]]) + len(ngram)
+        count = min(most, len(places))
+        continuations = []
+        for index in range(count):
+            start = int(self.suffixes[places[index * len(places) // count]]) + len(ngram)
             part = self.tokens[start : start + length].tolist()
-            found.append([token - 1 for token in (part[: part.index(_END)] if _END in part else part)])
-        return found
+            continuations.append([token - 1 for token in (part[: part.index(_END)] if _END in part else part)])
+        return continuations
 
 
 def _digest(tokens: NDArray[np.int32]) -> str:
@@ -160,5 +160,5 @@ def _digest(tokens: NDArray[np.int32]) -> str:
 
 
 def _identity(target: Target) -> dict[str, Any]:
-    """What token ids mean something to; None of a target whose tokenizer nobody gave."""
+    """Returns what gives token ids their meaning; the tokenizer is None for a target without one."""
     return {"vocabulary": target.vocabulary, "tokenizer": target.tokenizer_digest}

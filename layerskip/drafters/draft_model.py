@@ -1,7 +1,7 @@
 """Drafting with a smaller model of the same tokenizer, on its own cache.
 
 Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192). After a fully accepted draft the model lacks
-the keys and values of its own last token; it is fed two tokens in the next round rather than one more pass in this one.
+the keys and values of its own last token. It is fed two tokens in the next round, which saves a pass in this one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from layerskip.config import Kind, SpeculativeConfig, StopRule
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.stopping import Stopped, Stopper
+from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
 from layerskip.device.upload import upload
 from layerskip.drafters.chain import draft_chain
@@ -23,24 +23,22 @@ from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.draft_head import DraftHead
-from layerskip.models.forward import forward, readable
-from layerskip.models.graph_capture import RecordedCache
-from layerskip.models.positions import most_positions
+from layerskip.models.forward import clamp_tokens, forward
+from layerskip.models.graph_capture import CapturingCache
+from layerskip.models.positions import max_positions
 from layerskip.models.target import Target
 
 
-class DraftModel(Stopped):
+class DraftModel(StopRuleDrafter):
     """Drafts with another model.
 
     Args:
-        model: a causal language model over the target's tokens; its output may be padded to another width.
-        layers: how many decoder layers it has.
+        model: a causal language model over the target's tokens; the width of its output may differ by padding.
+        layers: the number of its decoder layers.
         draft_length: the most tokens per round.
         stop: when to stop before that.
-        head: that the model was narrowed to, if it was.
+        head: the reduced vocabulary of the model's output layer, if any.
     """
-
-    tree_tokens = 0
 
     def __init__(
         self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule, head: DraftHead | None = None
@@ -49,7 +47,7 @@ class DraftModel(Stopped):
         self.layers = layers
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
-        self._head, self._most = head, most_positions(model)
+        self._head, self._most = head, max_positions(model)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt."""
@@ -57,36 +55,33 @@ class DraftModel(Stopped):
         if self._head is not None:
             self._head.begin()
         self._device = next(self.model.parameters()).device
-        recorded = isinstance(cache, RecordedCache)
-        self._cache = acquire_cache(self.model, self.layers, cache.room, self._device, recorded, self)
+        recorded = isinstance(cache, CapturingCache)
+        self._cache = acquire_cache(self.model, self.layers, cache.capacity, self._device, recorded, self)
         if self._reach(len(prompt)) > 0:
-            forward(self.model, readable(self.model, upload(prompt, self._device)), self._cache, last=1)
+            forward(self.model, clamp_tokens(self.model, upload(prompt, self._device)), self._cache, last=1)
         self._cache.length = self._verified = len(prompt)
         self.stopper.start()
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Catch up with what was committed, then draft; nothing behind the model's last position."""
+        """Feed the committed tokens that the model lacks, then draft, up to the model's last position."""
         limit = min(limit, self.draft_length, self._reach(len(context.tokens)))
         if limit < 1:
             return Draft.empty(context.last.device)
         self._verified = len(context.tokens)
         missing = len(context.tokens) - self._cache.length
         pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
-        pending = readable(self.model, pending)
-        drafted = None if self._head is None else self._head.follow(context.tokens)
-        return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, drafted=drafted)
+        pending = clamp_tokens(self.model, pending)
+        vocabulary = None if self._head is None else self._head.follow(context.tokens)
+        return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, vocabulary=vocabulary)
 
     def _reach(self, length: int) -> int:
-        """How many tokens the model can draft behind a text; it need not read the last of them."""
+        """Returns how many tokens the model can draft after a text, given its positions; it need not read the last one."""
         return self.draft_length if self._most is None else self._most - length + 1
 
     def observe(self, verdict: Verdict) -> None:
-        """Forget the keys and values of rejected tokens."""
+        """Drop the keys and values of rejected tokens, and adapt the stop rule."""
         self._cache.length = min(self._cache.length, self._verified + verdict.accepted)
         self.stopper.observe(len(verdict.drafted), verdict.accepted)
-
-    def hear(self, said: Said) -> None:
-        """Nothing to learn."""
 
 
 def _build(config: SpeculativeConfig, target: Target) -> DraftModel:

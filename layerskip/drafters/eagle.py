@@ -1,9 +1,9 @@
-"""Drafting with a trained head over the target's hidden states, in chains or in trees that follow its confidence.
+"""Drafting with a trained head over the target's hidden states, as chains or as trees that follow its confidence.
 
-EAGLE (arXiv 2401.15077), algorithm 1, drafts chains; EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees
-(arXiv 2406.16858), section 4, grows trees level by level from the branches most likely to be accepted, and keeps the best of
-all. The head has a cache of its own, of one layer, which rejected tokens leave as they leave the target's. One of three
-layers, after EAGLE-3 (arXiv 2503.01840), drafts in the same ways.
+EAGLE (arXiv 2401.15077), algorithm 1, drafts chains. EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees
+(arXiv 2406.16858), section 4, grows trees level by level from the branches most likely to be accepted, and keeps the best
+tokens of all. The head has its own cache of one layer, which drops rejected tokens like the target's cache. Heads that read
+three layers, after EAGLE-3 (arXiv 2503.01840), draft in the same ways.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.stopping import Stopped, Stopper
+from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
 from layerskip.device.upload import upload
 from layerskip.drafters.chain import draft_chain
@@ -28,22 +28,22 @@ from layerskip.heads.eagle import EagleHead, load_eagle
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
-from layerskip.models.graph_capture import RecordedCache
+from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.target import Target
 
 
-class Eagle(Stopped):
+class Eagle(StopRuleDrafter):
     """Drafts with a head.
 
     Args:
-        head: the trained one.
-        embeddings: the target's.
-        readout: the target's output layer over what is drafted from.
+        head: the trained head.
+        embeddings: the target's input embeddings.
+        readout: the target's output layer over the drafted vocabulary.
         draft_length: the most tokens of a chain, or the depth of a tree.
         stop: when a chain stops before that.
-        candidates: with 1 chains are drafted; with more, so many successors of each of so many branches are looked at.
+        candidates: 1 drafts chains; more make trees, in which that many branches grow per level, by that many tokens each.
         tree_tokens: the most tokens of a tree.
-        least_probability: a branch ends where the head thinks it less likely.
+        least_probability: a branch ends where the product of its probabilities falls below this value.
     """
 
     def __init__(
@@ -66,36 +66,36 @@ class Eagle(Stopped):
         self._step = _Step(head, embeddings, readout)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin with an empty cache; the prompt's hidden states are read next."""
+        """Begin a prompt with an empty cache; its hidden states are observed next."""
         self._chooser = chooser
         device = self.head.fc.weight.device
-        room = cache.room + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
-        recorded, reads = isinstance(cache, RecordedCache), [self.embeddings]
+        room = cache.capacity + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
+        recorded, reads = isinstance(cache, CapturingCache), [self.embeddings]
         self._cache = acquire_cache(self.head, 1, room, device, recorded, holder=self, reads=reads)
         self._pending: list[Tensor] = []
         self.readout.begin()
         self.stopper.start()
 
-    def read(self, features: Tensor) -> None:
-        """Keep the hidden states until the tokens behind them are known, all but whose own the next context says."""
+    def observe_features(self, features: Tensor) -> None:
+        """Keep the hidden states until the next draft, when the context has the token after each of them."""
         self._pending.append(features)
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Read what was committed, and go on from there."""
+        """Feed the committed tokens to the head and draft from there."""
         verified = self._cache.length
         self.readout.follow(context.tokens)
         features = self.head.fuse(torch.cat(self._pending))
         count = features.shape[0]
         known = count + self.head.shape.lookback
-        told = context.last if known == 1 else upload(context.tokens[-known:], context.last.device)
+        tokens = context.last if known == 1 else upload(context.tokens[-known:], context.last.device)
         depth = min(limit, self.draft_length)
         self._pending = []
-        self._step.features, self._step.before = features, told[:-count]
+        self._step.features, self._step.before = features, tokens[:-count]
         try:
             if not self.tree_tokens:
-                tokens, drafted = told[-count:], self.readout.tokens
-                return draft_chain(self._step, self._cache, tokens, depth, self._chooser, self.stopper, drafted=drafted)
-            return self._grow(context.tokens, told, count, depth)
+                pending, few = tokens[-count:], self.readout.tokens
+                return draft_chain(self._step, self._cache, pending, depth, self._chooser, self.stopper, vocabulary=few)
+            return self._grow(context.tokens, tokens, count, depth)
         finally:
             self._cache.length = verified + count
 
@@ -103,111 +103,114 @@ class Eagle(Stopped):
         """Adapt the stop rule."""
         self.stopper.observe(len(verdict.drafted), verdict.accepted)
 
-    def hear(self, said: Said) -> None:
-        """Nothing to learn."""
+    def _grow(self, text: Sequence[int], tokens: Tensor, count: int, depth: int) -> Draft:
+        """Grow a tree level by level from the likeliest branches, and keep the likeliest of all tokens.
 
-    def _grow(self, text: Sequence[int], told: Tensor, count: int, depth: int) -> Draft:
-        """A tree, level by level: the likeliest branches go on, and the likeliest of all tokens are kept.
-
-        ``told`` are the last tokens of the text, of which ``count`` are new to the head.
+        Args:
+            text: the sequence.
+            tokens: its last tokens.
+            count: how many of them are new to the head.
+            depth: the most levels.
         """
         cache, width = self._cache, self.candidates
-        hidden = self._step.run(told, self._step.features, cache)[-1:]
+        hidden = self._step.run(tokens, self._step.features, cache)[-1:]
         cache.length += count
         begin = cache.length
         ending = list(text[max(0, len(text) - self.head.shape.lookback) :])
-        nodes: list[tuple[float, int, int]] = []  # chance, token, parent
-        fed: dict[int, int] = {}  # row of the cache, from ``begin`` on, of every node that was fed
-        ways: list[list[int]] = []  # rows from the root to each node's parent
+        nodes: list[tuple[float, int, int]] = []  # path probability, token, parent
+        fed: dict[int, int] = {}  # the cache column, from ``begin`` on, of every node that was fed
+        paths: list[list[int]] = []  # columns from the root to each node's parent
         endings: list[list[int]] = []  # the last tokens up to each node
-        front, chances = [-1], [1.0]
+        front, path_probs = [-1], [1.0]
         for level in range(depth):
             chosen = self.readout(hidden).float().softmax(-1).topk(min(width, self.readout.weight.shape[0]), dim=-1)
-            # At once, as every copy to the host waits for the device; float32 holds every place.
+            # One copy to the host, as each waits for the device; float32 holds every index.
             likely = torch.cat((chosen.values, chosen.indices.float()), -1).tolist()
-            born: list[int] = []
-            for parent, chance, row in zip(front, chances, likely, strict=True):
-                way = [] if parent < 0 else [*ways[parent], fed[parent]]
+            added: list[int] = []
+            for parent, path_prob, row in zip(front, path_probs, likely, strict=True):
+                path = [] if parent < 0 else [*paths[parent], fed[parent]]
                 before = ending if parent < 0 else endings[parent]
-                for probability, place in zip(row[: len(row) // 2], map(int, row[len(row) // 2 :]), strict=True):
-                    if chance * probability >= self.least_probability:
-                        born.append(len(nodes))
-                        token = self.readout.token(place)
-                        nodes.append((chance * probability, token, parent))
-                        ways.append(way)
+                for probability, column in zip(row[: len(row) // 2], map(int, row[len(row) // 2 :]), strict=True):
+                    if path_prob * probability >= self.least_probability:
+                        added.append(len(nodes))
+                        token = self.readout.token(column)
+                        nodes.append((path_prob * probability, token, parent))
+                        paths.append(path)
                         endings.append([*before, token][-1 - self.head.shape.lookback :])
-            best = sorted(born, key=lambda node: -nodes[node][0])[:width]
+            best = sorted(added, key=lambda node: -nodes[node][0])[:width]
             if level + 1 == depth or not best:
                 break
             parents = [front.index(nodes[node][2]) for node in best]
             for row, node in enumerate(best):
                 fed[node] = cache.length - begin + row
             states = hidden[upload(parents, hidden.device)]
-            told = upload([endings[node] for node in best], hidden.device)
-            hidden = self._feed(told, states, [ways[node] for node in best], begin, level)
-            front, chances = best, [nodes[node][0] for node in best]
+            tokens = upload([endings[node] for node in best], hidden.device)
+            hidden = self._feed(tokens, states, [paths[node] for node in best], begin, level)
+            front, path_probs = best, [nodes[node][0] for node in best]
         kept = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))[: self.tree_tokens]
-        kept.sort()  # a parent is never less likely than its children, so it is among them and comes before
+        kept.sort()  # parents come first and are kept, as they are at least as likely as their children
         number = {-1: -1} | {node: place for place, node in enumerate(kept)}
-        return Draft.of_tree([nodes[node][1] for node in kept], [number[nodes[node][2]] for node in kept], told.device)
+        return Draft.of_tree([nodes[node][1] for node in kept], [number[nodes[node][2]] for node in kept], tokens.device)
 
-    def _feed(self, told: Tensor, features: Tensor, ways: list[list[int]], begin: int, level: int) -> Tensor:
-        """Hidden states behind some nodes of one level, each seeing the sequence and its own branch."""
-        cache, count, device = self._cache, told.shape[0], features.device
-        rows = [[begin + row for row in way] + [cache.length + place] for place, way in enumerate(ways)]
-        seen = torch.zeros(count, cache.max_length, dtype=torch.bool)
-        seen[:, :begin] = True
-        for place, row in enumerate(rows):
-            seen[place, row] = True
+    def _feed(self, tokens: Tensor, features: Tensor, paths: list[list[int]], begin: int, level: int) -> Tensor:
+        """Returns the hidden states of nodes of one level, each of which sees the sequence and its own branch."""
+        cache, count, device = self._cache, tokens.shape[0], features.device
+        visible = torch.zeros(count, cache.max_length, dtype=torch.bool)
+        visible[:, :begin] = True
+        for row, path in enumerate(paths):
+            visible[row, [*(begin + column for column in path), cache.length + row]] = True
         positions = torch.full((count,), begin + level, device=device)
-        hidden = self._step.run(told, features, cache, positions, upload(seen, device))
+        hidden = self._step.run(tokens, features, cache, positions, upload(visible, device))
         cache.length += count
         return hidden
 
 
 class _Step(nn.Module):
-    """The head as a model that says what follows a block, fed with its own outputs behind the target's."""
+    """The head as a model that predicts the next token of a block. After the target's hidden states it is fed its own.
+
+    Attributes:
+        features: the hidden states to feed next.
+        before: the earlier tokens that the head looks back at.
+    """
 
     def __init__(self, head: EagleHead, embeddings: nn.Module, readout: Readout) -> None:
         super().__init__()
-        self._parts = (head, embeddings, readout)  # a tuple, so that they are not this module's own
+        self._parts = (head, embeddings, readout)  # in a tuple, which registers no sub-modules
         self.features = torch.empty(0)
-        self.before = torch.empty(0, dtype=torch.int64)  # tokens that the head looks back at
+        self.before = torch.empty(0, dtype=torch.int64)
 
     def forward(self, input_ids: Tensor, past_key_values: KVCache, **_: Any) -> SimpleNamespace:
-        """``[1, n]`` tokens to ``[1, 1, v]`` logits behind the last of them."""
+        """Returns ``[1, 1, v]`` logits after the last of ``[1, n]`` tokens."""
         head, readout = self._parts[0], self._parts[2]
-        told = torch.cat((self.before, input_ids[0]))
-        hidden = self.run(told, self.features, past_key_values)[-1:]
-        self.features, self.before = hidden, told[max(0, told.shape[0] - head.shape.lookback) :]
+        tokens = torch.cat((self.before, input_ids[0]))
+        hidden = self.run(tokens, self.features, past_key_values)[-1:]
+        self.features, self.before = hidden, tokens[max(0, tokens.shape[0] - head.shape.lookback) :]
         return SimpleNamespace(logits=readout(hidden)[None])
 
-    def run(self, told: Tensor, features: Tensor, cache: KVCache, *where: Tensor) -> Tensor:
-        """Hidden states behind some tokens.
+    def run(self, tokens: Tensor, features: Tensor, cache: KVCache, *where: Tensor) -> Tensor:
+        """Returns the hidden states of some tokens, ``[n, H]``.
 
         Args:
-            told: ``[m]`` int64: one behind the other, and those that the head looks back at before them; or ``[n, m]``: each
-                behind its own.
-            features: ``[n, H]`` before each.
-            cache: the head's.
-            where: ``[n]`` int64 positions and ``[n, max_length]`` bool, what each sees, if not one behind the other.
-
-        Returns:
-            ``[n, H]``.
+            tokens: int64: ``[m]``, consecutive ones, preceded by those that the head looks back at; or ``[n, m]``, a row for
+                each.
+            features: ``[n, H]``: the hidden state before each token.
+            cache: the head's cache.
+            where: for tokens that are not consecutive: ``[n]`` int64 positions and ``[n, max_length]`` bool, the columns of
+                the cache that each sees.
         """
         head, embeddings, _ = self._parts
 
-        def compute(told: Tensor, features: Tensor, *where: Tensor) -> tuple[Tensor, ...]:
+        def compute(tokens: Tensor, features: Tensor, *where: Tensor) -> tuple[Tensor, ...]:
             count = features.shape[0]
             if not where:
-                return (head(head.look(embeddings(told)[None], count), features[None], cache)[0],)
+                return (head(head.with_lookback(embeddings(tokens)[None], count), features[None], cache)[0],)
             positions, visible = where
             keys = cache.get_mask_sizes(count, 0)[0]
-            embedded = head.look(embeddings(told), 1).transpose(0, 1)
+            embedded = head.with_lookback(embeddings(tokens), 1).transpose(0, 1)
             return (head(embedded, features[None], cache, positions[None], visible[None, None, :, :keys])[0],)
 
-        inputs = told, features, *where
-        if isinstance(cache, RecordedCache) and cache.records(head, features.shape[0]):
+        inputs = tokens, features, *where
+        if isinstance(cache, CapturingCache) and cache.captures(head, features.shape[0]):
             return cache.replay(head, None, inputs, compute)[0]
         return compute(*inputs)[0]
 

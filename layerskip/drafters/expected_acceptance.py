@@ -1,9 +1,9 @@
-"""How many tokens of a draft will be accepted? As many as of drafts like it, lately.
+"""Estimates of how many tokens of a draft will be accepted: the recent mean of drafts of the same group.
 
-A match of two tokens says less about what follows than one of four, and how much less depends on the texts at work; so it is
-with what a drafter thinks of its tokens' chances. A draft that is certain is scored by the text as it goes on, whether or
-not it was taken, so that what it is worth is known of drafts that were passed over, too, and of tokens that were left out.
-All that is known is of rounds before; nothing depends on the tokens being drafted.
+How much more a match of four tokens says about what follows than one of two depends on the text. So does the calibration of
+a drafter's own probabilities. A deterministic draft is scored by the text as it goes on, whether it was taken
+or not, so estimates also exist for declined drafts and for tokens that were cut off. All evidence is from earlier rounds;
+nothing depends on the tokens being drafted.
 """
 
 from __future__ import annotations
@@ -13,90 +13,93 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from layerskip.decoding.draft import Draft
 
-LONG = 8  # tokens of a match, of which more say no more
-_LATELY = 128  # drafts, or tokens of one kind; older ones fade
-_GOES_ON = 0.9  # the chance of a token where the one before it was accepted, before any is known
-_SLIGHT = 1e-6  # chance; less is as little
+MAX_MATCH = 8  # tokens of a match; longer matches say no more
+_WINDOW = 128  # drafts, or tokens of one grade; older ones fade
+_CONTINUES = 0.9  # prior probability of a token whose predecessor was accepted
+_LEAST_PROB = 1e-6  # smaller probabilities count as this one
 
 
-class Expectation:
-    """Running means of accepted tokens, by what the drafts were like.
+class AcceptanceEstimates:
+    """Running means of accepted tokens, by group of drafts.
 
     Args:
-        by_token: whether it is scored how often each token of a draft was said with all before it, for drafts of which not
-            every token is verified; else how many tokens of a draft were.
+        by_token: whether each token of a draft is scored by how often the target says it and all tokens before it on its
+            branch, for drafts that are verified in part; else the number of accepted tokens of each draft is.
     """
 
     def __init__(self, by_token: bool = False) -> None:
         self._by_token = by_token
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Know nothing."""
+    def reset(self) -> None:
+        """Drop all evidence."""
         self._means: dict[Hashable, tuple[int, float]] = {}
-        self.begin()
+        self.start_text()
 
-    def begin(self) -> None:
-        """Begin a new text; what is known stays."""
+    def start_text(self) -> None:
+        """Begin a new text; the means stay, unscored drafts are dropped."""
         self._open: list[tuple[Hashable, Draft, int]] = []
 
-    def expect(self, like: Hashable, hope: float = 0.0) -> float:
-        """Accepted tokens of what is like this: the mean of those seen, and of one more that had as many as is hoped for."""
-        seen, mean = self._means.get(like, (0, 0.0))
-        return (seen * mean + hope) / (seen + 1)
+    def mean(self, group: Hashable, prior: float = 0.0) -> float:
+        """Returns the mean accepted tokens of a group, with one further observation of value ``prior``."""
+        count, mean = self._means.get(group, (0, 0.0))
+        return (count * mean + prior) / (count + 1)
 
-    def expect_each(self, like: Hashable, draft: Draft) -> Iterator[float]:
-        """Accepted tokens, were a draft its first token alone, its first two, and so on; where tokens are scored."""
+    def prefix_means(self, group: Hashable, draft: Draft) -> Iterator[float]:
+        """Yields the estimated accepted tokens of the draft's first token alone, its first two, and so on.
+
+        For estimates ``by_token``.
+        """
         total = 0.0
-        for grade, hope in _grades(draft):
-            total += self.expect((like, grade), hope)
+        for grade, prior in _grades(draft):
+            total += self.mean((group, grade), prior)
             yield total
 
-    def add(self, like: Hashable, accepted: int) -> None:
-        """Of a draft, or of one of its tokens, so many were accepted."""
-        seen, mean = self._means.get(like, (0, 0.0))
-        seen = min(seen + 1, _LATELY)
-        self._means[like] = seen, mean + (accepted - mean) / seen
+    def add(self, group: Hashable, accepted: int) -> None:
+        """Add the number of accepted tokens of one draft, or of one token of it."""
+        count, mean = self._means.get(group, (0, 0.0))
+        count = min(count + 1, _WINDOW)
+        self._means[group] = count, mean + (accepted - mean) / count
 
-    def watch(self, like: Hashable, draft: Draft, begin: int) -> None:
-        """Add, once the text tells, what a draft has accepted, or would have had.
+    def track(self, group: Hashable, draft: Draft, start: int) -> None:
+        """Score a draft once the text has gone on, as if it had been verified.
 
         Args:
-            like: what the draft is like.
-            draft: one that was found, as what is drawn may be rejected and said all the same.
-            begin: how long the text is that it continues.
+            group: of the draft.
+            draft: a lookup draft; a drawn token may be rejected and said nonetheless, so the text could not score it.
+            start: the length of the text that the draft continues.
         """
-        self._open.append((like, draft, begin))
+        self._open.append((group, draft, start))
 
-    def follow(self, text: Sequence[int]) -> None:
-        """Score the drafts that the text has got as far as; it goes on where it stood at the last call."""
-        left = []
-        for like, draft, begin in self._open:
-            path, whole = _agreement(draft, text[begin:])
-            if not whole and begin + len(path) >= len(text):
-                left.append((like, draft, begin))
+    def update(self, text: Sequence[int]) -> None:
+        """Score the tracked drafts that the text has decided; ``text`` continues that of the last call."""
+        undecided = []
+        for group, draft, start in self._open:
+            path, complete = _match_text(draft, text[start:])
+            if not complete and start + len(path) >= len(text):
+                undecided.append((group, draft, start))
             elif self._by_token:
                 for node, (grade, _) in enumerate(_grades(draft)):
-                    self.add((like, grade), node in path)
+                    self.add((group, grade), node in path)
             else:
-                self.add(like, len(path))
-        self._open = left
+                self.add(group, len(path))
+        self._open = undecided
 
 
 def _grades(draft: Draft) -> Iterator[tuple[Hashable, float]]:
-    """Of each token what it has in common with others that are as likely, and how likely that seems before any is known."""
+    """Yields, per token, the grade that it shares with tokens of similar probability, and its prior probability."""
     depths: list[int] = []
     for node, parent in enumerate(_parents(draft)):
         depth = 1 if parent < 0 else depths[parent] + 1
         depths.append(depth)
-        chance = draft.chances[node] if draft.chances else _GOES_ON**depth
-        yield (depth, round(-2 * math.log2(max(chance, _SLIGHT)))), chance
+        prob = draft.path_probs[node] if draft.path_probs else _CONTINUES**depth
+        yield (depth, round(-2 * math.log2(max(prob, _LEAST_PROB)))), prob
 
 
-def _agreement(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
-    """Which tokens of a draft lie on the branch that a text takes, and whether the branch ends there."""
+def _match_text(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
+    """Returns the nodes of a draft on the branch that a text takes, and whether that branch ends there."""
     children: dict[int, dict[int, int]] = {}
-    for node, (token, parent) in enumerate(zip(draft.found, _parents(draft), strict=True)):
+    for node, (token, parent) in enumerate(zip(draft.lookup_tokens, _parents(draft), strict=True)):
         children.setdefault(parent, {}).setdefault(token, node)
     node, path = -1, list[int]()
     for token in text:
@@ -108,4 +111,4 @@ def _agreement(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
 
 
 def _parents(draft: Draft) -> Sequence[int]:
-    return range(-1, len(draft.found) - 1) if draft.parents is None else draft.parents
+    return range(-1, len(draft.lookup_tokens) - 1) if draft.parents is None else draft.parents

@@ -1,8 +1,8 @@
 """Drafting with the target itself, some of its sub-layers skipped.
 
 Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding (arXiv 2309.08168). The draft runs
-on the target's own cache: it reads the verified prefix, so it needs no prefill and no memory, and what it writes behind
-that prefix is overwritten by verification. With siblings it drafts trees, as SWIFT does (arXiv 2410.06916):
+on the target's own cache: it reads the verified prefix, so it needs neither a prefill nor memory of its own, and
+verification overwrites what it writes after that prefix. With siblings it drafts trees like SWIFT (arXiv 2410.06916), see
 :mod:`layerskip.drafters.siblings`.
 """
 
@@ -15,32 +15,32 @@ from torch import nn
 
 from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, Said
+from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.stopping import Stopped, Stopper
+from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.chain import draft_chain
 from layerskip.drafters.reduced_vocabulary import reduce_output
 from layerskip.drafters.registry import register
-from layerskip.drafters.siblings import Fan
+from layerskip.drafters.siblings import SiblingCollector
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.bridge import load_bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
-from layerskip.models.skip_view import kept_skip_view, skip_view
+from layerskip.models.skip_view import cached_skip_view, skip_view
 from layerskip.models.target import Target
 
 
-class LayerSkip(Stopped):
+class LayerSkip(StopRuleDrafter):
     """Drafts through a view of the target.
 
     Args:
-        view: the target with sub-layers skipped, as :func:`layerskip.models.skip_view.skip_view` makes it.
+        view: the target without the skipped sub-layers, from :func:`layerskip.models.skip_view.skip_view`.
         draft_length: the most tokens per round.
         stop: when to stop before that.
-        siblings: so many other tokens may be verified beside each drafted one; 0 drafts chains.
-        least_probability: that the draft must give to a sibling.
-        head: that the view was narrowed to, if it was.
+        siblings: how many alternatives may be verified beside each drafted token; 0 drafts chains.
+        least_probability: the least probability of a sibling in the draft's distribution.
+        head: the reduced vocabulary of the view's output layer, if any.
     """
 
     def __init__(
@@ -61,20 +61,24 @@ class LayerSkip(Stopped):
         self._depth = 0  # of the last draft
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Take the target's cache; there is nothing to prefill."""
+        """Use the target's cache; no prefill is needed."""
         self._cache, self._chooser = cache, chooser
         if self._head is not None:
             self._head.begin()
         self.stopper.start()
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Draft on the target's cache, then rewind it."""
+        """Draft on the target's cache, then restore its length."""
         verified = self._cache.length
-        drafted = None if self._head is None else self._head.follow(context.tokens)
-        fan = Fan(self.siblings, self.least_probability, self._chooser, drafted) if self.siblings else None
+        vocabulary = None if self._head is None else self._head.follow(context.tokens)
+        siblings = None
+        if self.siblings:
+            siblings = SiblingCollector(self.siblings, self.least_probability, self._chooser, vocabulary)
         limit = min(limit, self.draft_length)
         try:
-            return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper, fan, drafted)
+            return draft_chain(
+                self.view, self._cache, context.last, limit, self._chooser, self.stopper, siblings, vocabulary
+            )
         finally:
             self._depth = self._cache.length - verified
             self._cache.length = verified
@@ -82,9 +86,6 @@ class LayerSkip(Stopped):
     def observe(self, verdict: Verdict) -> None:
         """Adapt the stop rule."""
         self.stopper.observe(self._depth, verdict.accepted)
-
-    def hear(self, said: Said) -> None:
-        """Nothing to learn."""
 
 
 def _build(config: SpeculativeConfig, target: Target) -> Drafter:
@@ -94,7 +95,7 @@ def _build(config: SpeculativeConfig, target: Target) -> Drafter:
         raise ConfigError(str(error)) from None
     bridges = load_bridges(config.bridge, target, mask) if config.bridge else None
     own_view = bridges is not None or config.draft_head  # a view with another output layer is not shared
-    view = skip_view(target.model, mask, bridges) if own_view else kept_skip_view(target.model, mask)
+    view = skip_view(target.model, mask, bridges) if own_view else cached_skip_view(target.model, mask)
     head = reduce_output(view, target.model, config, target)
     return LayerSkip(view, config.draft_length, config.stop, config.siblings, config.least_probability, head)
 

@@ -1,10 +1,10 @@
 """Drafting from guesses that the target corrects while it verifies.
 
 Break the Sequential Dependency of LLM Inference Using Lookahead Decoding (arXiv 2402.02057), section 3. A window of guessed
-tokens goes through every pass of verification beside the drafts: each pass says what would follow each guess, so that after
-a few passes every column of the window has become an n-gram, and n-grams that begin with the last token are the next
-drafts. To verification the window is one more branch: its first row a chain behind the last token, the other rows hanging
-from it column by column; so no special mask is needed, and a guess that happens to be right is accepted as well.
+tokens goes through every verification pass beside the drafts. Each pass gives the target's next token after each guess, so
+after a few passes every column of the window has become an n-gram; n-grams that begin with the last token are the next
+drafts. In the draft tree the window is one more branch: its first row is a chain after the last token, and the other rows
+hang from it column by column. It needs no special mask, and a guess that happens to be right is accepted.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 
 from layerskip.config import Kind
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.drafter import BaseDrafter, Context, VerifyOutput
 from layerskip.decoding.sampling import Chooser, most_likely
-from layerskip.decoding.tree_growth import grow
-from layerskip.decoding.verify import Verdict
+from layerskip.decoding.tree_growth import grow_tree
 from layerskip.device.upload import upload
 from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
@@ -27,16 +26,16 @@ from layerskip.models.cache import KVCache
 Ngram = tuple[int, ...]
 
 
-class Lookahead:
-    """Drafts n-grams from a pool that a window of guesses fills; begins anew with every prompt.
+class Lookahead(BaseDrafter):
+    """Drafts n-grams from a pool that a window of guesses fills; pool and window begin anew with every prompt.
 
     Args:
-        draft_length: tokens of a draft, one less than those of an n-gram; rows of the window.
-        window: its columns.
-        candidates: so many n-grams are kept, and verified, for each first token.
+        draft_length: the most tokens of a draft, one less than an n-gram has; also the rows of the window.
+        window: the columns of the window.
+        candidates: how many n-grams are kept, and verified, for each first token.
     """
 
-    at_once = True
+    single_pass = True
 
     def __init__(self, draft_length: int, window: int, candidates: int) -> None:
         self.draft_length, self.window, self.candidates = draft_length, window, candidates
@@ -44,60 +43,56 @@ class Lookahead:
         self._begin([])
 
     def _begin(self, prompt: Sequence[int]) -> None:
-        # Oldest first, as dictionaries keep order.
-        self._pool: dict[int, dict[Ngram, None]] = {}
+        self._pool: dict[int, dict[Ngram, None]] = {}  # oldest n-gram first
         guesses = itertools.islice(itertools.cycle(prompt), self.window)
         self._rows: list[list[int]] = [list(guesses)]
-        self._asked: list[int] | None = None  # where in the block of this pass the window's last row lies
+        self._last_row: list[int] | None = None  # the indices of the window's last row in the block of this pass
         self._drafted: list[int] = []
         for ngram in zip(*(prompt[start:] for start in range(self.draft_length + 1)), strict=False):
             self._keep(ngram)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Forget the prompt before; this one gives the first guesses, and its own n-grams."""
+        """Begin with the n-grams of the prompt and with guesses taken from it."""
         self._begin(prompt)
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """The n-grams that begin with the last token, and the window; without it where it no longer fits."""
+        """Returns the n-grams that begin with the last token, and the window unless it exceeds ``limit``."""
         tokens, parents = self._candidates(context.tokens[-1], min(limit, self.draft_length))
-        self._asked = None
+        self._last_row = None
         if self.window + len(self._rows) - 1 <= limit:
             above = [-1, *range(len(tokens), len(tokens) + self.window - 1)]
             for row in self._rows:
                 parents += above
                 above = list(range(len(tokens), len(tokens) + self.window))
                 tokens += row
-            self._asked = [node + 1 for node in above]
+            self._last_row = [node + 1 for node in above]
         self._drafted = tokens
         return Draft.of_tree(tokens, parents, context.last.device)
 
     def _candidates(self, token: int, depth: int) -> tuple[list[int], list[int]]:
-        """The n-grams behind a token as a tree, their common beginnings shared, the latest first."""
+        """Returns the n-grams after a token as a tree that shares their common prefixes, the latest first."""
         ngrams = [ngram[:depth] for ngram in reversed(self._pool.get(token, {}))]
 
         def successors(branch: Ngram) -> list[tuple[int, float, Ngram]]:
             level = len(branch)
             following = [ngram[level] for ngram in ngrams if len(ngram) > level and ngram[:level] == branch]
-            return [(found, 1.0, (*branch, found)) for found in dict.fromkeys(following)]
+            return [(token, 1.0, (*branch, token)) for token in dict.fromkeys(following)]
 
         root: Ngram = ()
-        tokens, parents, _ = grow(root, successors, depth, self.draft_length * self.candidates, 0.0)
+        tokens, parents, _ = grow_tree(root, successors, depth, self.draft_length * self.candidates, 0.0)
         return tokens, parents
 
-    def observe(self, verdict: Verdict) -> None:
-        """Nothing to learn from what was accepted."""
-
-    def hear(self, said: Said) -> None:
-        """What the target says behind the window's last row is its next row; a full column is an n-gram."""
-        asked, self._asked = self._asked, None
+    def observe_logits(self, output: VerifyOutput) -> None:
+        """Make the target's tokens after the last row of the window its next row; a full column becomes an n-gram."""
+        last_row, self._last_row = self._last_row, None
         count = len(self._drafted)
-        if asked is None or said.block.shape[0] != 1 + count:
+        if last_row is None or output.block.shape[0] != 1 + count:
             return
-        row = most_likely(said.logits.index_select(0, upload(asked, said.logits.device)))
-        found = torch.cat((said.block[1:], row)).tolist()  # at once, as every copy to the host waits for the device
-        if found[:count] != self._drafted:  # another's draft was verified
+        row = most_likely(output.logits.index_select(0, upload(last_row, output.logits.device)))
+        tokens = torch.cat((output.block[1:], row)).tolist()  # one copy to the host, as each waits for the device
+        if tokens[:count] != self._drafted:  # the draft of another drafter was verified
             return
-        self._rows.append(found[count:])
+        self._rows.append(tokens[count:])
         if len(self._rows) > self.draft_length:
             for column in zip(*self._rows, strict=True):
                 self._keep(column)

@@ -1,7 +1,7 @@
-"""Drafting with several heads at once: a tree of what each thinks likely, from one hidden state.
+"""Drafting with several heads at once: a tree of their likely tokens, from one hidden state.
 
-Medusa (arXiv 2401.10774), section 2.1.2; candidates are the products of the heads' own likely tokens, the likeliest branches
-first, and verified exactly. No pass of any model drafts them.
+Medusa (arXiv 2401.10774), section 2.1.2. Candidates are the products of the heads' own likely tokens, the likeliest branches
+first; they are verified exactly. Drafting needs no pass of any model.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from layerskip.config import Kind, SpeculativeConfig
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.drafter import BaseDrafter, Context
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.tree_growth import grow
-from layerskip.decoding.verify import Verdict
+from layerskip.decoding.tree_growth import grow_tree
 from layerskip.drafters.registry import register
 from layerskip.heads.medusa import MedusaHeads, load_medusa
 from layerskip.heads.readout import Readout
@@ -23,19 +22,19 @@ from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 
 
-class Medusa:
-    """Drafts with heads.
+class Medusa(BaseDrafter):
+    """Drafts with trained heads.
 
     Args:
-        heads: the trained ones.
-        readout: the target's output layer over what is drafted from.
-        draft_length: how many heads draft; no more than there are.
-        candidates: so many tokens of each head are looked at.
+        heads: the trained heads.
+        readout: the target's output layer over the drafted vocabulary.
+        draft_length: how many heads draft; at most all of them.
+        candidates: how many tokens of each head are considered.
         tree_tokens: the most tokens of a tree.
-        least_probability: a branch ends where the heads think it less likely.
+        least_probability: a branch ends where the product of its probabilities falls below this value.
     """
 
-    at_once = True
+    single_pass = True
 
     def __init__(
         self,
@@ -52,15 +51,15 @@ class Medusa:
         self.tree_tokens, self.least_probability = tree_tokens, least_probability
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """The prompt's hidden states are read next."""
+        """Begin a prompt, whose hidden states are observed next."""
         self.readout.begin()
 
-    def read(self, features: Tensor) -> None:
-        """Keep the last hidden state: that before the sequence's last token."""
+    def observe_features(self, features: Tensor) -> None:
+        """Keep the last hidden state, which precedes the last token of the sequence."""
         self._hidden = features[-1]
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """A tree of the heads' likely tokens."""
+        """Returns a tree of the heads' likely tokens."""
         self.readout.follow(context.tokens)
         logits = self.readout(self.heads(self._hidden))[: min(limit, self.draft_length)]
         probs, places = logits.float().softmax(-1).topk(min(self.candidates, logits.shape[-1]), dim=-1)
@@ -68,14 +67,8 @@ class Medusa:
             [(self.readout.token(place), probability, level + 1) for place, probability in zip(*row, strict=True)]
             for level, row in enumerate(zip(places.tolist(), probs.tolist(), strict=True))
         ]
-        tokens, parents, _ = grow(0, levels.__getitem__, len(levels), self.tree_tokens, self.least_probability)
+        tokens, parents, _ = grow_tree(0, levels.__getitem__, len(levels), self.tree_tokens, self.least_probability)
         return Draft.of_tree(tokens, parents, context.last.device)
-
-    def observe(self, verdict: Verdict) -> None:
-        """Nothing to learn."""
-
-    def hear(self, said: Said) -> None:
-        """Nothing to learn."""
 
 
 def _build(config: SpeculativeConfig, target: Target) -> Medusa:

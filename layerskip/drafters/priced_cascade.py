@@ -1,12 +1,12 @@
-"""Drafting by whichever of several drafters brings most for what its round takes, where it is known what that is.
+"""A cascade that knows costs: each round is drafted by the member with the most expected tokens for the round's cost.
 
-All are asked that find their drafts without running a model, and of each draft as many tokens are kept as pay for themselves
-at the pace at which tokens come lately. One that runs a model, or asks the target something, is asked where it promises more
-than what was found, and than a step of plain decoding: what its rounds have brought for what they took, in this text and
-before it. Who was not asked for long is asked again, as texts change.
+Every lookup is asked, and as many tokens of its draft are kept as are worth their verification at the recent rate of tokens
+per step. A member that runs a model, or needs a pass of the target, is asked if its rounds promise more tokens per step than
+the best lookup and than plain decoding. The estimate is the mean of its rounds in this text and in earlier texts. A member
+that was not asked for many rounds is asked again, as texts change.
 
-Rounds are compared by their tokens over their time, and not by what they bring beyond the usual pace: where nothing can be
-looked up, a pace at which tokens come by the dozen elsewhere is not to be had. This follows no paper.
+Rounds are compared by tokens per step, not by their gain over the recent rate: that rate includes rounds of lookups that
+accepted many tokens, and no such round can be had where nothing can be looked up. This follows no paper.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any
 
 from layerskip.config import ConfigError, Kind, SpeculativeConfig
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, Finder, drafts_at_once, steps_of
+from layerskip.decoding.drafter import Context, Drafter, Lookup, draft_steps, is_single_pass
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.verify import Verdict
-from layerskip.drafters.cascade import Cascade, Members, like
-from layerskip.drafters.expected_acceptance import Expectation
+from layerskip.drafters.cascade import Cascade, CascadeBase, draft_group
+from layerskip.drafters.expected_acceptance import AcceptanceEstimates
 from layerskip.drafters.registry import build_drafter, register
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 from layerskip.rules import check_number
 
-_KEPT = 0.99  # of what is known of the pace, from round to round
-_LATELY = 128  # rounds of one member; older ones fade
-_BEFORE = 16  # rounds of this text that what is known from before counts for
-_PATIENCE = 128  # rounds on end that somebody is not asked in
-_HOPED = 2  # rounds that brought a token for nothing, before any is known
+_DECAY = 0.99  # per round, of the totals that give the recent rate
+_WINDOW = 128  # rounds of one member; older ones fade
+_EARLIER_WEIGHT = 16  # rounds that the mean of earlier texts counts for in a new text
+_PATIENCE = 128  # rounds in a row without a member before it is asked again
+_PRIOR_ROUNDS = 2  # prior rounds of a member, each with one accepted token at the cost of a step
 
 
 @dataclass
-class _Yield:
-    """What the rounds that a member was asked in brought and took, on average.
+class _RoundMeans:
+    """Means of the rounds in which a member was asked.
 
     Args:
         rounds: how many.
-        accepted: tokens of its drafts.
-        cost: of drafting and verifying, in steps of plain decoding.
+        accepted: accepted tokens of its drafts.
+        cost: of drafting and verification, in steps of plain decoding.
     """
 
     rounds: int
@@ -50,138 +50,136 @@ class _Yield:
     cost: float
 
     def add(self, accepted: float, cost: float) -> None:
-        """Another round."""
-        self.rounds = min(self.rounds + 1, _LATELY)
+        """Add a round."""
+        self.rounds = min(self.rounds + 1, _WINDOW)
         self.accepted += (accepted - self.accepted) / self.rounds
         self.cost += (cost - self.cost) / self.rounds
 
 
-class PricedCascade(Members):
-    """Asks its members for what yields most; it knows from prompt to prompt what rounds brought, until told to forget.
+class PricedCascade(CascadeBase):
+    """Asks the members with the most expected tokens per step. Its estimates last from prompt to prompt.
 
     Args:
-        members: as of any cascade.
-        verify_cost: of verifying 1, 2, ... drafted tokens, in steps of plain decoding.
-        draft_cost: what each member takes to draft a token of a chain, a level of a tree, or all levels where it drafts them
-            at once, in such steps; empty where it is not known: who does not find drafts is asked then where nothing that
-            was found pays. Whose every token takes a whole step is never asked, as that cannot pay.
+        members: as for any cascade.
+        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding.
+        draft_cost: what each member needs to draft one token of a chain, one level of a tree, or all levels if it drafts
+            them in one pass, in such steps. Empty if unknown: members that run a model are then asked if no lookup pays. A
+            member that needs a whole step for every token is never asked, as that cannot pay.
     """
 
     def __init__(self, members: Sequence[Drafter], verify_cost: Sequence[float], draft_cost: Sequence[float] = ()) -> None:
         super().__init__(members)
-        self._verify_cost = tuple(verify_cost)
+        self._verify_costs = tuple(verify_cost)
         self._priced, self._draft_cost = bool(draft_cost), tuple(draft_cost) or (0.0,) * len(self.members)
-        self._finders = [place for place, member in enumerate(members) if isinstance(member, Finder) and member.finds]
-        able = [place for place, member in enumerate(members) if self._draft_cost[place] < 1 or drafts_at_once(member)]
-        self._others = [place for place in able if place not in self._finders]
-        self._expectation = Expectation(by_token=True)
-        self._begin_to_learn()
+        self._lookups = [index for index, member in enumerate(members) if isinstance(member, Lookup) and member.lookup]
+        viable = [index for index, member in enumerate(members) if self._draft_cost[index] < 1 or is_single_pass(member)]
+        self._others = [index for index in viable if index not in self._lookups]
+        self._estimates = AcceptanceEstimates(by_token=True)
+        self._reset_rounds()
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Start every member."""
+        """Start every member; what is known from earlier texts counts for few rounds of this one."""
         super().start(prompt, cache, chooser)
-        self._expectation.begin()
-        # A text may be unlike those before it.
-        self._here = {place: replace(known, rounds=min(known.rounds, _BEFORE)) for place, known in self._ever.items()}
+        self._estimates.start_text()
+        self._this_text = {
+            index: replace(means, rounds=min(means.rounds, _EARLIER_WEIGHT)) for index, means in self._all_texts.items()
+        }
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Of what is found what yields most, or the draft of whoever promises more; all learn the text."""
+        """Returns the lookup with the most tokens per step, or the draft of a member that promises more."""
         self._follow(context)
-        self._expectation.follow(context.tokens)
+        self._estimates.update(context.tokens)
         self._drafted = None
-        self._asked: dict[int, float] = {}  # places of members that do not find drafts, and what theirs took
-        found, most = Draft.empty(context.last.device), 0.0
-        for place in self._finders:
-            draft = self.members[place].draft(context, limit)
-            if draft.found:
-                self._expectation.watch(like(place, draft), draft, len(context.tokens))
-                size, worth = self._paying(place, draft)
-                if worth > most:
-                    self._drafted, found, most = place, draft.first(size), worth
-        unsure: tuple[int, Draft] | None = None
-        for place in self._promising(max(most, 1.0)):
-            draft = self.members[place].draft(context, limit)
-            self._asked[place] = steps_of(self.members[place], draft) * self._draft_cost[place]
+        self._asked: dict[int, float] = {}  # the members asked that run a model, and the costs of their drafts
+        best, best_rate = Draft.empty(context.last.device), 0.0
+        for index in self._lookups:
+            draft = self.members[index].draft(context, limit)
+            if draft.lookup_tokens:
+                self._estimates.track(draft_group(index, draft), draft, len(context.tokens))
+                size, rate = self._best_size(index, draft)
+                if rate > best_rate:
+                    self._drafted, best, best_rate = index, draft.truncate(size), rate
+        fallback: tuple[int, Draft] | None = None
+        for index in self._promising(max(best_rate, 1.0)):
+            draft = self.members[index].draft(context, limit)
+            self._asked[index] = draft_steps(self.members[index], draft) * self._draft_cost[index]
             if not draft.tokens.shape[0]:
                 continue
-            if not draft.unsure:
-                self._drafted, found = place, draft
+            if not draft.stopped_at_first:
+                self._drafted, best = index, draft
                 break
-            unsure = unsure or (place, draft)
-        if unsure is not None and self._drafted is None:
-            self._drafted, found = unsure
-        for place in self._others:
-            self._spared[place] = 0 if place in self._asked else self._spared[place] + 1
-        self._size = found.tokens.shape[0]
-        return found
+            fallback = fallback or (index, draft)
+        if fallback is not None and self._drafted is None:
+            self._drafted, best = fallback
+        for index in self._others:
+            self._skipped[index] = 0 if index in self._asked else self._skipped[index] + 1
+        self._size = best.tokens.shape[0]
+        return best
 
-    def _promising(self, most: float) -> list[int]:
-        """Places of members that do not find drafts, and promise to yield more than ``most``, the most promising first.
+    def _promising(self, rate: float) -> list[int]:
+        """Returns the members that run a model and promise more than ``rate`` tokens per step, the best first.
 
-        Of whom it is not known what their drafts take, all do where nothing was found that pays.
+        Without draft costs these are all of them if no lookup pays, and none otherwise.
         """
         if not self._priced:
             return self._others if self._drafted is None else []
-        worth = {place: (1 + known.accepted) / known.cost for place, known in self._here.items()}
-        for place in self._others:
-            if self._spared[place] >= _PATIENCE:
-                worth[place] = math.inf
-                self._here[place].rounds = min(self._here[place].rounds, _HOPED)  # what it brings now says more
-        return sorted((place for place in worth if worth[place] > most), key=lambda place: -worth[place])
+        rates = {index: (1 + means.accepted) / means.cost for index, means in self._this_text.items()}
+        for index in self._others:
+            if self._skipped[index] >= _PATIENCE:
+                rates[index] = math.inf
+                # The next rounds then weigh more than the old ones.
+                self._this_text[index].rounds = min(self._this_text[index].rounds, _PRIOR_ROUNDS)
+        return sorted((index for index in rates if rates[index] > rate), key=lambda index: -rates[index])
 
-    def _paying(self, place: int, draft: Draft) -> tuple[int, float]:
-        """How many of a found draft's first tokens are worth most beyond what verifying them takes, and what they yield.
+    def _best_size(self, index: int, draft: Draft) -> tuple[int, float]:
+        """Returns how many of a lookup's first tokens gain most over the cost of their verification, and their rate.
 
-        Whatever a round takes could have been spent on others, in which tokens come at the usual pace. Where no token is
-        worth it, both are 0.
+        The cost of a round is valued at the recent rate, as other rounds would have used that time. Both are 0 if no size
+        pays.
         """
         most, best = 0.0, (0, 0.0)
-        for size, accepted in enumerate(self._expectation.expect_each(like(place, draft), draft), 1):
-            cost = self._verifying(size)
-            if (gain := accepted - self._pace * (cost - 1)) > most:
+        recent_rate = self._tokens / self._steps
+        for size, accepted in enumerate(self._estimates.prefix_means(draft_group(index, draft), draft), 1):
+            cost = self._verify_cost(size)
+            if (gain := accepted - recent_rate * (cost - 1)) > most:
                 most, best = gain, (size, (1 + accepted) / cost)
         return best
 
-    @property
-    def _pace(self) -> float:
-        """Tokens in the time of a step of plain decoding, lately."""
-        return self._tokens / self._steps
-
-    def _verifying(self, size: int) -> float:
-        """What verifying so many tokens takes, in steps of plain decoding; what was not told continues what was."""
+    def _verify_cost(self, size: int) -> float:
+        """Returns the cost of verifying that many tokens, in steps of plain decoding, extrapolated linearly."""
         if not size:
             return 1.0
-        first, last, count = self._verify_cost[0], self._verify_cost[-1], len(self._verify_cost)
-        beyond = max(0.0, last - first) / max(1, count - 1) * (size - count)
-        return self._verify_cost[size - 1] if size <= count else last + beyond
+        first, last, count = self._verify_costs[0], self._verify_costs[-1], len(self._verify_costs)
+        slope = max(0.0, last - first) / max(1, count - 1)
+        return self._verify_costs[size - 1] if size <= count else last + slope * (size - count)
 
-    def forget(self) -> None:
-        """Forget what rounds brought and drafts were worth, and let every member forget."""
-        super().forget()
-        self._expectation.forget()
-        self._begin_to_learn()
+    def reset_state(self) -> None:
+        """Drop all estimates and reset every member."""
+        super().reset_state()
+        self._estimates.reset()
+        self._reset_rounds()
 
-    def _begin_to_learn(self) -> None:
-        self._tokens, self._steps = 1.0, 1.0  # of rounds, lately: what they brought, and what they took
-        self._ever = {place: _Yield(_HOPED, 1.0, 1.0) for place in self._others}
-        self._spared = dict.fromkeys(self._others, 0)  # for how many rounds on end
+    def _reset_rounds(self) -> None:
+        self._tokens, self._steps = 1.0, 1.0  # of recent rounds
+        self._all_texts = {index: _RoundMeans(_PRIOR_ROUNDS, 1.0, 1.0) for index in self._others}
+        self._skipped = dict.fromkeys(self._others, 0)  # rounds since each member was asked
 
     def observe(self, verdict: Verdict) -> None:
-        """Tell the member whose draft it was, and remember what the round brought."""
+        """Pass the verdict to the member that drafted, and add the round to the estimates."""
         super().observe(verdict)
-        verifying = self._verifying(self._size)
-        if self._priced or not self._asked:  # else nobody knows what the round took
-            self._tokens = _KEPT * self._tokens + verdict.accepted + 1
-            self._steps = _KEPT * self._steps + sum(self._asked.values()) + verifying
-        for place, drafting in self._asked.items():  # who was asked in vain has brought nothing
-            accepted, cost = (verdict.accepted, verifying) if place == self._drafted else (0, 1.0)
-            for known in (self._ever, self._here):
-                known[place].add(accepted, drafting + cost)
+        verify_cost = self._verify_cost(self._size)
+        if self._priced or not self._asked:  # else the cost of the round is unknown
+            self._tokens = _DECAY * self._tokens + verdict.accepted + 1
+            self._steps = _DECAY * self._steps + sum(self._asked.values()) + verify_cost
+        for index, draft_cost in self._asked.items():  # a member whose draft was not verified gained nothing
+            accepted, cost = (verdict.accepted, verify_cost) if index == self._drafted else (0, 1.0)
+            for means in (self._all_texts, self._this_text):
+                means[index].add(accepted, draft_cost + cost)
 
 
 def _build(config: SpeculativeConfig, target: Target) -> Drafter:
     members = [build_drafter(member, target) for member in config.members]
-    # A lossy rule accepts tokens that the text does not contain, so the worth of a declined draft is unknown.
+    # A lossy rule accepts tokens that the text does not contain, so the text cannot score a declined draft.
     if config.verify_cost and config.lossless:
         return PricedCascade(members, config.verify_cost, config.draft_cost)
     return Cascade(members)

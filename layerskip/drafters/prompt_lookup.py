@@ -1,8 +1,8 @@
 """Drafting by repeating the context: find its last tokens earlier on, and propose what followed there.
 
-Prompt lookup decoding (Apoorv Saxena, 2023; LLMA, arXiv 2304.04487, had the idea with a reference text). No model runs, so
-a wrong draft costs only the wider verification. A match so near the end that too little follows it is a repetition: copying
-goes on with what was just copied, as LZ77 does, and so drafts the repetition's next turns.
+Prompt lookup decoding (Apoorv Saxena, 2023; LLMA, arXiv 2304.04487, had the idea with a reference text). No model runs, so a
+wrong draft costs only the wider verification. If a match is so close to the end that fewer than ``draft_length`` tokens
+follow it, the text repeats itself: copying then continues with the copied tokens, as in LZ77.
 """
 
 from __future__ import annotations
@@ -11,27 +11,25 @@ from collections.abc import Sequence
 
 from layerskip.config import Kind
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.drafter import BaseDrafter, Context
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.verify import Verdict
 from layerskip.device.upload import upload
-from layerskip.drafters.expected_acceptance import LONG
+from layerskip.drafters.expected_acceptance import MAX_MATCH
 from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
 
 
-class PromptLookup:
-    """Drafts from an index of the context's n-grams, kept up to date token by token.
+class PromptLookup(BaseDrafter):
+    """Drafts from an index of the context's n-grams, which is updated token by token.
 
     Args:
-        ngram_min: the shortest n-gram looked up.
-        ngram_max: the longest; longer ones are tried first.
-        match: which earlier occurrence wins: ``last`` or ``first``.
+        ngram_min: the length of the shortest n-gram to look up.
+        ngram_max: the length of the longest; longer n-grams are tried first.
+        match: which earlier occurrence is copied: ``last`` or ``first``.
         draft_length: the most tokens per round.
     """
 
-    tree_tokens = 0
-    finds = True
+    lookup = True
 
     def __init__(self, ngram_min: int, ngram_max: int, match: str, draft_length: int) -> None:
         self.sizes = range(ngram_max, ngram_min - 1, -1)
@@ -39,38 +37,32 @@ class PromptLookup:
         self.draft_length = draft_length
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Forget the prompt before."""
-        self.forget()
+        """Begin a prompt with an empty index."""
+        self.reset()
 
-    def forget(self) -> None:
-        """Begin a new text."""
+    def reset(self) -> None:
+        """Begin a new text with an empty index."""
         self._follows: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Propose what followed the longest n-gram that the context ends with; nothing where none occurred before.
+        """Propose what followed the longest n-gram that ends the context; nothing if none occurred before.
 
-        The match it tells is as long as the texts are alike, which is longer than n-grams are where a text is being copied.
+        The reported match may be longer than an n-gram: it counts all tokens that agree, up to ``MAX_MATCH``.
         """
         start, size = self._search(context.tokens)
         if not size:
             return Draft.empty(context.last.device)
-        found, match = self._copy(context.tokens, start, limit), _alike(context.tokens, start, size)
-        return Draft(upload(found, context.last.device), match=match, found=tuple(found))
+        tokens, match = self._copy(context.tokens, start, limit), _agreement(context.tokens, start, size)
+        return Draft(upload(tokens, context.last.device), match_length=match, lookup_tokens=tuple(tokens))
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """The same on token ids; ``tokens`` goes on where it stood at the last call."""
+        """Returns the draft's tokens; ``tokens`` continues those of the last call."""
         start, size = self._search(tokens)
         return self._copy(tokens, start, limit) if size else []
 
-    def observe(self, verdict: Verdict) -> None:
-        """Nothing to learn; the next context has it all."""
-
-    def hear(self, said: Said) -> None:
-        """Nothing to learn."""
-
     def _search(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """What follows the longest n-gram that the tokens end with begins where, and how long it is; 0 long if none is."""
+        """Returns the longest n-gram at the end that occurred before: where its continuation starts, and its length or 0."""
         self._index(tokens)
         for size in self.sizes:
             start = self._follows.get(tuple(tokens[-size:])) if size < len(tokens) else None
@@ -79,7 +71,7 @@ class PromptLookup:
         return 0, 0
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Index every n-gram that a token follows, which leaves out the one that the context ends with."""
+        """Index every n-gram that is followed by a token, which leaves out the one that ends the context."""
         for end in range(self._indexed, len(tokens)):
             for size in self.sizes:
                 if size <= end:
@@ -93,10 +85,10 @@ class PromptLookup:
         return [tokens[start + i % period] for i in range(min(limit, self.draft_length))]
 
 
-def _alike(tokens: Sequence[int], start: int, size: int) -> int:
-    """How many tokens before ``start`` are those at the end, given that ``size`` are; counted as far as more say more."""
+def _agreement(tokens: Sequence[int], start: int, size: int) -> int:
+    """Returns how many tokens before ``start`` agree with the end, up to ``MAX_MATCH``; ``size`` are known to agree."""
     end = len(tokens)
-    while size < min(LONG, start) and tokens[start - size - 1] == tokens[end - size - 1]:
+    while size < min(MAX_MATCH, start) and tokens[start - size - 1] == tokens[end - size - 1]:
         size += 1
     return size
 

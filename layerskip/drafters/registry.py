@@ -27,7 +27,7 @@ def register(kind: Kind, build: Build) -> None:
 
     Args:
         kind: its name and the fields that it reads.
-        build: makes the drafter of a configuration of this kind; raises ``ConfigError`` where it does not fit the target.
+        build: builds the drafter of a configuration of this kind; raises ``ConfigError`` if it does not fit the target.
     """
     add_kind(kind)
     _BUILD[kind.name] = build
@@ -40,11 +40,11 @@ def load_drafters() -> None:
 
 
 def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
-    """The drafter of a configuration, ready for any number of prompts.
+    """Build the drafter of a configuration, ready for any number of prompts.
 
     Raises:
         ConfigError: the configuration does not fit the target.
-        UnsupportedModel: the target, or the draft model, cannot be decoded this way.
+        UnsupportedModel: the target, or the draft model, does not support this kind of decoding.
         TargetError: the draft model cannot be loaded.
     """
     check_rewind(target.model)
@@ -52,5 +52,5 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
         raise ConfigError(f"kind: {config.kind!r} has no drafter")
     drafter = _BUILD[config.kind](config, target)
     if drafter.tree_tokens:
-        tree_model(target.model)  # raises UnsupportedModel where the target cannot verify trees
+        tree_model(target.model)  # raises UnsupportedModel if the target cannot verify trees
     return drafter

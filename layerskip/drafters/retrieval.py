@@ -1,10 +1,11 @@
-"""Drafting from what was written before: in this text, in earlier ones, and in a datastore.
+"""Drafting from earlier texts: the present text, those of earlier prompts, and a datastore.
 
-The datastore is REST's (Retrieval-Based Speculative Decoding, arXiv 2311.08252, section 4), the index that grows with every
-request SuffixDecoding's (arXiv 2411.04975). The longest n-gram that the text ends with and that was written before is looked
-up; places that agree with much less of the text than the best of them are left out, everything that followed the others
-becomes a trie, and the trie's most frequent branches the draft. As in SuffixDecoding a short match makes a small draft; it
-finds matches in a suffix tree, where here n-grams are found and read on backwards.
+The datastore is that of REST (Retrieval-Based Speculative Decoding, arXiv 2311.08252, section 4); the index that grows with
+every request is that of SuffixDecoding (arXiv 2411.04975). The longest n-gram that ends the text and occurred before is
+looked up, and every occurrence is compared with more of the text. Occurrences that agree with much less of it than the best
+one are left out. The continuations of the others form a trie, whose most frequent branches are the draft. As in
+SuffixDecoding, a short match gives a small draft. SuffixDecoding finds matches in a suffix tree; here n-grams are found in
+an index and extended backwards.
 """
 
 from __future__ import annotations
@@ -13,36 +14,35 @@ from collections.abc import Sequence
 
 from layerskip.config import Kind, SpeculativeConfig
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Said
+from layerskip.decoding.drafter import BaseDrafter, Context
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.tree_growth import grow
-from layerskip.decoding.verify import Verdict
+from layerskip.decoding.tree_growth import grow_tree
 from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 
-_MOST = 32  # continuations of an n-gram from each source
-_REACH = 64  # tokens of a match
-_SHARE = 0.5  # of the longest match, that another place's has to have
-_ROOM = 10  # drafted tokens for each token of a match in own texts
+_MAX_CONTINUATIONS = 32  # of an n-gram, from each source
+_LONGEST_MATCH = 64  # tokens; longer matches count as this long
+_LEAST_SHARE = 0.5  # of the longest match, that the match of another occurrence must have
+_TOKENS_PER_MATCH = 10  # drafted tokens per matched token, without a datastore
 
 
-class Retrieval:
-    """Drafts what followed before; keeps the texts it drafted for, or followed, until it is told to forget.
+class Retrieval(BaseDrafter):
+    """Drafts what followed before. It keeps the texts that it followed until it is reset.
 
     Args:
-        datastore: what was written elsewhere; None where there is none.
-        ngram_min: the shortest n-gram looked up.
-        ngram_max: the longest, tried first; how much more of the text agrees is looked at behind it.
+        datastore: further texts; None for none.
+        ngram_min: the length of the shortest n-gram to look up.
+        ngram_max: the length of the longest, which is tried first.
         draft_length: the depth of a tree, at most.
-        tree_tokens: the most tokens of one; without a datastore ten for each token of the match, at most.
-        least_probability: a branch ends where it followed less often than that.
-        memory: so many tokens of earlier texts are kept, some hundred bytes each; the oldest texts go first.
+        tree_tokens: the most tokens of a tree; without a datastore also at most ten per token of the match.
+        least_probability: a branch ends where it followed less often than this share.
+        memory: how many tokens of earlier texts are kept, at some hundred bytes each; the oldest texts are dropped first.
     """
 
-    learns = True
-    finds = True
+    keeps_state = True
+    lookup = True
 
     def __init__(
         self,
@@ -58,113 +58,114 @@ class Retrieval:
         self.sizes = range(ngram_max, ngram_min - 1, -1)
         self.draft_length, self.tree_tokens, self.least_probability = draft_length, tree_tokens, least_probability
         self.memory = memory
-        self.forget()
+        self.reset_state()
 
-    def forget(self) -> None:
-        """Drop the texts of all requests; the datastore stays."""
+    def reset_state(self) -> None:
+        """Drop the texts of all prompts; the datastore stays."""
         self._texts: list[list[int]] = [[]]
-        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # of each n-gram: text, and where it ends in it
+        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # n-gram to (text, index of its end)
         self._indexed = 0
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin a new text behind those that are kept."""
-        self._index()  # the last round of the text before
+        """Begin a new text after those that are kept."""
+        self._index()  # the last round of the previous text
         if sum(map(len, self._texts)) > self.memory:
             self._drop_oldest()
         self._texts.append([])
         self._indexed = 0
 
     def follow(self, context: Context) -> None:
-        """Keep the text where another drafts; it is indexed when next a draft is asked for, or a prompt begins."""
+        """Keep the text; it is indexed when the next draft is asked for, or the next prompt begins."""
         self._texts[-1] = context.tokens
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """A tree of what followed the longest matches of the context's end; nothing where there are none."""
-        tokens, parents, chances, match = self.propose(context.tokens, min(limit, self.draft_length))
-        return Draft.of_tree(tokens, parents, context.last.device, match, chances=chances)
+        """Returns a tree of what followed the longest matches of the end of the context; nothing if there are none."""
+        tokens, parents, path_probs, match = self.propose(context.tokens, min(limit, self.draft_length))
+        return Draft.of_tree(tokens, parents, context.last.device, match, path_probs=path_probs)
 
     def propose(self, tokens: list[int], depth: int) -> tuple[list[int], list[int], list[float], int]:
-        """The same on token ids: the tree's tokens, their parents and chances, and how long the match is; ``tokens`` is read
-        on as it grows."""
+        """Returns the tokens of the tree, their parents and path probabilities, and the length of the match.
+
+        ``tokens`` continues those of the last call.
+        """
         self._texts[-1] = tokens
         self._index()
         for size in self.sizes:
             if size <= len(tokens):
-                found, match = self._continuations(tokens, size, depth)
-                if found:
-                    room = self.tree_tokens if self.datastore is not None else min(_ROOM * match, self.tree_tokens)
-                    return *grow(_Trie(found), _Trie.successors, depth, room, self.least_probability), match
+                rows, match = self._continuations(tokens, size, depth)
+                if rows:
+                    most = self.tree_tokens
+                    if self.datastore is None:
+                        most = min(_TOKENS_PER_MATCH * match, most)
+                    return *grow_tree(_Trie(rows), _Trie.successors, depth, most, self.least_probability), match
         return [], [], [], 0
 
-    def observe(self, verdict: Verdict) -> None:
-        """Nothing to learn; the next context has it all."""
-
-    def hear(self, said: Said) -> None:
-        """Nothing to learn."""
-
     def _index(self) -> None:
-        """Note where every n-gram of the text at work ends that a token follows."""
+        """Index where every n-gram of the present text ends that is followed by a token."""
         number, text = len(self._texts) - 1, self._texts[-1]
         for end in range(self._indexed, len(text)):
             for size in self.sizes:
                 if size <= end:
                     places = self._places.setdefault(tuple(text[end - size : end]), [])
                     places.append((number, end))
-                    if len(places) > _MOST:
+                    if len(places) > _MAX_CONTINUATIONS:
                         del places[0]
         self._indexed = max(self._indexed, len(text))
 
     def _drop_oldest(self) -> None:
-        """Keep the latest texts, as far as half of the memory reaches, and index them anew."""
+        """Keep the latest texts, up to half of the memory, and index them again."""
         kept: list[list[int]] = []
         left = self.memory // 2
         for text in reversed(self._texts):
-            kept.insert(0, text[-left:])  # of one that is longer than what is left, its end
+            kept.insert(0, text[-left:])  # the end of a text that is too long
             left -= len(text)
             if left <= 0:
                 break
-        self.forget()
+        self.reset_state()
         for text in kept:
             self._texts.append(text)
             self._indexed = 0
             self._index()
 
     def _continuations(self, tokens: list[int], size: int, length: int) -> tuple[list[list[int]], int]:
-        """What followed an n-gram where most of the text agrees, and how much does; the latest first, as it wins ties."""
+        """Returns what followed an n-gram where most of the text agrees, and the length of the longest match.
+
+        The latest continuation comes first, as it wins ties.
+        """
         ngram = tuple(tokens[-size:])
-        found_at = self._places.get(ngram, ())
-        places = [(_common(self._texts[number], end, tokens, size), number, end) for number, end in found_at]
+        indexed = self._places.get(ngram, ())
+        places = [(_common(self._texts[number], end, tokens, size), number, end) for number, end in indexed]
         match = max((common for common, _, _ in places), default=size)
-        found = []
+        rows = []
         for common, number, end in reversed(places):
-            if common < _SHARE * match:
+            if common < _LEAST_SHARE * match:
                 continue
             text = self._texts[number]
             period = len(text) - end
-            # Where the text at work repeats itself, it is copied on: LZ77's overlapping copies.
-            repeated = number == len(self._texts) - 1
-            found.append([text[end + i % period] for i in range(length if repeated else min(length, period))])
-        if self.datastore is not None and size >= _SHARE * match:  # how much more agrees there, nobody looks
-            found += [part for part in self.datastore.continuations(ngram, length, _MOST) if part]
-        return found, match
+            # A repetition within the present text is continued with the copied tokens, as in LZ77.
+            present = number == len(self._texts) - 1
+            rows.append([text[end + i % period] for i in range(length if present else min(length, period))])
+        if self.datastore is not None and size >= _LEAST_SHARE * match:  # matches in the datastore are not extended
+            rows += [row for row in self.datastore.continuations(ngram, length, _MAX_CONTINUATIONS) if row]
+        return rows, match
 
 
 def _common(text: list[int], end: int, tokens: list[int], known: int) -> int:
-    """How many tokens before a place of a text are those that others end with; so many are known to be."""
-    most, here = min(end, len(tokens), _REACH), len(tokens)
+    """Returns how many tokens before a place in a text agree with the end of ``tokens``; ``known`` are known to agree."""
+    most, here = min(end, len(tokens), _LONGEST_MATCH), len(tokens)
     while known < most and text[end - known - 1] == tokens[here - known - 1]:
         known += 1
     return known
 
 
 class _Trie:
-    """Continuations, their common beginnings shared."""
+    """Continuations that share their common prefixes."""
 
     def __init__(self, rows: Sequence[Sequence[int]], depth: int = 0) -> None:
         self.rows, self.depth = rows, depth
 
     def successors(self) -> list[tuple[int, float, _Trie]]:
-        """Each next token, how often it followed, and what follows it."""
+        """Returns each next token, the share of continuations that have it, and their sub-trie."""
         groups: dict[int, list[Sequence[int]]] = {}
         for row in self.rows:
             if len(row) > self.depth:

@@ -1,79 +1,68 @@
-"""Drafting from what the target nearly said before: a table of likely successors of every token.
+"""Drafting from the target's runners-up: a table of likely successors of every token.
 
 Token Recycling: Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling (arXiv
-2408.08696). Each verification leaves, for each of its tokens, the tokens that the target found most likely behind it; a
-tree grown from that table is the next draft. No model runs and nothing is trained. The paper's tree has one shape; here it
-grows by the probabilities that were recycled with the tokens.
+2408.08696). Each verification pass gives, for each of its tokens, the target's most likely next tokens; a tree grown from
+that table is the next draft. No model runs and nothing is trained. The paper's tree has a fixed shape; here it grows by the
+probabilities that are stored with the tokens.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from layerskip.config import Kind, SpeculativeConfig
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Said
-from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.tree_growth import grow
-from layerskip.decoding.verify import Verdict
+from layerskip.decoding.drafter import BaseDrafter, Context, VerifyOutput
+from layerskip.decoding.tree_growth import grow_tree
 from layerskip.drafters.registry import register
-from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 
 
-class TokenRecycling:
-    """Drafts trees from the table, which it keeps from prompt to prompt until it is told to forget.
+class TokenRecycling(BaseDrafter):
+    """Drafts trees from the table, which is kept from prompt to prompt until it is reset.
 
     Args:
         draft_length: the depth of a tree, at most.
-        tree_tokens: the most tokens of one.
-        candidates: so many successors of a token are kept.
-        least_probability: a branch ends where the probabilities on it multiply to less.
+        tree_tokens: the most tokens of a tree.
+        candidates: how many successors of each token are kept.
+        least_probability: a branch ends where the product of its probabilities falls below this value.
     """
 
-    learns = True
-    finds = True
+    keeps_state = True
+    lookup = True
 
     def __init__(self, draft_length: int, tree_tokens: int, candidates: int, least_probability: float) -> None:
         self.draft_length = draft_length
         self.tree_tokens = tree_tokens
         self.candidates = candidates
         self.least_probability = least_probability
-        self.forget()
+        self.reset_state()
 
-    def forget(self) -> None:
+    def reset_state(self) -> None:
         """Empty the table."""
         self._table: dict[int, list[tuple[int, float]]] = {}
 
-    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Nothing to prepare: what was learnt from earlier prompts stays."""
-
     def draft(self, context: Context, limit: int) -> Draft:
-        """Grow a tree from the last token, again and again by the likeliest branch; nothing where nothing is known."""
-        tokens, parents, chances = self.grow(context.tokens[-1], min(limit, self.draft_length))
-        return Draft.of_tree(tokens, parents, context.last.device, found=True, chances=chances)
+        """Grow a tree from the last token; it is empty if the token is not in the table."""
+        tokens, parents, path_probs = self.grow(context.tokens[-1], min(limit, self.draft_length))
+        return Draft.of_tree(tokens, parents, context.last.device, lookup=True, path_probs=path_probs)
 
     def grow(self, root: int, depth: int) -> tuple[list[int], list[int], list[float]]:
-        """The tokens of a tree behind a token, no deeper than ``depth``, and the parent and the chances of each."""
-        return grow(root, self._successors, depth, self.tree_tokens, self.least_probability)
+        """Returns the tokens of a tree after ``root``, at most ``depth`` deep, with their parents and path probabilities."""
+        return grow_tree(root, self._successors, depth, self.tree_tokens, self.least_probability)
 
     def _successors(self, token: int) -> list[tuple[int, float, int]]:
         return [(successor, probability, successor) for successor, probability in self._table.get(token, ())]
 
-    def observe(self, verdict: Verdict) -> None:
-        """Nothing to learn from what was accepted."""
-
-    def hear(self, said: Said) -> None:
-        """Keep what the target found likely behind every token of the pass, rejected ones too."""
-        width = min(self.candidates, said.logits.shape[1])
-        chances, successors = said.logits.float().softmax(-1).topk(width, dim=-1)
+    def observe_logits(self, output: VerifyOutput) -> None:
+        """Store the target's likely tokens after every token of the pass, rejected ones included."""
+        width = min(self.candidates, output.logits.shape[1])
+        probs, successors = output.logits.float().softmax(-1).topk(width, dim=-1)
         # One transfer for all; float64 holds every token id.
-        *rows, block = torch.cat((chances.double().T, successors.double().T, said.block.double()[None])).tolist()
-        likely = zip(*rows[:width], strict=True), zip(*rows[width:], strict=True)
-        for token, odds, tokens in zip(block, *likely, strict=True):
-            self._table[int(token)] = [(int(found), chance) for found, chance in zip(tokens, odds, strict=True)]
+        *rows, block = torch.cat((probs.double().T, successors.double().T, output.block.double()[None])).tolist()
+        columns = zip(*rows[:width], strict=True), zip(*rows[width:], strict=True)
+        for token, likelihoods, tokens in zip(block, *columns, strict=True):
+            self._table[int(token)] = [(int(other), prob) for other, prob in zip(tokens, likelihoods, strict=True)]
 
 
 def _build(config: SpeculativeConfig, target: Target) -> TokenRecycling:

@@ -1,7 +1,7 @@
-"""What does an output layer say of some hidden states, beside what it says of the target's own? In portions.
+"""The distillation loss (arXiv 1503.02531, section 2) of predicted hidden states, computed a few rows at a time.
 
-Over a whole vocabulary, logits and their gradients are by far the largest tensors of a training, and a few rows of them at a
-time stay in a processor's caches. Distillation: arXiv 1503.02531, section 2.
+Over a whole vocabulary, logits and their gradients are by far the largest tensors of a training. A few rows of them at a
+time stay in a processor's caches.
 """
 
 from __future__ import annotations
@@ -14,55 +14,52 @@ from torch import Tensor
 
 from layerskip.heads.readout import Readout
 
-_ROWS = 128  # at a time
+_ROWS = 128  # at a time on a CPU
 _ROWS_ON_DEVICES = 2048
 
 
-def cross_entropy(readout: Readout, made: Tensor, final: Tensor) -> Tensor:
-    """The mean cross entropy of what is said of some hidden states to what is said of the target's own.
+def cross_entropy(readout: Readout, hidden: Tensor, target_hidden: Tensor) -> Tensor:
+    """Return the mean cross entropy of the predicted token distributions to the target's, a float32 scalar.
 
     Args:
-        readout: an output layer, which takes no gradient.
-        made: ``[n, H]``, n at least 1; takes one.
-        final: ``[n, H]`` of the target, which takes none.
-
-    Returns:
-        float32 scalar.
+        readout: the output layer; takes no gradient.
+        hidden: ``[n, H]`` predicted hidden states, n >= 1; takes a gradient.
+        target_hidden: ``[n, H]`` hidden states of the target; takes no gradient.
     """
-    found: Tensor = _CrossEntropy.apply(made, final, readout)  # type: ignore[no-untyped-call]
-    return found
+    loss: Tensor = _CrossEntropy.apply(hidden, target_hidden, readout)  # type: ignore[no-untyped-call]
+    return loss
 
 
 @torch.no_grad()
-def drafted(readout: Readout, made: Tensor) -> Tensor:
-    """``[n]`` int64: the tokens that are said most likely of ``[n, H]`` hidden states."""
-    places = torch.cat([readout(some).argmax(-1) for (some,) in _portions(readout, made)])
+def most_likely_tokens(readout: Readout, hidden: Tensor) -> Tensor:
+    """Return ``[n]`` int64: the most likely token of each of ``[n, H]`` hidden states."""
+    places = torch.cat([readout(some).argmax(-1) for (some,) in _portions(readout, hidden)])
     return places if readout.tokens is None else readout.tokens[places]
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Makes the gradient together with the loss, so that no portion is needed again."""
+    """Computes the gradient together with the loss, so that no logits have to be kept or recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, final: Tensor, readout: Readout) -> Tensor:
-        """Of a mean, so that every row's share is known at once."""
-        total = torch.zeros((), device=made.device)
+    def forward(ctx: Any, hidden: Tensor, target_hidden: Tensor, readout: Readout) -> Tensor:
+        """Return the mean loss, and keep the gradient of every row."""
+        total = torch.zeros((), device=hidden.device)
         gradients: list[Tensor] = []
-        for some, own in _portions(readout, made.detach(), final):
-            wanted = readout(own).float().softmax(-1)
+        for some, target_some in _portions(readout, hidden.detach(), target_hidden):
+            wanted = readout(target_some).float().softmax(-1)
             with torch.enable_grad():
                 some.requires_grad_()
-                loss = -(wanted * readout(some).float().log_softmax(-1)).sum() / made.shape[0]
+                loss = -(wanted * readout(some).float().log_softmax(-1)).sum() / hidden.shape[0]
                 gradients += torch.autograd.grad(loss, some)
             total += loss.detach()
-        ctx.save_for_backward(torch.cat(gradients).to(made.dtype))
+        ctx.save_for_backward(torch.cat(gradients).to(hidden.dtype))
         return total
 
     @staticmethod
-    def backward(ctx: Any, *outside: Any) -> Any:
-        """Of the hidden states alone."""
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return the gradient of the predicted hidden states alone."""
         (gradient,) = ctx.saved_tensors
-        return gradient * outside[0], None, None
+        return gradient * grad_outputs[0], None, None
 
 
 def _portions(readout: Readout, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,17 +1,17 @@
-"""What would the target think next? A one-layer model over its hidden states, that says so without running it.
+"""EAGLE heads: a one-layer model that predicts the target's next hidden state from its previous ones.
 
 EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv 2401.15077), section 4.1: the embedding of a token
-beside the hidden state before it, through one linear map and one decoder layer, gives about the hidden state behind the
-token; the target's own output layer reads it. EAGLE-3 (arXiv 2503.01840) lets it read three of the target's layers and its
-own outputs. The layer is transformers' Llama layer, whatever the target's family.
+and the hidden state before it pass through one linear map and one decoder layer. The result approximates the hidden state
+at the token, and the target's own output layer reads it. In EAGLE-3 (arXiv 2503.01840) the head reads three of the target's
+layers and its own outputs. The decoder layer is transformers' Llama layer, whatever the target's family.
 
-With ``lookback`` the layer's attention reads, beside what EAGLE's does, the embeddings of a token and of those before it: it
-can find where the text was like this before and what followed there (:mod:`layerskip.heads.induction`), as EAGLE's hardly can,
-whose hidden states say what comes next rather than which token they stand behind.
+With ``lookback`` the layer's attention also reads the embeddings of a token and of those before it. It can then find earlier
+places where the text was the same, and copy what followed there (:mod:`layerskip.heads.induction`). EAGLE's own attention
+hardly can, because its hidden states encode the next token rather than the current one.
 
-A head of three layers is simpler than EAGLE-3's as its authors published it: it feeds back what has passed its last norm,
-theirs what has not; a linear map joins embedding and state as in EAGLE, where their layer's attention reads both side by
-side, each normed; and the target's output layer reads the result, where theirs has a trained one of its own.
+A head with three layers is simpler than EAGLE-3's published one. It feeds back its output after the last norm, theirs before
+it. A linear map joins embedding and state as in EAGLE; in theirs the layer's attention reads both side by side, each with a
+norm. The target's output layer reads the result; theirs has a trained output layer.
 """
 
 from __future__ import annotations
@@ -30,40 +30,39 @@ from layerskip.heads.published_eagle import is_published, read_published
 from layerskip.models.architecture import architecture
 from layerskip.models.attention import PLAIN
 from layerskip.models.cache import KVCache
-from layerskip.models.packing import packed_like
+from layerskip.models.packing import pack_like
 from layerskip.models.target import Target
-from layerskip.models.trained_module import load_head
+from layerskip.models.trained_module import load_trained
 from layerskip.rules import check_integer, check_number, check_type
 
 KIND = "eagle"
-_LATER = ("attention_bias", "lookback")  # fields that shapes did not have at first
-MOST_BACK = 64  # tokens that a head may look back
-_FAR = (
-    1e9  # rotary base of heads that look back: most of their numbers hardly turn within a text, however far a match is
-)
+_LATER = ("attention_bias", "lookback")  # fields that the first heads did not have
+MOST_BACK = 64  # the largest lookback, in tokens
+# Rotary base of heads with lookback: most dimensions hardly rotate within a text, so that distant matches count, too.
+_LOOKBACK_BASE = 1e9
 
 
 @dataclass(frozen=True)
 class EagleShape:
-    """What an EAGLE head is made from.
+    """The architecture of an EAGLE head.
 
     Args:
         hidden: H, the width of the target's hidden states.
         intermediate: width of the layer's MLP.
-        heads: attention heads.
-        key_value_heads: of keys and values.
-        head_dim: width of each.
-        modules: names of the target's sub-modules that it reads; one gives H numbers, three are fused first.
-        vocabulary: how many of the target's tokens it drafts from; None for all of them.
-        bias: whether the linear map has one.
+        heads: number of attention heads.
+        key_value_heads: number of key and value heads.
+        head_dim: width of each head.
+        modules: names of the target's sub-modules whose outputs it reads; three are fused to H elements first.
+        vocabulary: number of the target's tokens that it may draft; None for all.
+        bias: whether the linear map has a bias.
         rope_theta: base of the rotary positions.
-        rms_norm_eps: of the layer's norms.
-        attention_bias: whether queries, keys and values have one, as in heads that were published for Qwen2.
-        lookback: how many tokens before each its attention knows by their embeddings, and with them that token itself; 0 for
-            EAGLE's own attention, which knows only what the linear map makes.
+        rms_norm_eps: epsilon of the layer's norms.
+        attention_bias: whether queries, keys and values have a bias, as in published heads for Qwen2.
+        lookback: number of tokens before each whose embeddings its attention reads, besides that of the token itself. 0 for
+            EAGLE's own attention, which reads only the output of the linear map.
 
     Raises:
-        ConfigError: no layer can be made from it.
+        ConfigError: a value is out of range, or values do not fit each other.
     """
 
     hidden: int
@@ -83,10 +82,10 @@ class EagleShape:
         for name in ("hidden", "intermediate", "heads", "key_value_heads", "head_dim"):
             check_integer(name, getattr(self, name), 1)
         if self.hidden % self.heads or self.heads % self.key_value_heads or self.head_dim % 2:
-            found = f"{self.heads} heads of {self.head_dim}, {self.key_value_heads} of keys and values"
-            raise ConfigError(f"heads: {found}, do not divide {self.hidden} numbers")
+            sizes = f"{self.heads} heads of {self.head_dim}, {self.key_value_heads} of keys and values"
+            raise ConfigError(f"heads: {sizes}, do not divide {self.hidden} elements")
         if not self.modules or not all(isinstance(name, str) for name in self.modules):
-            raise ConfigError("modules: are not names of what it reads")
+            raise ConfigError("modules: are not names of sub-modules")
         if self.vocabulary is not None:
             check_integer("vocabulary", self.vocabulary, 1)
         check_integer("lookback", self.lookback, 0, MOST_BACK)
@@ -97,7 +96,7 @@ class EagleShape:
 
     @classmethod
     def of(cls, target: Target, three_layers: bool = False, vocabulary: int | None = None, lookback: int = 0) -> EagleShape:
-        """A head like one of the target's own layers."""
+        """Return the shape of a head whose layer has the sizes of the target's own layers."""
         config = target.model.config.get_text_config(decoder=True)
         hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
         return cls(
@@ -108,40 +107,38 @@ class EagleShape:
             int(getattr(config, "head_dim", None) or hidden // heads),
             read_modules(target, three_layers),
             vocabulary,
-            rope_theta=_FAR if lookback else cls.rope_theta,
+            rope_theta=_LOOKBACK_BASE if lookback else cls.rope_theta,
             lookback=lookback,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; without what heads did not have at first, so that theirs are the same."""
+        """Return the shape as a dictionary that JSON can hold.
+
+        Fields that the first heads did not have are left out if unset, so that those heads keep their dictionaries.
+        """
         return {name: value for name, value in asdict(self).items() if name not in _LATER or value}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> EagleShape:
-        """The shape that :meth:`to_dict` wrote, though JSON has lists for tuples."""
+        """Return the shape of a dictionary from :meth:`to_dict`, with JSON's lists converted to tuples."""
         return cls(**fields | {"modules": tuple(fields["modules"])})
 
 
 def read_modules(target: Target, three_layers: bool = False) -> tuple[str, ...]:
-    """The sub-modules that a head reads: the model without its output layer, or a low, a middle and a high layer."""
+    """Return the sub-modules that a head reads: the model without its output layer, or a low, a middle and a high layer."""
     if not three_layers:
         body = target.model.base_model_prefix
-        # Llama 4's text model names a body that only its larger sibling, which sees images, has.
+        # Llama 4's text model names a body that only its multimodal version has.
         return (body if hasattr(target.model, body) else architecture(target.model).path.rpartition(".")[0],)
-    found, layers = architecture(target.model), target.layers
+    path, layers = architecture(target.model).path, target.layers
     chosen = (2, layers // 2, layers - 3) if layers >= 7 else (0, layers // 2, layers - 1)
     if not chosen[0] < chosen[1] < chosen[2]:
-        raise ConfigError(f"three_layers: {target.name} has {layers} layers, of which no three lie apart")
-    return tuple(f"{found.path}.{index}" for index in chosen)
+        raise ConfigError(f"three_layers: {target.name} has {layers} layers, which are too few for three apart")
+    return tuple(f"{path}.{index}" for index in chosen)
 
 
 class EagleHead(nn.Module):
-    """The trained part.
-
-    Args:
-        shape: what it is made from.
-        tokens: ``[v]`` int64, the target's tokens that it drafts from, in the order of its logits; None for all.
-    """
+    """An EAGLE head; ``tokens`` are the target's tokens that it may draft, ``[v]`` int64, in the order of its logits."""
 
     def __init__(self, shape: EagleShape, tokens: Tensor | None = None) -> None:
         super().__init__()
@@ -149,7 +146,7 @@ class EagleHead(nn.Module):
         self.shape = shape
         width = len(shape.modules)
         config = LlamaConfig(
-            vocab_size=1,  # embeddings are the target's
+            vocab_size=1,  # the embeddings are the target's
             bos_token_id=None,
             eos_token_id=None,
             hidden_size=shape.hidden,
@@ -167,16 +164,16 @@ class EagleHead(nn.Module):
         self.fuse = nn.Linear(width * shape.hidden, shape.hidden, bias=False) if width > 1 else nn.Identity()
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
         self.body = LlamaModel(config)
-        # The published layer reads the linear map's output as it is, and gives what the output layer reads.
+        # The published layer has no norm before its attention, and none after the layer.
         layer: Any = self.body.layers[0]
-        layer.self_attn.o_proj.bias = None  # Llama's has one with the others
-        layer.input_layernorm = self._beside = _Beside()
+        layer.self_attn.o_proj.bias = None  # with attention_bias Llama's has one
+        layer.input_layernorm = self._lookback = _LookbackInput()
         if shape.lookback:
             for name in ("q_proj", "k_proj", "v_proj"):
                 setattr(layer.self_attn, name, _widened(getattr(layer.self_attn, name), (1 + shape.lookback) * shape.hidden))
         if width == 1:
             self.body.norm = nn.Identity()  # type: ignore[assignment]
-        # It begins as its linear map alone, which can be fitted in closed form.
+        # Untrained, the head is its linear map alone, which can be fitted in closed form.
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
         self.register_buffer("tokens", tokens)
@@ -189,22 +186,22 @@ class EagleHead(nn.Module):
         positions: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states behind some tokens.
+        """Predict the hidden states at tokens.
 
         Args:
-            embeddings: ``[B, n, (1 + lookback) * H]`` of the tokens and of those before each, see :meth:`look`.
-            features: ``[B, n, H]`` before each: the target's, fused, or the head's own.
-            cache: its keys and values of what comes before, written behind ``length``; None where that is all.
-            positions: ``[B, n]`` int64, if not one behind the other.
-            visible: ``[B, 1, n, keys]`` bool: what each sees, if not all before it.
+            embeddings: ``[B, n, (1 + lookback) * H]``: of the tokens and those before each, see :meth:`with_lookback`.
+            features: ``[B, n, H]``: the hidden state before each token, either the target's, fused, or the head's own.
+            cache: keys and values of earlier tokens, extended after its ``length``; None if there are none.
+            positions: ``[B, n]`` int64; None if consecutive.
+            visible: ``[B, 1, n, keys]`` bool: the attention mask; None for causal attention.
 
         Returns:
             ``[B, n, H]``.
         """
         own = embeddings[..., : self.shape.hidden]
-        self._beside.read = embeddings if self.shape.lookback else None
+        self._lookback.embeddings = embeddings if self.shape.lookback else None
         try:
-            found = self.body(
+            output = self.body(
                 inputs_embeds=self.fc(torch.cat((own, features), -1)),
                 past_key_values=cache,
                 position_ids=positions,
@@ -212,18 +209,18 @@ class EagleHead(nn.Module):
                 use_cache=cache is not None,
             )
         finally:
-            self._beside.read = None
-        return found.last_hidden_state  # type: ignore[no-any-return]
+            self._lookback.embeddings = None
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
-    def look(self, embedded: Tensor, count: int) -> Tensor:
-        """The embeddings of some tokens, each beside those of the tokens before it.
+    def with_lookback(self, embedded: Tensor, count: int) -> Tensor:
+        """Concatenate the embeddings of the last tokens with those of the tokens before each.
 
         Args:
-            embedded: ``[B, m, H]``, m at least ``count``: of tokens one behind the other, the last of which are meant.
-            count: n, how many are.
+            embedded: ``[B, m, H]``: of consecutive tokens, m >= n.
+            count: n, the number of last tokens.
 
         Returns:
-            ``[B, n, (1 + lookback) * H]``; zeros stand for what comes before the first of the m.
+            ``[B, n, (1 + lookback) * H]``, with zeros before the first of the m tokens.
         """
         back = self.shape.lookback
         embedded = pad(embedded, (0, 0, max(0, count + back - embedded.shape[1]), 0))
@@ -231,26 +228,22 @@ class EagleHead(nn.Module):
         return torch.cat([embedded[:, end - step - count : end - step] for step in range(back + 1)], -1)
 
     def weights(self) -> dict[str, Tensor]:
-        """Its own tensors, as they are saved."""
+        """Return the tensors to save."""
         return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("body.embed_tokens")}
 
 
-class _Beside(nn.Module):
-    """In the place of a norm that EAGLE's layer lacks: has attention read embeddings beside what the linear map made.
+class _LookbackInput(nn.Module):
+    """Appends embeddings ``[B, n, E]``, if set, to the attention's input, in place of the norm that EAGLE's layer lacks."""
 
-    Attributes:
-        read: ``[B, n, E]``, during a pass; None for nothing.
-    """
+    embeddings: Tensor | None = None
 
-    read: Tensor | None = None
-
-    def forward(self, made: Tensor) -> Tensor:
-        """``[B, n, H]`` to ``[B, n, H + E]``."""
-        return made if self.read is None else torch.cat((made, self.read.to(made.dtype)), -1)
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``[B, n, H + E]`` from ``[B, n, H]``."""
+        return hidden if self.embeddings is None else torch.cat((hidden, self.embeddings.to(hidden.dtype)), -1)
 
 
 def _widened(part: nn.Linear, more: int) -> nn.Linear:
-    """The same function, of further inputs that count for nothing yet."""
+    """The linear map with further inputs, whose weights are zero."""
     wide = nn.Linear(part.in_features + more, part.out_features, bias=part.bias is not None)
     wide.weight.data.zero_()[:, : part.in_features] = part.weight.data
     if part.bias is not None:
@@ -259,10 +252,9 @@ def _widened(part: nn.Linear, more: int) -> nn.Linear:
 
 
 def load_eagle(folder: str | Path, target: Target) -> EagleHead:
-    """A head for a target, in its dtype and on its device; one in its authors' published layout is taken as well.
+    """Load a head for a target, in its dtype and on its device. A head in its authors' published layout is accepted, too.
 
-    Raises:
-        ConfigError: there is none, it is damaged, or it was made for another target.
+    A head that is damaged or was made for another target is refused with a :class:`ConfigError`.
     """
     folder = Path(folder)
     damaged = f"head: {folder} is damaged:"
@@ -270,25 +262,25 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
         fields, weights = read_published(folder, target)
         fields |= {"modules": read_modules(target)}
     else:
-        fields, weights = load_head(folder, KIND, target)
+        fields, weights = load_trained(folder, KIND, target)
     try:
         shape = EagleShape.from_dict(fields)
     except (ConfigError, KeyError, TypeError) as error:
         raise ConfigError(f"{damaged} its shape: {error}") from error
     if shape.hidden != target.hidden:
-        raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} numbers a token")
+        raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} elements per token")
     if unread := set(shape.modules) - {name for name, _ in target.model.named_modules()}:
-        raise ConfigError(f"{damaged} {target.name} has no {min(unread)} that it could read")
+        raise ConfigError(f"{damaged} {target.name} has no sub-module {min(unread)}")
     head = EagleHead(shape, weights.pop("tokens", None))
     try:
         missing, unknown = head.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise ConfigError(f"{damaged} {' '.join(str(error).split())[:200]}") from error
-    lost = [name for name in missing if name not in ("tokens", "body.embed_tokens.weight")]
-    if lost or unknown:
-        raise ConfigError(f"{damaged} {', '.join([*lost, *unknown][:3])}")
+    absent = [name for name in missing if name not in ("tokens", "body.embed_tokens.weight")]
+    if absent or unknown:
+        raise ConfigError(f"{damaged} {', '.join([*absent, *unknown][:3])}")
     rotary: Any = head.body.rotary_emb
     frequencies = rotary.inv_freq.clone()
     head = head.to(target.device, target.model.dtype).eval()
-    rotary.inv_freq = frequencies.to(target.device)  # positions turn by float32, as in training
-    return packed_like(target.model, head)
+    rotary.inv_freq = frequencies.to(target.device)  # positions rotate in float32, as in training
+    return pack_like(target.model, head)

@@ -1,6 +1,6 @@
-"""How do EAGLE's authors lay out a head? A Llama configuration of one layer, and weights under their own code's names.
+"""Reads EAGLE heads as their authors publish them: a Llama configuration of one layer, and weights under their own names.
 
-Their files do not say whose hidden states a head reads, but hold a copy of that model's embeddings, in half precision.
+Their files do not name the model whose hidden states a head reads, but hold a copy of its embeddings in half precision.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ _CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _EMBEDDINGS = "embed_tokens.weight"
 _COMPARED = 1024  # rows of the embeddings
-_LATER = ("d2t", "t2d")  # the maps between EAGLE-3's vocabularies
-_BIAS = "layers.0.self_attn.q_proj.bias"  # that of a head for Qwen2
+_EAGLE_3 = ("d2t", "t2d")  # the maps between EAGLE-3's vocabularies
+_BIAS = "layers.0.self_attn.q_proj.bias"  # in heads for Qwen2
 
 
 def is_published(folder: Path) -> bool:
-    """Whether a head lies there as its authors lay it out."""
+    """Whether a folder has a head in its authors' layout."""
     return (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in _WEIGHTS)
 
 
 def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a head is made from, but for what it reads, and its weights under our names.
+    """Read the fields of a head's shape, except its modules, and its weights under this project's names.
 
     Args:
-        folder: with a head of EAGLE-1.
-        target: that it must be for; its embeddings tell it even from models that were tuned from the same one.
+        folder: folder of an EAGLE-1 head.
+        target: the target that it must belong to. The embeddings distinguish it even from other fine-tunings of the same
+            base model.
 
     Raises:
-        ConfigError: it cannot be read, is damaged, or was made for another target.
+        ConfigError: the head cannot be read, is damaged, or was made for another target.
     """
     try:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
@@ -49,8 +50,8 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
         weights = load_file(safe) if safe.is_file() else _read_pickled(folder / _WEIGHTS[1])
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"head: cannot read {folder}: {' '.join(str(error).split())}") from error
-    if any(name in _LATER or name.startswith("midlayer.") for name in weights):
-        raise ConfigError(f"head: {folder} is laid out as EAGLE-3's authors do, which is not read; EAGLE-1's layout is")
+    if any(name in _EAGLE_3 or name.startswith("midlayer.") for name in weights):
+        raise ConfigError(f"head: {folder} has the layout of EAGLE-3's authors, which is not supported; EAGLE-1's is")
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         fields = {
@@ -65,7 +66,7 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
             "rms_norm_eps": float(config.get("rms_norm_eps") or 1e-5),
         }
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise ConfigError(f"head: {folder} is damaged: {_CONFIG} does not say what it is made from: {error}") from error
+        raise ConfigError(f"head: {folder} is damaged: {_CONFIG} does not give its shape: {error}") from error
     embeddings = weights.pop(_EMBEDDINGS, None)
     if embeddings is not None and hidden == target.hidden:
         _check_embeddings(embeddings, target, f"head: {folder} was made for another target: its")
@@ -73,30 +74,33 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of its positions; other ways to stretch them are refused, as the head would draft badly without a word."""
+    """The base of the rotary positions. Scaled positions are refused, because the head would silently draft badly."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind != "default":
-        raise ConfigError(f"head: its positions are scaled by {kind!r}, which is not read")
+        raise ConfigError(f"head: its positions are scaled by {kind!r}, which is not supported")
     return float(given.get("rope_theta") or config.get("rope_theta") or 10_000.0)
 
 
-def _check_embeddings(embeddings: Tensor, target: Target, other: str) -> None:
-    """Fine-tuning moves large and small numbers alike, and so the small ones further than rounding would."""
+def _check_embeddings(embeddings: Tensor, target: Target, prefix: str) -> None:
+    """Check that embeddings equal the target's up to rounding.
+
+    Fine-tuning moves large and small values by similar amounts, and therefore small ones further than rounding does.
+    """
     if embeddings.shape[:1] != (target.vocabulary,):
-        raise ConfigError(f"{other} vocabulary is not that of {target.name}")
+        raise ConfigError(f"{prefix} vocabulary is not that of {target.name}")
     own: Tensor = target.model.get_input_embeddings().weight  # type: ignore[assignment]
     rows = slice(0, min(len(own), len(embeddings)), max(1, target.vocabulary // _COMPARED))
     if not same_weights(*(table[rows].detach().float().cpu().numpy() for table in (embeddings, own))):
-        raise ConfigError(f"{other} embeddings are not those of {target.name}")
+        raise ConfigError(f"{prefix} embeddings are not those of {target.name}")
 
 
 def _read_pickled(file: Path) -> dict[str, Tensor]:
-    """Tensors and nothing else: a pickle that would run code is refused."""
+    """Load a pickle of tensors. A pickle of anything else is refused, since it could run code."""
     try:
-        found = dict(torch.load(file, weights_only=True, map_location="cpu"))
-        if all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in found.items()):
-            return found
+        weights = dict(torch.load(file, weights_only=True, map_location="cpu"))
+        if all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()):
+            return weights
     except (pickle.UnpicklingError, RuntimeError, EOFError, TypeError, ValueError) as error:
         raise ValueError(f"{file.name} does not hold tensors alone") from error
     raise ValueError(f"{file.name} does not hold tensors alone")

@@ -1,8 +1,8 @@
-"""Which tokens does a draft choose among? The target's own output layer, over all of its tokens or over the commonest.
+"""The target's output layer as heads use it, over all tokens or over the most common ones.
 
-A draft's head is paid for with every drafted token and is a fifth of a small model's weights; tokens that it leaves out only
-cost acceptance. FR-Spec (arXiv 2502.14856), section 3: the draft's q has its support there, the target's p everywhere. While
-a text is continued, :mod:`layerskip.models.output_rows` has its tokens join them.
+The output layer runs for every drafted token and holds a fifth of a small model's weights. Tokens that it leaves out only
+reduce acceptance: the draft's q is restricted to the common tokens, the target's p is not (FR-Spec, arXiv 2502.14856,
+section 3). While a text is continued, :mod:`layerskip.models.output_rows` adds the tokens of the text.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from layerskip.models.output_rows import OutputRows
-from layerskip.models.packing import multiply, packs
+from layerskip.models.packing import multiply, uses_packing
 from layerskip.models.target import Target
 
 
 class Readout:
-    """The target's output layer over the tokens that a head drafts from.
+    """The target's output layer over the tokens that a head may draft.
 
     Args:
-        target: whose it is.
         tokens: ``[v]`` int64; None for all.
 
     Attributes:
-        scale: what logits are multiplied by.
+        scale: factor of the logits.
     """
 
     def __init__(self, target: Target, tokens: Tensor | None) -> None:
@@ -39,30 +38,30 @@ class Readout:
         self._whole = layer.weight, bias
         self._rows = None
         if tokens is not None:
-            self._rows = OutputRows(layer.weight, bias, tokens, target.vocabulary, packs(target.model))
+            self._rows = OutputRows(layer.weight, bias, tokens, target.vocabulary, uses_packing(target.model))
 
     @property
     def tokens(self) -> Tensor | None:
-        """``[v]`` int64: those of the logits; None for all."""
+        """The tokens of the logits, ``[v]`` int64; None for all."""
         return None if self._rows is None else self._rows.tokens
 
     @property
     def weight(self) -> Tensor:
-        """``[v, H]``: the layer's."""
+        """The layer's weight, ``[v, H]``."""
         return self._whole[0] if self._rows is None else self._rows.weight
 
     def begin(self) -> None:
-        """Forget the text before."""
+        """Begin a new text."""
         if self._rows is not None:
             self._rows.begin()
 
     def follow(self, text: Sequence[int]) -> None:
-        """Draft from the tokens of a text, too, which goes on where it stood at the last call."""
+        """Add the tokens of a text, which continues the text of the last call."""
         if self._rows is not None:
             self._rows.follow(text)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """``[..., H]`` to ``[..., v]`` logits."""
+        """Return logits ``[..., v]`` of hidden states ``[..., H]``."""
         logits = self._whole_logits(hidden) if self._rows is None else self._rows.multiply(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -70,23 +69,23 @@ class Readout:
 
     def _whole_logits(self, hidden: Tensor) -> Tensor:
         weight, bias = self._whole
-        if torch.is_grad_enabled():  # nobody trains the target
+        if torch.is_grad_enabled():  # the target itself is never trained
             return linear(hidden, weight.detach(), None if bias is None else bias.detach())
         return multiply(hidden, weight, bias)
 
     def token(self, place: int) -> int:
-        """The target's token at a place of the logits."""
+        """Return the target's token at an index of the logits."""
         return place if self._rows is None else self._rows.token(place)
 
 
 def choose_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
-    """``[size]`` int64, ascending: the tokens that occur most often, those that must be there among them.
+    """Choose the most frequent tokens; return them in ascending order, ``[size]`` int64.
 
-    Of tokens that occur as often, those of lower numbers are taken: tokenizers learn what is common first.
+    Of equally frequent tokens the lower ids are chosen, because tokenizers learn common tokens first.
 
     Args:
         counts: ``[V]``: how often each token occurs.
-        size: how many to choose; no fewer than must be there.
+        size: how many to choose, at least as many as ``always`` has.
         always: tokens that are chosen whatever their count.
     """
     raised = counts.double().clone()

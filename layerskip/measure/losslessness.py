@@ -1,9 +1,9 @@
-"""Did drafting change the output?
+"""Check whether drafting changed the output.
 
 In float32 the tokens must be equal. In half precision a block of tokens and a single token run different kernels, so two
-nearly equal logits can change places; the first token that differs is then judged by the target itself, run once more over
-the common prefix: were both tokens, up to rounding, its most likely one? If so it is a near-tie, counted and shown; if not,
-the output was changed and the measurement fails its check.
+nearly equal logits may change places. The target then judges the first different token in one more pass over the common
+prefix: if both tokens are its most likely one up to rounding, the difference is a near-tie, which is counted and shown. If
+not, the output was changed and the measurement fails its check.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from layerskip.models.forward import forward
 from layerskip.models.target import Target
 
 NEAR_TIE_ULPS = 4
-"""Rounding steps, at the size of the largest logit, within which two logits count as equal in half precision."""
+"""In half precision, logits that differ by at most so many rounding steps of the largest logit count as equal."""
 
 _ENDS = 1e9
-"""The margin of an output that ends where the other goes on: no rounding explains it, and JSON has no infinity."""
+"""The margin if one output ends before the other: rounding does not explain it, and JSON has no infinity."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two greedy outputs of one prompt part.
+    """The first difference between two greedy outputs of one prompt.
 
     Args:
         prompt_id: the prompt.
-        position: index of the first new token that differs.
-        margin: how far the lower of the two tokens' logits lies below the largest one, in logits.
+        position: the index of the first new token that differs.
+        margin: how far the lower of the two tokens' logits is below the largest logit.
         tolerance: the largest margin that rounding explains; 0 in float32.
     """
 
@@ -51,12 +51,12 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Losslessness:
-    """The verdict of one measurement.
+    """The result of comparing the outputs of one measurement.
 
     Args:
-        compared: outputs compared.
+        compared: how many outputs were compared.
         divergences: those that differ.
-        basis: what was compared: the measured outputs, or, where those are sampled, greedy ones made for the purpose.
+        basis: which outputs were compared: the measured ones or, if those are sampled, greedy ones made for the check.
     """
 
     compared: int
@@ -65,7 +65,7 @@ class Losslessness:
 
     @property
     def verdict(self) -> str:
-        """``exact``, ``near_tie`` (only those differ), ``different``, or ``unchecked``."""
+        """``exact``, ``near_tie`` (only near-ties differ), ``different``, or ``unchecked``."""
         if not self.compared:
             return "unchecked"
         if not self.divergences:
@@ -73,8 +73,8 @@ class Losslessness:
         return "near_tie" if all(d.near_tie for d in self.divergences) else "different"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for exports and logs; ``tolerance`` is that where the margin is the largest."""
-        worst = max(self.divergences, key=lambda found: found.margin, default=None)
+        """Returns plain values, for exports and logs; ``tolerance`` is that of the divergence with the largest margin."""
+        worst = max(self.divergences, key=lambda divergence: divergence.margin, default=None)
         return {
             "verdict": self.verdict,
             "basis": self.basis,
@@ -87,7 +87,7 @@ class Losslessness:
 
     @classmethod
     def join(cls, parts: Iterable[Losslessness]) -> Losslessness:
-        """One verdict over several measurements."""
+        """Returns one result for several measurements."""
         parts = list(parts)
         return cls(
             sum(part.compared for part in parts),
@@ -105,7 +105,7 @@ def find_divergence(
     actual: Sequence[int],
     sampling: Sampling,
 ) -> Divergence | None:
-    """Where two greedy continuations of a prompt part, judged by the target; None where they are equal.
+    """Compare two greedy continuations of a prompt, and let the target judge the first difference.
 
     Args:
         target: the model that made both.
@@ -113,14 +113,17 @@ def find_divergence(
         prompt: token ids.
         expected: the baseline's new tokens.
         actual: the candidate's new tokens.
-        sampling: greedy, with the repetition penalty that both used.
+        sampling: greedy, with the repetition penalty of both.
+
+    Returns:
+        The divergence; None if the continuations are equal.
     """
     if list(expected) == list(actual):
         return None
     pairs = enumerate(zip(expected, actual, strict=False))
     position = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(actual)))
     if position == min(len(expected), len(actual)):
-        return Divergence(prompt_id, position, _ENDS, 0.0)  # one output ends where the other goes on
+        return Divergence(prompt_id, position, _ENDS, 0.0)  # one output ends before the other
     block = upload([*prompt, *expected[:position]], target.device)
     cache = KVCache(target.layers, len(block), device=target.device)
     logits = forward(target.model, block, cache, last=1).float()

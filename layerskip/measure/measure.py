@@ -1,9 +1,9 @@
-"""How fast is a configuration, truly?
+"""Measurement of decoding speed, paired prompt by prompt.
 
-Contenders decode the same prompts, one after the other in a random order that changes from prompt to prompt, so drift of
-the machine falls on all alike. The device is synchronised around every reading, prefill and decoding are timed apart, and
-committed tokens are counted in one way for all: decoding starts when prefill has given its tokens and is credited with
-those behind them. Each comparison carries its own verdict on losslessness.
+Contenders decode the same prompts one after the other, in a random order that changes from prompt to prompt, so drift of the
+machine affects all of them alike. The device is synchronised at every reading, and prefill and decoding are timed apart.
+Tokens are counted in the same way for all: decoding starts when prefill has given its tokens, and is credited with the
+tokens after those. Each comparison has its own check of losslessness.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Protocol
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import DecodeResult, decode
-from layerskip.decoding.drafter import Drafter, Learner
+from layerskip.decoding.drafter import CrossPromptState, Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.clock import now
-from layerskip.device.memory import PeakMemory, held_bytes, table_bytes
+from layerskip.device.memory import PeakMemory, python_bytes, tensor_bytes
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.losslessness import Losslessness, find_divergence
 from layerskip.measure.measurement import Measurement, Sample
-from layerskip.measure.timed_drafter import Clocked
-from layerskip.models.graph_capture import seconds_recording
+from layerskip.measure.timed_drafter import TimedDrafter
+from layerskip.models.graph_capture import capture_seconds
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from layerskip.prompts import PromptError, PromptItem, PromptSet
@@ -34,12 +34,12 @@ WARMUP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Task:
-    """What every contender is asked to do with a prompt.
+    """What every contender does with a prompt.
 
     Args:
         sampling: how tokens are chosen.
         max_new_tokens: at least 1.
-        seed: of the draws, where tokens are sampled.
+        seed: of the draws, if tokens are sampled.
     """
 
     sampling: Sampling = Sampling()
@@ -48,43 +48,43 @@ class Task:
 
 
 class Contender(Protocol):
-    """Anything that continues a prompt: our decoder, or a peer."""
+    """Anything that continues a prompt: the decoder of this library, or a peer."""
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
-        """Continue token ids, and call back once, when prefill is done, with the number of new tokens known by then."""
+        """Continue token ids. After prefill, call ``on_prefill`` once with the number of new tokens known by then."""
         ...
 
 
 class Decoder:
-    """Our decoding loop with one drafter, as a contender. The drafter's state carries on from prompt to prompt."""
+    """The decoding loop with one drafter, as a contender. The drafter's state lasts from prompt to prompt."""
 
     def __init__(self, target: Target, drafter: Drafter, accept: AcceptRule = EXACT) -> None:
-        self.target, self.drafter, self.accept = target, Clocked(drafter, target.device), accept
+        self.target, self.drafter, self.accept = target, TimedDrafter(drafter, target.device), accept
 
     @property
-    def learns(self) -> bool:
-        """Whether the drafter keeps something from one prompt for the next."""
+    def keeps_state(self) -> bool:
+        """Whether the drafter keeps state from one prompt to the next."""
         drafter = self.drafter.drafter
-        return isinstance(drafter, Learner) and drafter.learns
+        return isinstance(drafter, CrossPromptState) and drafter.keeps_state
 
-    def forget(self) -> None:
-        """Let the drafter forget what it has learnt from earlier prompts."""
-        if isinstance(self.drafter.drafter, Learner):
-            self.drafter.drafter.forget()
+    def reset_state(self) -> None:
+        """Reset the drafter's state from earlier prompts."""
+        if isinstance(self.drafter.drafter, CrossPromptState):
+            self.drafter.drafter.reset_state()
 
-    def held_bytes(self) -> int:
-        """What the drafter's weights, caches and tables take beside the target's own, as its last prompt has left them."""
-        drafter, given = self.drafter.drafter, self.drafter.given
-        tensors = held_bytes(drafter, beside=(self.target.model, decoding_view(self.target.model), *given))
-        return tensors + table_bytes(drafter, beside=(self.target, *given))
+    def memory_bytes(self) -> int:
+        """The memory of the drafter's weights, caches and tables beside the target's own, after its last prompt."""
+        drafter, started_with = self.drafter.drafter, self.drafter.started_with
+        tensors = tensor_bytes(drafter, beside=(self.target.model, decoding_view(self.target.model), *started_with))
+        return tensors + python_bytes(drafter, beside=(self.target, *started_with))
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
-        """The decoder that a configuration asks for; raises as :func:`build_drafter`."""
+        """Returns the decoder of a configuration; raises like :func:`build_drafter`."""
         return cls(target, build_drafter(config, target), config.accept)
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
-        self.drafter.reset()  # of an output that ends at once, no drafter hears
+        self.drafter.reset()  # here, as an output of one token starts no drafter
         return decode(
             self.target,
             self.drafter,
@@ -111,15 +111,15 @@ def measure(
 
     Args:
         target: the model.
-        prompts: at least one; plain texts are taken as user messages.
-        config: what to measure.
-        sampling: greedy where None.
+        prompts: at least one; plain texts are user messages.
+        config: the configuration to measure.
+        sampling: None for greedy decoding.
         max_new_tokens: per prompt and turn.
-        repeats: how often every prompt is decoded by both.
-        seed: of the order, and of the draws where tokens are sampled.
+        repeats: how often both decode every prompt.
+        seed: of the order, and of the draws if tokens are sampled.
 
     Raises:
-        ConfigError, UnsupportedModel, TargetError: as :func:`build_drafter`.
+        ConfigError, UnsupportedModel, TargetError: see :func:`build_drafter`.
         PromptError: there are no prompts.
     """
     contenders = {"baseline": Decoder.of(target, SpeculativeConfig()), "candidate": Decoder.of(target, config)}
@@ -140,53 +140,53 @@ def interleave(
     without: Collection[str] = (),
     before: PromptSet | None = None,
 ) -> Iterator[dict[str, Sample]]:
-    """Let contenders decode the same prompts; the first one's outputs are what the others' must equal.
+    """Let contenders decode the same prompts; the outputs of the first are the reference of the others.
 
-    Yields after every prompt, so that a caller may stop early.
+    Yields after every prompt, so a caller may stop early.
 
     Args:
         target: the model.
         prompts: at least one.
         contenders: by name.
-        task: what each is asked; the seed also fixes their order.
+        task: of every contender; its seed also determines their order.
         repeats: how often every prompt is decoded.
-        without: those that decode no more, never the first one; it may grow from prompt to prompt.
-        before: prompts that whoever learns decodes first, unmeasured, where a comparison goes on.
+        without: names of contenders that decode no more, never the first one; it may grow from prompt to prompt.
+        before: prompts of the earlier part of a comparison. Contenders that keep state decode them first, unmeasured.
 
     Yields:
-        One sample per contender, of the same prompt.
+        One sample per contender, for one prompt.
     """
     order = random.Random(task.seed)
     checks = _warm_up(target, prompts, contenders, task)
     for repeat in range(repeats):
-        # Who learns shall not meet a prompt that it has decoded before, as its users' would not be either.
+        # A contender that keeps state must not have decoded a prompt before, as it would not have in use.
         for contender in contenders.values():
-            if isinstance(contender, Learner):
-                contender.forget()
+            if isinstance(contender, CrossPromptState):
+                contender.reset_state()
         if before is not None:
-            _let_learn(target, before, contenders, task)
+            _restore_state(target, before, contenders, task)
         for index, item in enumerate(prompts):
-            left = {name: contender for name, contender in contenders.items() if name not in without}
-            names = list(left)
+            remaining = {name: contender for name, contender in contenders.items() if name not in without}
+            names = list(remaining)
             order.shuffle(names)
-            asked = Task(task.sampling, task.max_new_tokens, task.seed + 1000 * repeat + index)
-            yield _one_prompt(target, item, left, names, asked, checks)
+            seeded = Task(task.sampling, task.max_new_tokens, task.seed + 1000 * repeat + index)
+            yield _one_prompt(target, item, remaining, names, seeded, checks)
             if checks is not None:
-                checks = dict.fromkeys(checks, Losslessness(0))  # one comparison counts once
+                checks = dict.fromkeys(checks, Losslessness(0))  # the comparison counts once, for the first prompt
 
 
-def _let_learn(target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task) -> None:
-    """Decode prompts with those who learn from them."""
-    learners = {name: found for name, found in contenders.items() if isinstance(found, Decoder) and found.learns}
-    for index, item in enumerate(prompts if learners else ()):
-        asked = Task(task.sampling, task.max_new_tokens, task.seed + index)
-        _one_prompt(target, item, learners, list(learners), asked, dict.fromkeys(learners, Losslessness(0)))
+def _restore_state(target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task) -> None:
+    """Decode earlier prompts with the contenders that keep state."""
+    stateful = {name: each for name, each in contenders.items() if isinstance(each, Decoder) and each.keeps_state}
+    for index, item in enumerate(prompts if stateful else ()):
+        seeded = Task(task.sampling, task.max_new_tokens, task.seed + index)
+        _one_prompt(target, item, stateful, list(stateful), seeded, dict.fromkeys(stateful, Losslessness(0)))
 
 
 def _warm_up(
     target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task
 ) -> dict[str, Losslessness] | None:
-    """Run everyone once. Where tokens are sampled, outputs cannot be compared: greedy ones are made and compared here."""
+    """Run every contender once. Sampled outputs cannot be compared, so greedy ones are then made and compared here."""
     item = next(iter(prompts))
     prompt = target.encode(item.messages())
     length = min(WARMUP_TOKENS, task.max_new_tokens)
@@ -200,9 +200,9 @@ def _warm_up(
         for name, contender in contenders.items()
     }
     expected = outputs[next(iter(contenders))]
-    found = {name: find_divergence(target, item.id, prompt, expected, out, greedy) for name, out in outputs.items()}
+    divergences = {name: find_divergence(target, item.id, prompt, expected, out, greedy) for name, out in outputs.items()}
     basis = "greedy outputs of one prompt, as the measured ones are sampled"
-    return {name: Losslessness(1, (part,) if part else (), basis) for name, part in found.items()}
+    return {name: Losslessness(1, (part,) if part else (), basis) for name, part in divergences.items()}
 
 
 def _one_prompt(
@@ -213,7 +213,7 @@ def _one_prompt(
     task: Task,
     checks: dict[str, Losslessness] | None,
 ) -> dict[str, Sample]:
-    """Decode one prompt, or a conversation turn by turn; everyone hears the first contender's answers."""
+    """Decode one prompt, or a conversation turn by turn; all contenders continue from the first contender's answers."""
     reference = next(iter(contenders))
     messages = item.messages()
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
@@ -225,10 +225,10 @@ def _one_prompt(
             outputs[name] = continuation.tokens
             samples[name].append(sample)
         for name in contenders:
-            samples[name][-1] = samples[name][-1].judged(
-                (checks[name] if len(samples[name]) == 1 else Losslessness(0))  # one comparison counts once
+            samples[name][-1] = samples[name][-1].with_losslessness(
+                (checks[name] if len(samples[name]) == 1 else Losslessness(0))  # the comparison counts once
                 if checks is not None
-                else _judge(target, item.id, prompt, outputs[reference], outputs[name], task.sampling)
+                else _compare(target, item.id, prompt, outputs[reference], outputs[name], task.sampling)
             )
         if followup is not None:
             messages.append({"role": "assistant", "content": target.decode(outputs[reference])})
@@ -236,11 +236,11 @@ def _one_prompt(
     return {name: Sample.join(parts) for name, parts in samples.items()}
 
 
-def _judge(
+def _compare(
     target: Target, prompt_id: str, prompt: list[int], expected: list[int], actual: list[int], sampling: Sampling
 ) -> Losslessness:
-    found = find_divergence(target, prompt_id, prompt, expected, actual, sampling)
-    return Losslessness(1, (found,) if found else ())
+    divergence = find_divergence(target, prompt_id, prompt, expected, actual, sampling)
+    return Losslessness(1, (divergence,) if divergence else ())
 
 
 def _timed(
@@ -250,7 +250,7 @@ def _timed(
     known: list[tuple[float, int]] = []
 
     def clock() -> float:
-        return now(target.device) - seconds_recording()
+        return now(target.device) - capture_seconds()
 
     start = clock()
     continuation = contender(prompt, task, lambda count: known.append((clock(), count)))
@@ -264,7 +264,7 @@ def _timed(
         prefill_seconds=prefilled - start,
         decode_seconds=end - prefilled,
         peak_memory_bytes=memory.read(),
-        decoding_bytes=memory.grown(),
+        decoding_bytes=memory.growth(),
         stats=continuation.stats,
         draft_seconds=contender.drafter.seconds if isinstance(contender, Decoder) else 0.0,
     )

@@ -1,4 +1,4 @@
-"""What came out of a comparison? Paired samples, and the figures made of them. No clock and no torch in here."""
+"""Paired samples of a comparison, and their summary figures. No clock and no torch in here."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.losslessness import Divergence, Losslessness
 
 RESAMPLES = 2000
-LEAST_RESAMPLED = 5  # prompts; of fewer, resampling knows next to nothing about the next one
+LEAST_RESAMPLED = 5  # prompts; resamples of fewer say next to nothing about a new prompt
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One contender on one prompt; a conversation's turns are added up.
+    """One contender on one prompt; the turns of a conversation are added up.
 
     Args:
         prompt_id: the prompt.
-        category: its kind of work.
-        tokens: new tokens in all.
-        decoded_tokens: those that prefill did not give, which ``decode_seconds`` were spent on.
-        prefill_seconds: until prefill was done and its token known.
-        decode_seconds: from then on; what recording passes took, which is done once, is left out of both.
+        category: its kind of task.
+        tokens: the number of new tokens.
+        decoded_tokens: those that decoding gave, without the ones that prefill gave.
+        prefill_seconds: until prefill was done and its tokens known.
+        decode_seconds: from then on. Both exclude the time of recording passes, which happens once.
         peak_memory_bytes: device memory on CUDA, process memory on a CPU.
         stats: the rounds.
-        lossless: compared with the reference's output.
-        draft_seconds: those of ``decode_seconds`` that drafting took; 0.0 for a peer, who does not say.
-        decoding_bytes: how far device memory rose above what was allocated before, as caches are that are lent again; None
-            on a CPU, where nobody can tell.
+        lossless: the comparison with the reference's output.
+        draft_seconds: the part of ``decode_seconds`` spent on drafting; 0.0 for a peer, which does not report it.
+        decoding_bytes: how far device memory rose above what was allocated before, which leaves out reused caches; None on a
+            CPU, where it is unknown.
     """
 
     prompt_id: str
@@ -52,20 +52,20 @@ class Sample:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoded tokens per second of decoding; 0.0 where nothing was decoded."""
+        """Decoded tokens per second of decoding; 0.0 if nothing was decoded."""
         return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else 0.0
 
-    def judged(self, lossless: Losslessness) -> Sample:
-        """The same sample with its verdict."""
+    def with_losslessness(self, lossless: Losslessness) -> Sample:
+        """Returns the sample with its comparison."""
         return dataclasses.replace(self, lossless=lossless)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; :meth:`from_dict` reads them back to an equal sample."""
+        """Returns plain values; :meth:`from_dict` reads them back to an equal sample."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Sample:
-        """The sample that :meth:`to_dict` wrote, though JSON has lists for tuples."""
+        """Returns the sample that :meth:`to_dict` wrote; JSON turns its tuples into lists."""
         rounds = tuple(Round(**row) for row in fields["stats"]["rounds"])
         checked = fields["lossless"]
         divergences = tuple(Divergence(**row) for row in checked["divergences"])
@@ -74,7 +74,7 @@ class Sample:
 
     @classmethod
     def join(cls, parts: Sequence[Sample]) -> Sample:
-        """Several outputs of one prompt as one sample."""
+        """Returns several outputs of one prompt as one sample."""
         return cls(
             parts[0].prompt_id,
             parts[0].category,
@@ -92,11 +92,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A candidate against the baseline on the same prompts, pair by pair.
+    """A candidate compared with the baseline on the same prompts, pair by pair.
 
     Args:
-        baseline: plain decoding's samples.
-        candidate: the candidate's, of the same prompts in the same order.
+        baseline: the samples of plain decoding.
+        candidate: the candidate's samples of the same prompts, in the same order.
     """
 
     baseline: tuple[Sample, ...]
@@ -104,7 +104,7 @@ class Measurement:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Sample]], baseline: str, candidate: str) -> Measurement:
-        """Pair two contenders out of rows of samples."""
+        """Pair the samples of two contenders."""
         rows = list(rows)
         return cls(tuple(row[baseline] for row in rows), tuple(row[candidate] for row in rows))
 
@@ -115,12 +115,12 @@ class Measurement:
 
     @property
     def baseline_tokens_per_second(self) -> float:
-        """The baseline's."""
+        """The baseline's decoded tokens per second of decoding, over all prompts."""
         return _rate(self.baseline)
 
     @property
     def speedup(self) -> float:
-        """The ratio of the two over the pairs in which both decoded something; 1.0 without any."""
+        """The ratio of the two over the pairs in which both decoded something; 1.0 if there are none."""
         pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if b.decoded_tokens and c.decoded_tokens]
         if not pairs:
             return 1.0
@@ -133,53 +133,54 @@ class Measurement:
 
     @property
     def by_category(self) -> dict[str, Measurement]:
-        """The pairs of each kind of work."""
-        found = {}
+        """The pairs of each category."""
+        parts = {}
         for category in sorted({s.category for s in self.candidate}):
             pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if c.category == category]
-            found[category] = Measurement(*map(tuple, zip(*pairs, strict=True)))
-        return found
+            parts[category] = Measurement(*map(tuple, zip(*pairs, strict=True)))
+        return parts
 
     def interval(self, seed: int = 0, confidence: float = CONFIDENCE) -> tuple[float, float]:
-        """An interval of the speedup: the wider, on either side, of Student's t and the studentized bootstrap.
+        """Returns a confidence interval of the speedup: on either side the wider of Student's t and the studentized
+        bootstrap.
 
-        Both are of the logarithm, with the standard error of a ratio of totals (the delta method). The t interval knows how
-        little few prompts tell, the bootstrap that their speedups are skewed. Of fewer than five prompts it knows nothing:
-        too many resamples are one prompt over and over. Prompts are resampled with replacement, each with both sides and all
-        its repeats: repeats of a prompt say nothing about other prompts.
+        Both are computed for the logarithm, with the standard error of a ratio of totals (the delta method). The t interval
+        accounts for a small number of prompts, the bootstrap for skewed speedups. With fewer than five prompts only the t
+        interval is used, as too many resamples repeat a single prompt. Prompts are resampled with replacement, each with
+        both sides and all its repeats, as repeats of a prompt say nothing about other prompts.
 
         Args:
             seed: of the resampling.
-            confidence: the share of such intervals that hold the long-run speedup.
+            confidence: the share of such intervals that contain the long-run speedup.
         """
         table = self._totals()
         prompts = len(table)
         if not prompts:
             return 1.0, 1.0
         if prompts == 1:
-            return self.speedup, self.speedup  # nothing is known of other prompts
+            return self.speedup, self.speedup  # one prompt says nothing about others
         ratio, error = _log_ratio(table)
         tails = [(1 - confidence) / 2, (1 + confidence) / 2]
-        # One degree of freedom is the least there is; its quantile bounds what nearly equal prompts would claim.
+        # The quantile of one degree of freedom, the fewest possible, bounds the deviations of nearly equal prompts.
         student, most = (float(stdtrit(freedom, tails[1])) for freedom in (prompts - 1, 1))
         if prompts < LEAST_RESAMPLED:
             return float(np.exp(ratio - student * error)), float(np.exp(ratio + student * error))
         chosen = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
         ratios, errors = _log_ratio(table[chosen])
-        varied = errors > 1e-6 * error  # a resample of one prompt alone has no error to divide by
+        varied = errors > 1e-6 * error  # a resample of a single prompt has no error to divide by
         deviations = np.clip((ratios[varied] - ratio) / errors[varied], -most, most)
         below, above = np.quantile(deviations, tails) if len(deviations) else (-student, student)
         low, high = ratio - max(above, student) * error, ratio - min(below, -student) * error
         return float(np.exp(low)), float(np.exp(high))
 
     def _totals(self) -> NDArray[np.float64]:
-        """``[prompts, 4]``: the baseline's and the candidate's tokens and seconds, where both decoded something."""
+        """Returns ``[prompts, 4]``: tokens and seconds of baseline and candidate; of pairs where both decoded something."""
         prompts: dict[str, list[float]] = {}
         for b, c in zip(self.baseline, self.candidate, strict=True):
             if b.decoded_tokens and c.decoded_tokens:
                 row = prompts.setdefault(c.prompt_id, [0.0] * 4)
-                found = (b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds)
-                prompts[c.prompt_id] = [total + value for total, value in zip(row, found, strict=True)]
+                values = (b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds)
+                prompts[c.prompt_id] = [total + value for total, value in zip(row, values, strict=True)]
         return np.array(list(prompts.values())).reshape(-1, 4)
 
     @property
@@ -189,22 +190,22 @@ class Measurement:
 
     @property
     def lossless(self) -> Losslessness:
-        """Whether the candidate's outputs are the baseline's."""
+        """The comparison of the candidate's outputs with the baseline's."""
         return Losslessness.join(s.lossless for s in self.candidate)
 
     @property
     def draft_share(self) -> float:
-        """The share of the candidate's decoding that drafting took."""
+        """The share of the candidate's decoding time spent on drafting."""
         seconds = sum(s.decode_seconds for s in self.candidate)
         return sum(s.draft_seconds for s in self.candidate) / seconds if seconds else 0.0
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The candidate's peak."""
+        """The candidate's peak memory."""
         return max((s.peak_memory_bytes for s in self.candidate), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as plain values, for exports and logs."""
+        """Returns the figures as plain values, for exports and logs."""
         stats, (low, high), kinds = self.stats, self.interval(), self.by_category
         return {
             "tokens_per_second": self.tokens_per_second,
@@ -234,7 +235,7 @@ class Measurement:
         }
 
     def table(self) -> dict[str, list[Any]]:
-        """The pairs as columns, one row per prompt."""
+        """Returns the pairs as columns, one row per pair."""
         pairs = list(zip(self.baseline, self.candidate, strict=True))
         return {
             "prompt_id": [c.prompt_id for _, c in pairs],
@@ -254,14 +255,14 @@ class Measurement:
 
 
 def pair_speedup(baseline: Sample, candidate: Sample) -> float:
-    """The candidate's tokens per second over the baseline's on one prompt; 1.0 where either decoded nothing."""
+    """Returns the candidate's tokens per second over the baseline's on one prompt; 1.0 if either decoded nothing."""
     if not baseline.decoded_tokens or not candidate.decoded_tokens:
         return 1.0
     return candidate.tokens_per_second / baseline.tokens_per_second
 
 
 def _log_ratio(tables: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of ``[..., prompts, 4]`` tables, as a measurement totals them: each one's log speedup and its standard error."""
+    """Returns the log speedup and its standard error for each ``[prompts, 4]`` table of totals, in ``[..., prompts, 4]``."""
     sums, prompts = tables.sum(axis=-2), tables.shape[-2]
     signs = np.array([-1.0, 1.0, 1.0, -1.0])
     influence = np.einsum("...pk,...k->...p", tables, signs / sums)

@@ -1,4 +1,4 @@
-"""How long do drafts take?"""
+"""A wrapper that measures the time of a drafter."""
 
 from __future__ import annotations
 
@@ -12,73 +12,74 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, Reader, Said
+from layerskip.decoding.drafter import Context, Drafter, FeatureReader, VerifyOutput
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.verify import Verdict
 from layerskip.models.cache import KVCache
-from layerskip.models.graph_capture import seconds_recording
+from layerskip.models.graph_capture import capture_seconds
 
 
-class Clocked:
-    """A drafter, and how long its drafts take.
+class TimedDrafter:
+    """Wraps a drafter and measures the time that it spends on drafting and learning.
 
-    By the device's own clock where it has one: waiting for the device would slow it down. What recording passes takes, once,
-    is left out.
+    The time is taken from the device's own clock if it has one, as waiting for the device would slow it down. The time of
+    recording passes, which happens once, is left out.
+
     """
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         self.drafter, self.device = drafter, device
         self.tree_tokens = drafter.tree_tokens
-        self.modules = drafter.modules if isinstance(drafter, Reader) else ()
-        self._readings: list[tuple[Any, Any, float]] = []  # begun, ended, and seconds of recording between
+        self.modules = drafter.modules if isinstance(drafter, FeatureReader) else ()
+        self._readings: list[tuple[Any, Any, float]] = []  # start, end, and seconds of recording in between
         self._given: tuple[weakref.ref[Any], ...] = ()
 
     @property
-    def given(self) -> list[object]:
-        """The target's cache and the chooser that it was last started with, as far as they are still there."""
-        return [found for ref in self._given if (found := ref()) is not None]
+    def started_with(self) -> list[object]:
+        """The target's cache and the chooser of the last start, as far as they still exist."""
+        return [value for ref in self._given if (value := ref()) is not None]
 
     @property
     def seconds(self) -> float:
-        """What drafting and learning took since the last reset; what starting a prompt takes is part of its prefill."""
+        """Seconds spent on drafting and learning since the last reset; starting a prompt belongs to its prefill."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return sum(max(0.0, float(start.elapsed_time(end)) / 1000 - lost) for start, end, lost in self._readings)
         return sum(float(end - start) - lost for start, end, lost in self._readings)
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Set the time to 0."""
         self._readings = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin a prompt."""
+        """Start the drafter."""
         self._given = weakref.ref(cache), weakref.ref(chooser)
         self.drafter.start(prompt, cache, chooser)
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """The drafter's own."""
+        """Returns the drafter's draft."""
         with self._timed():
             return self.drafter.draft(context, limit)
 
-    def read(self, features: Tensor) -> None:
-        """Pass it on; a drafter that reads nothing is not asked."""
-        assert isinstance(self.drafter, Reader)
-        self.drafter.read(features)
+    def observe_features(self, features: Tensor) -> None:
+        """Pass the hidden states on; only called if the drafter reads some."""
+        assert isinstance(self.drafter, FeatureReader)
+        self.drafter.observe_features(features)
 
     def observe(self, verdict: Verdict) -> None:
-        """Pass it on."""
+        """Pass the verdict on."""
         self.drafter.observe(verdict)
 
-    def hear(self, said: Said) -> None:
-        """Pass it on."""
+    def observe_logits(self, output: VerifyOutput) -> None:
+        """Pass the target's output on."""
         with self._timed():
-            self.drafter.hear(said)
+            self.drafter.observe_logits(output)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        start, before = self._read(), seconds_recording()
+        start, before = self._read(), capture_seconds()
         yield
-        self._readings.append((start, self._read(), seconds_recording() - before))
+        self._readings.append((start, self._read(), capture_seconds() - before))
 
     def _read(self) -> Any:
         if self.device.type != "cuda":

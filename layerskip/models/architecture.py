@@ -1,8 +1,8 @@
-"""Where are a decoder's attention and MLP sub-layers, may they be skipped, and can its cache rewind?
+"""Detection of a decoder's attention and MLP sub-layers, and tests that they can be skipped and its cache can rewind.
 
-Answered by looking at any Hugging Face model and by trying it, not by a list of architectures: every block is run with both
-sub-layers giving zero and must return its input, and the model is run with a rollback in between and must return what it
-returns without. What fails is refused by the architecture's name, with the reason.
+Support is tested by running the model, not by a list of architectures. Each block runs with both sub-layers at zero and must
+return its input. The model runs with a rollback and must return the logits it returns without one. A model that fails is
+refused with the name of its architecture and the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from layerskip.device.tolerance import close
+from layerskip.device.tolerance import nearly_equal
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
 
@@ -27,16 +27,23 @@ _MLP_CLASSES = ("MLP", "FeedForward", "MoE", "Moe")
 _PROBE_LENGTH = 8
 
 Form = int | None
-"""How a module returns its hidden states: None bare, n as the first of an n-tuple."""
+"""How a module returns its hidden states: None for the bare tensor, n for the first item of an n-tuple."""
 
 
 class UnsupportedModel(ValueError):
-    """A decoder whose sub-layers cannot be skipped, or whose cache cannot rewind; the message names it and says why."""
+    """A decoder whose sub-layers cannot be skipped or whose cache cannot rewind. The message gives name and reason."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer: the names of the children that make up its sub-layers, and how everything returns."""
+    """The sub-layers of one decoder layer.
+
+    Args:
+        attention: names of the child modules that make up the attention sub-layer.
+        mlp: names of the child modules that make up the MLP sub-layer.
+        form: how the layer returns its hidden states.
+        child_forms: how each of the child modules does.
+    """
 
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
@@ -46,7 +53,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where a model's decoder layers are, and what is in them.
+    """The decoder layers of a model.
 
     Args:
         path: the dotted name of the ModuleList that holds the layers.
@@ -62,10 +69,10 @@ _rewinds: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def architecture(model: PreTrainedModel) -> Architecture:
-    """Find and check the sub-layers of a model; each model is checked once.
+    """Detect and check the sub-layers of a model. Each model is checked once.
 
     Raises:
-        UnsupportedModel: a sub-layer cannot be found, or giving zero for it is not skipping it.
+        UnsupportedModel: a sub-layer is not found, or replacing its output with zero does not skip it.
     """
     if model not in _known:
         _known[model] = _examine(model)
@@ -74,10 +81,10 @@ def architecture(model: PreTrainedModel) -> Architecture:
 
 @torch.inference_mode()
 def check_rewind(model: PreTrainedModel) -> None:
-    """Make sure that the model decodes on a :class:`KVCache`, and that rejected tokens leave no trace in it.
+    """Check that a model decodes on a :class:`KVCache` and that rejected tokens leave no trace in it.
 
     Raises:
-        UnsupportedModel: it does not.
+        UnsupportedModel: the check fails.
     """
     if model in _rewinds:
         return
@@ -92,20 +99,20 @@ def check_rewind(model: PreTrainedModel) -> None:
     layers, half = _config(model).num_hidden_layers, _PROBE_LENGTH // 2
     try:
         cache = KVCache(layers, _PROBE_LENGTH, device=model.device)
-        fresh = forward(model, tokens, cache, last=half)
+        expected = forward(model, tokens, cache, last=half)
         written = cache.is_written
         cache = KVCache(layers, _PROBE_LENGTH, device=model.device)
         forward(model, tokens[:half], cache, last=1)
         cache.length = half
-        forward(model, tokens.flip(0)[:half], cache, last=1)  # drafted and rejected
+        forward(model, tokens.flip(0)[:half], cache, last=1)  # a rejected draft
         rewound = forward(model, tokens[half:], cache, last=half)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise _refusal(model, f"it does not decode on a key-value cache that can rewind ({reason})") from error
     if not written:
-        raise _refusal(model, "it keeps no keys and values in the cache that it is given, so nothing can rewind")
-    if not close(rewound, fresh):
-        raise _refusal(model, "its cache does not rewind: rejected tokens change what follows")
+        raise _refusal(model, "it does not store keys and values in the cache it is given, so it cannot rewind")
+    if not nearly_equal(rewound, expected):
+        raise _refusal(model, "its cache does not rewind: rejected tokens change later logits")
     _rewinds.add(model)
 
 
@@ -114,7 +121,7 @@ def _examine(model: PreTrainedModel) -> Architecture:
     check_rewind(model)
     path, layers = _layers(model)
     names = [_children(model, index, layer) for index, layer in enumerate(layers)]
-    calls = _watch(model, layers, names)
+    calls = _record_calls(model, layers, names)
     blocks = []
     for index, (layer, (attention, mlp)) in enumerate(zip(layers, names, strict=True)):
         if layer not in calls:
@@ -140,41 +147,41 @@ def _layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 def _children(model: PreTrainedModel, index: int, layer: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     attention, mlp = [], []
     for name, child in layer.named_children():
-        kind = type(child).__name__
-        if "Norm" in kind:  # Qwen3MoeRMSNorm is no mixture of experts
+        class_name = type(child).__name__
+        if "Norm" in class_name:  # such as Qwen3MoeRMSNorm, which is no mixture of experts
             continue
-        if name in _ATTENTION_NAMES or "Attention" in kind:
+        if name in _ATTENTION_NAMES or "Attention" in class_name:
             attention.append(name)
-        elif name in _MLP_NAMES or any(word in kind for word in _MLP_CLASSES):
+        elif name in _MLP_NAMES or any(word in class_name for word in _MLP_CLASSES):
             mlp.append(name)
-    for what, found in (("attention", attention), ("MLP", mlp)):
-        if not found:
-            raise _refusal(model, f"layer {index} has no child module that is its {what} sub-layer")
+    for kind, children in (("attention", attention), ("MLP", mlp)):
+        if not children:
+            raise _refusal(model, f"layer {index} has no child module that is its {kind} sub-layer")
     return tuple(attention), tuple(mlp)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a module was called with, and how it returned."""
+    """The arguments of a module's call and the form of its result."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     form: Form
 
 
-def _watch(
+def _record_calls(
     model: PreTrainedModel, layers: nn.ModuleList, names: list[tuple[tuple[str, ...], tuple[str, ...]]]
 ) -> dict[nn.Module, _Call]:
-    """Run the model on two tokens, and note how its layers and their sub-layers are called."""
+    """Run the model on two tokens and record the calls of its layers and their sub-layers."""
     calls: dict[nn.Module, _Call] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         calls[module] = _Call(args, kwargs, len(output) if isinstance(output, tuple) else None)
 
     watched = list(layers) + [
         layer.get_submodule(name) for layer, pair in zip(layers, names, strict=True) for name in pair[0] + pair[1]
     ]
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in watched]
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in watched]
     try:
         cache = KVCache(len(layers), _PROBE_LENGTH, device=model.device)
         forward(model, torch.arange(2, device=model.device) % _config(model).vocab_size, cache, last=1)
@@ -185,16 +192,15 @@ def _watch(
 
 
 def _check_identity(model: PreTrainedModel, index: int, layer: nn.Module, block: Block, call: _Call) -> None:
-    """With both sub-layers giving zero, a block must return its input."""
+    """Check that a block with both sub-layers at zero returns its input."""
     hidden = hidden_states(call.args, call.kwargs)
     with _zeroed(layer, block):
         output = layer(*call.args, **call.kwargs)
-    returned = output[0] if isinstance(output, tuple) else output
-    if returned.shape != hidden.shape or not close(returned, hidden):
+    result = output[0] if isinstance(output, tuple) else output
+    if result.shape != hidden.shape or not nearly_equal(result, hidden):
         raise _refusal(
             model,
-            f"layer {index} is not the identity when both its sub-layers give zero; "
-            "it adds the residual, or more, inside them",
+            f"layer {index} is not the identity with both sub-layers at zero; it adds the residual, or more, inside them",
         )
 
 
@@ -210,27 +216,27 @@ def _zeroed(layer: nn.Module, block: Block) -> Iterator[None]:
             del child.__dict__["forward"]
 
 
-def replace_forward(module: nn.Module, form: Form, make: Callable[[Tensor], Tensor]) -> None:
-    """Let a module return ``make(hidden states)`` in its own form, and keep everything else that it is."""
+def replace_forward(module: nn.Module, form: Form, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace a module's forward pass by a function of its hidden states, returned in the module's own form."""
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return returned(make(hidden_states(args, kwargs)), form)
+        return as_output(function(hidden_states(args, kwargs)), form)
 
     module.forward = replacement
 
 
-def returned(hidden: Tensor, form: Form) -> Any:
-    """Hidden states in the form in which a module returns them."""
+def as_output(hidden: Tensor, form: Form) -> Any:
+    """Hidden states in the form in which a module returns its output."""
     return hidden if form is None else (hidden, *[None] * (form - 1))
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states among a module's arguments: by name, else the first tensor."""
-    found = kwargs.get("hidden_states")
-    if found is None:
-        found = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    assert isinstance(found, Tensor)
-    return found
+    hidden = kwargs.get("hidden_states")
+    if hidden is None:
+        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    assert isinstance(hidden, Tensor)
+    return hidden
 
 
 def _config(model: PreTrainedModel) -> Any:

@@ -1,12 +1,12 @@
-"""How do a few queries attend to a long cache of grouped keys, without copying the keys for every head?
+"""Attention of a few queries to a long cache of grouped keys, without a copy of the keys for every head.
 
-Where several heads share keys and values (grouped-query attention, arXiv 2305.13245), transformers repeats both for every
-head as soon as more than one query comes with a mask, which is what each verification is; for a single query it asks torch
-for grouped heads, which torch's CPU kernel serves slowly. Here the heads of a group lie behind one another as further
-queries of the one key head they share: the same kernel, the same sums, no copy; where bridges learn through it, the same
-sums in the open. Registered with transformers as an attention implementation, so no family's code is touched. On 2 cores of
-an AMD EPYC (torch 2.13.0, bfloat16, 9 heads on 3, about 300 keys) a call takes 45 us instead of 177 for one query, and 113
-us instead of 171 for nine.
+With grouped-query attention (arXiv 2305.13245), several heads share keys and values. Transformers repeats both for every
+head when several queries come with a mask, which is the case in every verification. For a single query it uses torch's
+grouped heads, which are slow on a CPU. Here, the heads of a group become further queries of their shared key head: the same
+kernel and the same sums, without the copy. Where gradients of bridges are needed, the sums are written out. This is
+registered with transformers as an attention implementation, so no model code changes. On 2 cores of an AMD EPYC (torch
+2.13.0, bfloat16, 9 heads on 3, about 300 keys) a call takes 45 us instead of 177 for one query, and 113 us instead of 171
+for nine.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "layerskip_grouped"
 PLAIN = "layerskip_plain"
-"""Transformers' own attention, with a mask that asks the device nothing."""
+"""Transformers' own attention, with a mask that is made without synchronising with the device."""
 
-_MOST_QUERIES = 64
-"""Beyond it, copying is cheap beside the attention itself."""
+_MAX_QUERIES = 64
+"""With more queries, the copy is cheap compared with the attention itself."""
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Let a model attend so, if it attends through ``sdpa`` and takes other implementations."""
+    """Set this attention for a model that uses ``sdpa`` and supports other implementations."""
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation == "sdpa" and getattr(model, "_supports_attention_backend", False):
         for part in {id(part): part for part in (model.config, config)}.values():
@@ -39,29 +39,29 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
 
 
 def attend_in_parts(mask: Tensor, parts: Sequence[tuple[int, int]]) -> None:
-    """Let runs of rows attend by themselves, each only to the keys that any of its rows sees; the sums are the same.
+    """Split attention under one mask into runs of rows, each over only the keys that its rows see. The sums are the same.
 
-    Rows of different texts see different keys, so most of one mask over all of them would be computed for nothing.
+    Rows of different texts see different keys, so most of one mask over all of them would be wasted work.
 
     Args:
-        mask: ``[1, 1, R, K]`` bool, as attention will be handed it; forgotten with it.
-        parts: first row, and the row behind the last, of each run; together all R.
+        mask: ``[1, 1, R, K]`` bool, the very tensor that attention gets; the split is kept as long as the tensor is.
+        parts: ``(first row, end row)`` of each run; together they cover all R rows.
     """
     _parts[mask] = [
-        (first, last, _runs(seen), mask[:, :, first:last, seen])
-        for first, last in parts
-        for seen in [mask[0, 0, first:last].any(0).nonzero()[:, 0]]
+        (first, end, _runs(keys), mask[:, :, first:end, keys])
+        for first, end in parts
+        for keys in [mask[0, 0, first:end].any(0).nonzero()[:, 0]]
     ]
 
 
-def _runs(places: Tensor) -> list[slice]:
-    """Rising places as runs, of which they are few: copying those takes half as long as picking place by place."""
-    breaks = (places.diff() != 1).nonzero()[:, 0] + 1
-    return [slice(int(run[0]), int(run[-1]) + 1) for run in places.tensor_split(breaks) if len(run)]
+def _runs(positions: Tensor) -> list[slice]:
+    """Rising positions as slices. There are few, and copying slices takes half the time of indexing positions."""
+    breaks = (positions.diff() != 1).nonzero()[:, 0] + 1
+    return [slice(int(run[0]), int(run[-1]) + 1) for run in positions.tensor_split(breaks) if len(run)]
 
 
-def _pick(states: Tensor, runs: Sequence[slice]) -> Tensor:
-    """``[B, heads, m, d]`` at some runs of the m."""
+def _select(states: Tensor, runs: Sequence[slice]) -> Tensor:
+    """Some runs of the m keys or values of ``[B, heads, m, d]``."""
     return torch.cat([states[:, :, run] for run in runs], 2) if runs else states[:, :, :0]
 
 
@@ -71,28 +71,28 @@ def _attend(
     """Attention of ``query [B, heads, n, d]`` to ``key``, ``value [B, key heads, m, d]``; returns ``[B, n, heads, d]``."""
     parts = _parts.get(attention_mask) if attention_mask is not None else None
     if parts is not None:
-        found = [
-            _attend(module, query[:, :, first:last], _pick(key, seen), _pick(value, seen), mask, **kwargs)[0]
-            for first, last, seen, mask in parts
+        outputs = [
+            _attend(module, query[:, :, first:end], _select(key, runs), _select(value, runs), mask, **kwargs)[0]
+            for first, end, runs, mask in parts
         ]
-        return torch.cat(found, 1), None
+        return torch.cat(outputs, 1), None
     batch, heads, count, width = query.shape
     groups = key.shape[1]
-    # One query sees all keys, so it needs no mask; more without one are a prefill, causal from the first key on.
+    # A single query sees all keys and needs no mask; several without one are a prefill, causal from the first key on.
     maskless = attention_mask is None and count == 1
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    learns = shared_mask and query.requires_grad and query.dtype == torch.bfloat16 and query.device.type == "cpu"
-    grouped = heads > groups and (maskless or (shared_mask and count <= _MOST_QUERIES))
-    if kwargs.get("position_bias") is not None or not (grouped or learns):
+    needs_gradient = shared_mask and query.requires_grad and query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    grouped = heads > groups and (maskless or (shared_mask and count <= _MAX_QUERIES))
+    if kwargs.get("position_bias") is not None or not (grouped or needs_gradient):
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
     rows = heads // groups * count
     packed = query.reshape(batch, groups, rows, width)
-    mask = None if attention_mask is None else _rows(attention_mask, rows // count, query.dtype)
+    mask = None if attention_mask is None else _group_bias(attention_mask, rows // count, query.dtype)
     scale = kwargs.get("scaling")
-    if learns:
-        # In the open: a third of the time of torch's CPU kernel and its gradient, 2.3 against 7.5 ms for 191 queries of nine
-        # heads on 468 keys. The scores are rounded to bfloat16, which that kernel does not do; gradients bear it.
+    if needs_gradient:
+        # Written out, this takes a third of the time of torch's CPU kernel and its gradient: 2.3 against 7.5 ms for 191
+        # queries of nine heads on 468 keys. Scores are rounded to bfloat16, unlike in that kernel; gradients tolerate it.
         scores = packed @ key.transpose(-1, -2) * (width**-0.5 if scale is None else scale) + mask
         output = scores.softmax(-1) @ value
     else:
@@ -101,25 +101,25 @@ def _attend(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Transformers' mask; that a cache is empty it does not ask the device, which would wait for it."""
+    """Transformers' mask, without its check for an empty cache, which would synchronise with the device."""
     if isinstance(kwargs.get("q_offset"), Tensor):
         kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(*args, **kwargs)
 
 
-def _rows(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """``[B, 1, n, m]``, a mask or a bias, as the bias ``[B, 1, heads * n, m]`` of all heads of a group.
+def _group_bias(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """The bias ``[B, 1, heads * n, m]`` for all heads of a group, from a mask or bias ``[B, 1, n, m]``.
 
-    Layers share their masks, so the last ones are kept; torch would turn a mask into a bias in every layer.
+    Layers share their masks, so the bias is kept as long as the mask is; torch would convert the mask in every layer.
     """
-    found: Tensor | None = _biases.get(mask)
-    if found is None or found.shape[2] != heads * mask.shape[2] or found.dtype != dtype:
+    cached: Tensor | None = _biases.get(mask)
+    if cached is None or cached.shape[2] != heads * mask.shape[2] or cached.dtype != dtype:
         bias = mask
         if mask.dtype == torch.bool:
             bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -float("inf"))
-        found = bias.repeat(1, 1, heads, 1)
-        _biases[mask] = found
-    return found
+        cached = bias.repeat(1, 1, heads, 1)
+        _biases[mask] = cached
+    return cached
 
 
 _biases: Any = WeakIdKeyDictionary()

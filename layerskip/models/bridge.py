@@ -1,9 +1,9 @@
-"""What stands in for skipped sub-layers? A map, a hundred times cheaper, from what came before them to what they would add.
+"""Bridges: small maps that replace skipped sub-layers in a draft pass.
 
-Verification keeps every output exact, so nothing obliges a skip to be empty. A bridge spans a contiguous run of skipped
-layers, or a single skipped sub-layer; it reads the hidden state that they would have read, scaled to a mean square of one as
-root mean square layer normalisation does (arXiv 1910.07467), and gives what is added in their place. Bridges belong to one
-mask of one target, and touch none of its weights.
+A bridge replaces a contiguous run of skipped layers, or a single skipped sub-layer, at about a hundredth of the cost.
+Verification keeps every output exact, so a skip need not be empty. The bridge reads the hidden state that the skipped
+sub-layers would have read, scaled to a mean square of one as in RMSNorm (arXiv 1910.07467), and returns what is added to the
+residual stream in their place. Bridges belong to one mask of one target and change none of its weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.nn.functional import rms_norm, silu
 
 from layerskip.config import ConfigError
 from layerskip.mask import Gap, MaskError, SkipMask
-from layerskip.models.packing import multiply, pack_matrices, packs
+from layerskip.models.packing import multiply, pack_matrices, uses_packing
 from layerskip.models.target import Target
-from layerskip.models.trained_module import load_head, save_head
+from layerskip.models.trained_module import load_trained, save_trained
 from layerskip.rules import check_integer
 
 _KIND = "bridge"
@@ -31,15 +31,15 @@ KINDS = ("mean", "linear", "mlp")
 
 @dataclass(frozen=True)
 class BridgeShape:
-    """What the bridges of a mask are made from.
+    """The mask, kind and size of a set of bridges.
 
     Args:
-        mask: in text form; every one of its gaps has a bridge.
-        layers: of the target.
-        hidden: H, the width of its hidden states.
-        kind: ``mean`` (one vector), ``linear`` (an affine map) or ``mlp`` (that, and a gated MLP beside it).
-        rank: of the map; 0 for a full one.
-        width: of the MLP.
+        mask: in text form; each of its gaps has one bridge.
+        layers: the number of layers of the target.
+        hidden: H, the width of the target's hidden states.
+        kind: ``mean`` (one vector), ``linear`` (an affine map) or ``mlp`` (an affine map plus a gated MLP).
+        rank: the rank of the map; 0 for full rank.
+        width: the width of the MLP; 0 for other kinds.
 
     Raises:
         ConfigError: a value is out of range.
@@ -58,42 +58,42 @@ class BridgeShape:
         for name in ("rank", "width"):
             check_integer(f"bridge.{name}", getattr(self, name), 0)
         if self.rank > self.hidden:
-            raise ConfigError(f"bridge.rank: {self.rank} is not within 0 (a full map) and {self.hidden}")
+            raise ConfigError(f"bridge.rank: {self.rank} is not within 0 (full rank) to {self.hidden}")
         if self.kind == "mean" and self.rank:
-            raise ConfigError("bridge.rank: says nothing of a mean")
+            raise ConfigError("bridge.rank: does not apply to kind mean")
         if (self.width > 0) != (self.kind == "mlp"):
-            raise ConfigError(f"bridge.width: {self.width} is not what a bridge of kind {self.kind} has")
+            raise ConfigError(f"bridge.width: {self.width} does not fit kind {self.kind}; only mlp has a width, above 0")
 
     @classmethod
     def of(cls, target: Target, mask: SkipMask, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
-        """That of a target's mask."""
+        """The shape for a mask of a target."""
         return cls(mask.format(), target.layers, target.hidden, kind, rank, width)
 
     @property
-    def spans(self) -> int:
-        """How many bridges there are."""
+    def bridge_count(self) -> int:
+        """The number of bridges."""
         return len(SkipMask.parse(self.mask, self.layers).gaps)
 
     @property
-    def numbers(self) -> int:
-        """How many numbers a pass reads for all of them together."""
+    def parameter_count(self) -> int:
+        """The number of parameters of all bridges together."""
         flat = 0 if self.kind == "mean" else 2 * self.rank * self.hidden or self.hidden**2
-        return self.spans * (self.hidden + flat + 3 * self.width * self.hidden)
+        return self.bridge_count * (self.hidden + flat + 3 * self.width * self.hidden)
 
-    def is_like(self, other: BridgeShape) -> bool:
-        """Whether the bridges of another mask are of the same kind and size."""
+    def is_compatible(self, other: BridgeShape) -> bool:
+        """Whether the bridges of another mask have the same kind and size."""
         return replace(self, mask="") == replace(other, mask="")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The fields as plain values."""
         return asdict(self)
 
 
 class Bridge(nn.Module):
-    """What stands in for one gap. New, it adds nothing.
+    """The bridge of one gap. It is initialised to add nothing.
 
     Args:
-        shape: of the bridges it is one of.
+        shape: the shape of the set of bridges that it belongs to.
     """
 
     def __init__(self, shape: BridgeShape) -> None:
@@ -113,30 +113,30 @@ class Bridge(nn.Module):
             self.out = nn.Parameter(torch.zeros(hidden, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[..., H]`` to ``[..., H]``: what is added in the gap's place."""
+        """Map hidden states ``[..., H]`` to what is added in place of the gap, ``[..., H]``."""
         if self.shape.kind == "mean":
             return self.bias.to(hidden.dtype).expand_as(hidden)
-        scaled = normalised(hidden).to(self.bias.dtype)
+        scaled = rms_normalised(hidden).to(self.bias.dtype)
         if self.weight is not None:
-            found = multiply(scaled, self.weight, self.bias)
+            output = multiply(scaled, self.weight, self.bias)
         else:
             assert self.down is not None
             assert self.up is not None
-            found = multiply(multiply(scaled, self.down), self.up, self.bias)
+            output = multiply(multiply(scaled, self.down), self.up, self.bias)
         if self.gate is not None:
             assert self.value is not None
             assert self.out is not None
-            found = found + multiply(silu(multiply(scaled, self.gate)) * multiply(scaled, self.value), self.out)
-        return found.to(hidden.dtype)
+            output = output + multiply(silu(multiply(scaled, self.gate)) * multiply(scaled, self.value), self.out)
+        return output.to(hidden.dtype)
 
     @torch.no_grad()
     def set_map(self, weight: Tensor, bias: Tensor, basis: Tensor | None = None) -> None:
-        """Take an affine map.
+        """Set the affine map.
 
         Args:
-            weight: ``[H, H]``, from what is read to what is added.
+            weight: ``[H, H]``, applied to the scaled hidden state.
             bias: ``[H]``.
-            basis: ``[H, rank]``, orthonormal: what a map of that rank may add.
+            basis: ``[H, rank]``, orthonormal: the outputs of a map of that rank.
         """
         self.bias.copy_(bias)
         if self.weight is not None:
@@ -147,16 +147,16 @@ class Bridge(nn.Module):
             self.down.copy_(basis.T @ weight)
 
 
-def normalised(hidden: Tensor) -> Tensor:
-    """``[..., H]``, scaled to a mean square of one."""
+def rms_normalised(hidden: Tensor) -> Tensor:
+    """Hidden states ``[..., H]`` scaled to a mean square of one."""
     return rms_norm(hidden, hidden.shape[-1:], eps=1e-6)
 
 
 class Bridges(nn.Module):
-    """The bridges of a mask.
+    """The bridges of a mask, one per gap.
 
     Args:
-        shape: what they are made from.
+        shape: their mask, kind and size.
     """
 
     def __init__(self, shape: BridgeShape) -> None:
@@ -167,81 +167,79 @@ class Bridges(nn.Module):
 
     def of(self, gap: Gap) -> Bridge:
         """The bridge of a gap."""
-        found = self.spans[gap.name]
-        assert isinstance(found, Bridge)
-        return found
+        bridge = self.spans[gap.name]
+        assert isinstance(bridge, Bridge)
+        return bridge
 
     def check(self, mask: SkipMask) -> None:
-        """Refuse to stand in for another mask.
+        """Check that the bridges belong to a mask.
 
         Raises:
-            ConfigError: they are not this mask's.
+            ConfigError: they belong to another mask.
         """
         if self.mask != mask:
-            raise ConfigError(f"bridges: stand in for {self.shape.mask or 'nothing'}, not for {mask.format() or 'nothing'}")
+            raise ConfigError(f"bridges: made for mask {self.shape.mask!r}, not for {mask.format()!r}")
 
     @torch.no_grad()
-    def warm(self, other: Bridges) -> None:
-        """Take the bridges of another mask, each from its nearest neighbour of the same kind of gap, where there is one.
+    def warm_start(self, other: Bridges) -> None:
+        """Copy the weights of another mask's bridges: for each gap, those of the nearest gap of the same kind, if any.
 
         Raises:
-            ConfigError: the other's bridges are of another kind or size.
+            ConfigError: the other bridges have another kind or size.
         """
-        if not self.shape.is_like(other.shape):
-            raise ConfigError(f"bridge: those of {other.shape.mask} are of another kind or size")
-        for gap, bridge in self.parts():
-            near = [(abs(g.first - gap.first) + abs(g.last - gap.last), b) for g, b in other.parts() if g.kind == gap.kind]
+        if not self.shape.is_compatible(other.shape):
+            raise ConfigError(f"bridge: the bridges of {other.shape.mask} have another kind or size")
+        for gap, bridge in self.items():
+            near = [(abs(g.first - gap.first) + abs(g.last - gap.last), b) for g, b in other.items() if g.kind == gap.kind]
             if near:
                 bridge.load_state_dict(min(near, key=lambda pair: pair[0])[1].state_dict())
 
-    def decoding(self, target: Target) -> Bridges:
-        """A copy as it decodes for a target: in its dtype, on its device, with nothing to be learnt."""
+    def for_decoding(self, target: Target) -> Bridges:
+        """A copy for decoding: in the target's dtype, on its device, without gradients."""
         return _decoding(copy.deepcopy(self), target)
 
-    def parts(self) -> list[tuple[Gap, Bridge]]:
-        """Every gap with its bridge, in the order in which a pass comes to them."""
+    def items(self) -> list[tuple[Gap, Bridge]]:
+        """Every gap with its bridge, in the order of a forward pass."""
         return [(gap, self.of(gap)) for gap in self.mask.gaps]
 
 
 def save_bridges(
     folder: Path, bridges: Bridges, target: Target, training: Mapping[str, Any], calibration: str | None = None
 ) -> None:
-    """Write the bridges of a mask of a target.
+    """Save bridges to a folder.
 
     Args:
-        folder: is made.
-        bridges: of any dtype.
-        target: that they belong to.
-        training: how they came about, for people.
-        calibration: the digest of what they were fitted to.
+        folder: created if needed.
+        bridges: in any dtype.
+        target: the target that they belong to.
+        training: a record of how they were trained, for the reader.
+        calibration: the digest of the texts that they were fitted to.
     """
-    save_head(folder, _KIND, bridges.shape.to_dict(), bridges.state_dict(), target, training, calibration)
+    save_trained(folder, _KIND, bridges.shape.to_dict(), bridges.state_dict(), target, training, calibration)
 
 
 def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = None) -> Bridges:
-    """The bridges of a mask of a target, in its dtype and on its device.
+    """Load bridges in the target's dtype and on its device.
 
     Args:
-        folder: as :func:`save_bridges` wrote it.
-        target: that they must be for.
-        mask: that they must be for; None for any.
+        folder: as written by :func:`save_bridges`.
+        target: the target that they must belong to.
+        mask: the mask that they must belong to; None for any.
 
     Raises:
-        ConfigError: there are none, they are damaged, or they were made for another target or mask.
+        ConfigError: the folder has no bridges, they are damaged, or they belong to another target or mask.
     """
-    fields, weights = load_head(folder, _KIND, target, "bridge")
+    fields, weights = load_trained(folder, _KIND, target, "bridge")
     try:
         shape = BridgeShape(**fields)
         if mask is not None and shape.mask != mask.format():
-            raise ConfigError(
-                f"bridge: {folder} stands in for {shape.mask or 'nothing'}, not for {mask.format() or 'nothing'}"
-            )
+            raise ConfigError(f"bridge: {folder} is made for mask {shape.mask!r}, not for {mask.format()!r}")
         bridges = Bridges(shape)
         bridges.load_state_dict(weights)
     except (TypeError, RuntimeError, MaskError) as error:
         raise ConfigError(f"bridge: {folder} is damaged: {' '.join(str(error).split())[:200]}") from error
     bridges = _decoding(bridges, target)
-    if packs(target.model):
+    if uses_packing(target.model):
         pack_matrices(bridges)
     return bridges
 

@@ -1,4 +1,4 @@
-"""Which cache does a prompt get? On a GPU one that an earlier prompt had, with the passes that were recorded on it."""
+"""A pool of key-value caches per model. On a GPU, prompts reuse the passes that were captured on a pooled cache."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import nn
 
-from layerskip.device.memory import on_release
+from layerskip.device.memory import on_memory_release
 from layerskip.models.cache import KVCache
-from layerskip.models.graph_capture import RecordedCache
+from layerskip.models.graph_capture import CapturingCache
 
-_LEAST = 512  # positions: caches come in powers of two from here on, so that most prompts find one
-_LARGE = 4096  # and from here on in eighths of them, as masked positions are read, too
-_MOST = 32768  # a guess: behind so many, reading what is masked takes longer than telling of kernels
-_KEPT = 4  # caches of a model that wait to be lent again
+_MIN_LENGTH = 512  # positions; from here on lengths are powers of two, so that most prompts find a cache
+_LARGE = 4096  # from here on eighths of powers of two, because masked positions are read too
+_MAX_LENGTH = 32768  # an estimate: beyond it, reading masked positions takes longer than launching kernels
+_POOLED = 4  # free caches kept per model
 
 
 def acquire_cache(
@@ -28,74 +28,74 @@ def acquire_cache(
     holder: object | None = None,
     reads: Sequence[nn.Module] = (),
 ) -> KVCache:
-    """An empty cache, perhaps one that was lent before, with the passes that were recorded on it.
+    """Take an empty cache from the pool, with the passes captured on it, or allocate one.
 
     Args:
-        model: whose; a cache that was lent before its weights were moved or changed their dtype is not lent again, and where
-            nobody can tell whether they were, nothing is recorded.
-        layers: how many write to it.
-        positions: room for so many.
-        device: where.
-        static_shapes: whether passes are recorded, if the cache is not too long for that; None: where they gain by it, on
-            CUDA. Elsewhere recorded passes are computed again, in the same shapes.
-        holder: has the cache until it asks for another or is gone, whereupon it may be lent again; None: until the caller
-            calls :func:`release_cache`.
-        reads: what recorded passes read beside the model; the same is true of its weights.
+        model: the model that decodes. A pooled cache is dropped once the weights have moved or changed their dtype. Where
+            this cannot be detected, nothing is captured.
+        layers: the number of layers that write to the cache.
+        positions: the number of positions needed.
+        device: where the cache is allocated.
+        static_shapes: whether to capture passes if the cache is not too long for it; None: on CUDA only, where it is
+            faster. On a CPU, captured passes are recomputed in the same shapes.
+        holder: keeps the cache until it acquires another or is garbage-collected; the cache then returns to the pool. None:
+            the caller calls :func:`release_cache`.
+        reads: modules that captured passes read beside the model; the cache is dropped when their weights move, too.
     """
     if holder in _held:
-        _held.pop(holder)()  # once, though the holder may go just now
+        _held.pop(holder)()  # a finalizer runs once, even if the holder is collected at this moment
     static_shapes = device.type == "cuda" if static_shapes is None else static_shapes
-    made_for = _weights(model, *reads) if static_shapes and positions <= _MOST else None
+    made_for = _weight_addresses(model, *reads) if static_shapes and positions <= _MAX_LENGTH else None
     with _lock:
-        # Though none is asked for: on the device that the model has left they would wait for ever.
-        waiting = _waiting[model] = [cache for cache in _waiting.get(model, ()) if cache.device == device]
+        # Also where no pooled cache is wanted: caches on a device that the model has left would never be used again.
+        free = _free[model] = [cache for cache in _free.get(model, ()) if cache.device == device]
         if made_for is None:
             return KVCache(layers, positions, device=device)
         length = _rounded(positions)
-        waiting = [cache for cache in waiting if cache.made_for == made_for]
-        lent = next((cache for cache in waiting if cache.max_length == length), None)
-        _waiting[model] = [cache for cache in waiting if cache is not lent]
-    if lent is None:
-        lent = RecordedCache(layers, length, device)
-        lent.made_for = made_for
-    lent.clear()
-    lent.room = positions
+        free = [cache for cache in free if cache.made_for == made_for]
+        acquired = next((cache for cache in free if cache.max_length == length), None)
+        _free[model] = [cache for cache in free if cache is not acquired]
+    if acquired is None:
+        acquired = CapturingCache(layers, length, device)
+        acquired.made_for = made_for
+    acquired.clear()
+    acquired.capacity = positions
     if holder is not None:
-        _held[holder] = weakref.finalize(holder, release_cache, model, lent)
+        _held[holder] = weakref.finalize(holder, release_cache, model, acquired)
         _held[holder].atexit = False
-    return lent
+    return acquired
 
 
 def release_cache(model: nn.Module, cache: KVCache) -> None:
-    """Let a cache be lent again; nobody may use it any more."""
-    if isinstance(cache, RecordedCache):
+    """Return a cache to the pool; the caller must not use it any more."""
+    if isinstance(cache, CapturingCache):
         with _lock:
-            others = [other for other in _waiting.get(model, ()) if other is not cache]
-            _waiting[model] = [cache, *others][:_KEPT]
+            others = [other for other in _free.get(model, ()) if other is not cache]
+            _free[model] = [cache, *others][:_POOLED]
 
 
-def one_at_a_time(model: nn.Module) -> threading.RLock:
-    """What generations of several threads take turns by: drafters and the passes over trees keep what a text is at."""
+def generation_lock(model: nn.Module) -> threading.RLock:
+    """A model's lock for generation: drafters and tree passes keep state of one text, so threads take turns."""
     with _lock:
-        return _turns.setdefault(model, threading.RLock())
+        return _generation_locks.setdefault(model, threading.RLock())
 
 
 def _rounded(positions: int) -> int:
-    """To one of few lengths."""
-    power = max(_LEAST, 1 << (positions - 1).bit_length())
-    step = power if power <= _LARGE else power // 16  # of the next lower one it is an eighth
+    """Round up to one of few lengths."""
+    power = max(_MIN_LENGTH, 1 << (positions - 1).bit_length())
+    step = power if power <= _LARGE else power // 16  # an eighth of the next lower power
     return -(-positions // step) * step
 
 
-def _weights(*models: nn.Module) -> Hashable | None:
-    """Where models' numbers lie, which is what recorded passes read; None where a tensor only wraps others, as torchao's."""
+def _weight_addresses(*models: nn.Module) -> Hashable | None:
+    """Addresses and dtypes of all weights, which captured passes read; None if a tensor only wraps others, as in torchao."""
     parts = [part for model in models for part in (*model.parameters(), *model.buffers())]
-    found = tuple((part.data_ptr(), part.dtype) for part in parts)
-    return None if any(part.numel() and not place for part, (place, _) in zip(parts, found, strict=True)) else found
+    places = tuple((part.data_ptr(), part.dtype) for part in parts)
+    return None if any(part.numel() and not address for part, (address, _) in zip(parts, places, strict=True)) else places
 
 
-_waiting: weakref.WeakKeyDictionary[nn.Module, list[RecordedCache]] = weakref.WeakKeyDictionary()
+_free: weakref.WeakKeyDictionary[nn.Module, list[CapturingCache]] = weakref.WeakKeyDictionary()
 _held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
-_turns: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()  # a holder may go, and return its cache, while another is lent
-on_release(_waiting.clear)
+_generation_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()  # re-entrant: a holder may be collected, and release its cache, while another is acquired
+on_memory_release(_free.clear)

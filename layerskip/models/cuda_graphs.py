@@ -1,4 +1,4 @@
-"""What is a recorded pass? On a GPU a CUDA graph; elsewhere the same pass, made anew. See :mod:`layerskip.models.graph_capture`."""
+"""CUDA graphs, and a stand-in for devices without them. Used by :mod:`layerskip.models.graph_capture`."""
 
 from __future__ import annotations
 
@@ -12,85 +12,89 @@ import torch
 from torch import Tensor
 
 Compute = Callable[..., tuple[Tensor, ...]]
-"""Inputs, tensors on the device, to what a pass says; all else that differs from pass to pass is read from the device."""
+"""A pass: device tensors in, device tensors out. Everything else that changes between passes is read from the device."""
 
 
-class Pass(Protocol):
-    """A recorded pass."""
+class CapturedPass(Protocol):
+    """A pass that was captured once and can be replayed."""
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Run it on other inputs of the same shapes."""
+        """Run the pass on other inputs of the same shapes."""
         ...
 
     def blank(self) -> None:
-        """Forget what it said when it was recorded."""
+        """Overwrite the outputs of the capture, so that only a replay can produce them again."""
 
 
-class Anew:
-    """Where there are no graphs: the same shapes, computed each time."""
+class EagerPass:
+    """The stand-in without graphs: the same shapes, computed on every replay."""
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Run it."""
+        """Compute the pass."""
         return compute(*inputs)
 
     def blank(self) -> None:
-        """There is nothing."""
+        """Do nothing; no output is kept."""
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A CUDA graph.
+    """A CUDA graph with its static tensors.
 
     Args:
-        graph: the kernels.
-        inputs: where it reads them.
-        found: where it writes what it says.
+        graph: the captured kernels.
+        inputs: the tensors that the kernels read.
+        outputs: the tensors that the kernels write.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
-    found: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Run it; what it says is copied, as the next replay writes there again."""
-        for place, part in zip(self.inputs, inputs, strict=True):
-            place.copy_(part)
+        """Run the graph and copy its outputs, which the next replay overwrites."""
+        for static, given in zip(self.inputs, inputs, strict=True):
+            static.copy_(given)
         self.graph.replay()
-        return tuple(part.clone() for part in self.found)
+        return tuple(output.clone() for output in self.outputs)
 
     def blank(self) -> None:
-        """Nothing but the graph itself can say again what recording said."""
-        for part in self.found:
-            part.fill_(float("nan"))
+        """Fill the outputs with NaN."""
+        for output in self.outputs:
+            output.fill_(float("nan"))
 
 
-class Recorder:
-    """Records passes on one GPU, in one pool of memory, one by one.
+class GraphCapturer:
+    """Captures passes on one GPU into one memory pool.
 
-    All recorders of a GPU share a stream, as torch keeps working memory of its libraries for every one that they ran on.
+    All capturers of a GPU share one stream, because torch keeps library workspaces for every stream that was used.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, _stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, inputs: Sequence[Tensor], compute: Compute) -> _Graph:
-        """A pass as a graph; a RuntimeError where it waits for the device, which no graph can."""
-        places = tuple(part.clone() for part in inputs)
-        waits = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a prototype, each time
+    def capture(self, inputs: Sequence[Tensor], compute: Compute) -> _Graph:
+        """Capture a pass as a graph.
+
+        Raises:
+            RuntimeError: the pass synchronises with the device, which a graph cannot.
+        """
+        static = tuple(part.clone() for part in inputs)
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # set_sync_debug_mode warns on every call
             torch.cuda.set_sync_debug_mode("error")
             try:
-                compute(*places)
+                compute(*static)
             finally:
-                torch.cuda.set_sync_debug_mode(waits)
+                torch.cuda.set_sync_debug_mode(mode)
         graph = torch.cuda.CUDAGraph()
-        # A graph that cannot be ended would leave its stream the current one.
-        here = torch.cuda.stream(torch.cuda.current_stream(self._device))
-        within = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), here, within:
-            found = compute(*places)
-        return _Graph(graph, places, found)
+        # A graph whose capture cannot end would leave its stream as the current one.
+        current = torch.cuda.stream(torch.cuda.current_stream(self._device))
+        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), current, capturing:
+            outputs = compute(*static)
+        return _Graph(graph, static, outputs)
 
 
 @functools.cache

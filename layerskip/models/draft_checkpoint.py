@@ -1,8 +1,8 @@
-"""How does a mask of whole layers leave this program? As an ordinary checkpoint of the kept layers.
+"""Export of a mask of whole layers as an ordinary checkpoint of the kept layers.
 
-Any engine takes it as a plain draft model for the target it was cut from. The folder holds safetensors, a configuration with
-its per-layer fields cut along, and the tokenizer. Before it is kept, what was written is loaded again and compared with the
-skipped view, because a family may number its layers in a way that cutting does not know.
+Any inference engine can use it as a draft model for the original target. The folder contains safetensors, a configuration
+whose per-layer fields are reduced to the kept layers, and the tokenizer. The checkpoint is loaded again and compared with
+the skipped view before it is kept, because the code of a model family may depend on layer numbers in an unknown way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from layerskip.files import full_disk_told
+from layerskip.files import report_full_disk
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.architecture import UnsupportedModel, architecture
 from layerskip.models.cache import KVCache
@@ -31,33 +31,33 @@ def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) ->
     """Save the layers that a mask keeps as a model of their own.
 
     Args:
-        target: the model to cut.
-        mask: skips whole layers only, and not all of them.
-        folder: is made; must not exist, or be empty.
+        target: the model to take layers from.
+        mask: must skip whole layers only, and not all of them.
+        folder: created; must not exist or be empty.
 
     Returns:
         The folder.
 
     Raises:
-        MaskError: the mask skips half a layer, or all of them.
-        UnsupportedModel: the cut model would not compute what the skipped one does.
-        FileExistsError: the folder has something in it.
+        MaskError: the mask skips only one sub-layer of a layer, or all layers.
+        UnsupportedModel: the saved model does not compute the same as the skipped view.
+        FileExistsError: the folder is not empty.
     """
     if not mask.is_whole_layers:
         raise MaskError("mask: a checkpoint of kept layers needs both sub-layers of a layer skipped together")
     kept = [i for i in range(mask.layers) if not mask.attention[i]]
     if not kept:
-        raise MaskError("mask: skips every layer; nothing would be left to save")
+        raise MaskError("mask: skips every layer, so no layer is left to save")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: is not empty")
     view = skip_view(target.model, mask)
     cut = _cut(target.model, kept)
-    # Elsewhere first, so that a folder of this name is always a whole and checked one.
+    # Written to a temporary folder first, so that the final folder is always complete and checked.
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as place:
-        partial = Path(place) / folder.name
-        with full_disk_told(folder, Path(place) / "more"):
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        partial = Path(temporary) / folder.name
+        with report_full_disk(folder, Path(temporary) / "probe"):
             cut.save_pretrained(partial)
             if target.tokenizer is not None:
                 target.tokenizer.save_pretrained(partial)
@@ -71,29 +71,29 @@ def _cut(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
     for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
         _cut_fields(part, model.config.get_text_config(decoder=True).num_hidden_layers, kept)
     path = architecture(model).path
-    place = {str(old): str(new) for new, old in enumerate(kept)}
+    new_index = {str(old): str(new) for new, old in enumerate(kept)}
     layer_name = re.compile(rf"{re.escape(path)}\.(\d+)\.")
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         match = layer_name.match(name)
         if match is None:
             weights[name] = tensor
-        elif match[1] in place:
-            weights[f"{path}.{place[match[1]]}.{name[match.end() :]}"] = tensor
+        elif match[1] in new_index:
+            weights[f"{path}.{new_index[match[1]]}.{name[match.end() :]}"] = tensor
     cut = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     assert isinstance(cut, PreTrainedModel)
     try:
         cut.load_state_dict(weights, strict=True)
     except RuntimeError as error:
         raise UnsupportedModel(
-            f"{type(model).__name__}: its configuration tells layers apart by their number, which cutting does not know"
+            f"{type(model).__name__}: its configuration distinguishes layers by number in an unknown way"
         ) from error
     cut.generation_config = copy.deepcopy(model.generation_config)
     return cut
 
 
 def _cut_fields(config: Any, layers: int, kept: list[int]) -> None:
-    """Cut every list with one entry per layer, and move every list of layer indices along."""
+    """Reduce every list with one entry per layer to the kept layers, and renumber every list of layer indices."""
     for name, value in vars(config).items():
         if not isinstance(value, list) or not value:
             continue
@@ -110,10 +110,10 @@ def _check(target: Target, view: PreTrainedModel, folder: Path, layers: int) -> 
     loaded = loaded.to(target.device).eval()
     tokens = torch.arange(_PROBE_LENGTH, device=target.device) % target.vocabulary
     expected = forward(view, tokens, KVCache(target.layers, _PROBE_LENGTH, device=target.device), last=1)
-    found = forward(loaded, tokens, KVCache(layers, _PROBE_LENGTH, device=target.device), last=1)
-    slack = 1e-3 if target.model.dtype == torch.float32 else 5e-2
-    if not float((expected - found).abs().max()) <= slack * float(expected.abs().max()):  # not a number fails too
+    logits = forward(loaded, tokens, KVCache(layers, _PROBE_LENGTH, device=target.device), last=1)
+    tolerance = 1e-3 if target.model.dtype == torch.float32 else 5e-2
+    if not float((expected - logits).abs().max()) <= tolerance * float(expected.abs().max()):  # NaN fails too
         raise UnsupportedModel(
-            f"{target.architecture}: a checkpoint of its kept layers does not compute what the skipped model does; "
-            "something in its configuration depends on the layer's number"
+            f"{target.architecture}: a checkpoint of its kept layers differs from the skipped model; "
+            "something in its configuration depends on layer numbers"
         )

@@ -1,4 +1,4 @@
-"""Which tokens may a model draft? Its output layer over few tokens, as :mod:`layerskip.heads.readout` says, cut out of a view."""
+"""Draft heads: a model's output layer reduced to a part of the vocabulary. See also :mod:`layerskip.heads.readout`."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError
 from layerskip.models.output_rows import OutputRows
-from layerskip.models.packing import packs
+from layerskip.models.packing import uses_packing
 from layerskip.models.target import Target
-from layerskip.models.trained_module import load_head, save_head
+from layerskip.models.trained_module import load_trained, save_trained
 
 _KIND = "draft_head"
 
 
 class DraftHead:
-    """A model's output layer over some tokens, and over those of the text that is continued.
+    """A model's output layer over some common tokens and the tokens of the current text.
 
     Args:
-        model: whose.
-        tokens: ``[v]`` int64, rising.
-        vocabulary: V: the tokens that may be drafted end there, as the model's own may reach further than the target's.
+        model: the model that drafts.
+        tokens: ``[v]`` int64, rising: the common tokens.
+        vocabulary: V: only tokens below it are drafted; the model's vocabulary may be larger than the target's.
 
     Raises:
-        ConfigError: a token is not one of the model's, or the model has no output layer of its own.
+        ConfigError: a token is not in the model's vocabulary, or the model has no linear output layer.
     """
 
     def __init__(self, model: PreTrainedModel, tokens: Tensor, vocabulary: int) -> None:
         layer = model.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
-            raise ConfigError(f"draft_head: {type(model).__name__} has no output layer that could be cut")
-        known = min(layer.out_features, vocabulary)
-        if not tokens.numel() or int(tokens.max()) >= known:
-            raise ConfigError("draft_head: has tokens that the model does not have, or none")
-        self._rows = OutputRows(layer.weight, layer.bias, tokens, known, packs(model))
+            raise ConfigError(f"draft_head: {type(model).__name__} has no linear output layer")
+        size = min(layer.out_features, vocabulary)
+        if not tokens.numel() or int(tokens.max()) >= size:
+            raise ConfigError("draft_head: has no tokens, or tokens outside the model's vocabulary")
+        self._rows = OutputRows(layer.weight, layer.bias, tokens, size, uses_packing(model))
 
     @property
     def tokens(self) -> Tensor:
-        """``[v]`` int64: those that are drafted now."""
+        """``[v]`` int64: the tokens that can be drafted now."""
         return self._rows.tokens
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """Those of the tokens that are drafted now: copies of the model's rows."""
+        """The weight, and the bias if any, of these tokens: copies of the model's rows."""
         return (self._rows.weight,) if self._rows.bias is None else (self._rows.weight, self._rows.bias)
 
     def begin(self) -> None:
-        """Forget the text before."""
+        """Start a new text: drop the tokens of the last one."""
         self._rows.begin()
 
     def follow(self, text: Sequence[int]) -> Tensor:
-        """Let the tokens of a text be drafted, too, which goes on where it stood at the last call; returns all that are."""
+        """Add the tokens of a text, which continues the text of the last call; return all tokens that can be drafted."""
         self._rows.follow(text)
         return self.tokens
 
-    def narrow(self, view: PreTrainedModel) -> None:
-        """Let a view of the model, which is nobody else's, say these tokens' ``[n, v]`` logits alone."""
+    def restrict(self, view: PreTrainedModel) -> None:
+        """Replace the output layer of a view of the model; its logits become ``[n, v]``. The view must not be shared."""
         view.set_output_embeddings(_Layer(self._rows))
 
 
 class _Layer(nn.Module):
-    """Rows as a model's output layer."""
+    """Output rows as the output layer of a model."""
 
     def __init__(self, rows: OutputRows) -> None:
         super().__init__()
@@ -73,26 +73,26 @@ class _Layer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """``[n, H]``: some families look at it."""
+        """``[n, H]``; the code of some model families reads it."""
         return self._rows.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[..., H]`` to ``[..., n]``."""
+        """Hidden states ``[..., H]`` to logits ``[..., n]``."""
         return self._rows.multiply(hidden)
 
 
 def save_draft_tokens(folder: Path, tokens: Tensor, target: Target, training: Mapping[str, Any]) -> None:
-    """Write the tokens ``[v]`` int64, rising, that a target's drafts may have, and how they were chosen."""
-    save_head(folder, _KIND, {"tokens": len(tokens)}, {"tokens": tokens}, target, training)
+    """Save the tokens of a draft head, ``[v]`` int64, rising, with a record of how they were chosen."""
+    save_trained(folder, _KIND, {"tokens": len(tokens)}, {"tokens": tokens}, target, training)
 
 
 def load_draft_tokens(folder: str | Path, target: Target) -> Tensor:
-    """``[v]`` int64, rising: the tokens that a target's drafts may have.
+    """Load the tokens of a draft head, ``[v]`` int64, rising.
 
     Raises:
-        ConfigError: there are none, they are damaged, or they were chosen for another target.
+        ConfigError: the folder has no draft head, it is damaged, or it belongs to another target.
     """
-    _, weights = load_head(folder, _KIND, target, "draft_head")
+    _, weights = load_trained(folder, _KIND, target, "draft_head")
     tokens = weights.get("tokens")
     if tokens is None or tokens.dtype != torch.int64 or tokens.ndim != 1 or not bool((tokens.diff() > 0).all()):
         raise ConfigError(f"draft_head: {folder} is damaged: it has no list of tokens")

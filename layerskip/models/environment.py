@@ -1,4 +1,4 @@
-"""Where did a measurement run? Processor or card, threads and versions, for exports, logs and records."""
+"""The environment of a measurement: processor or GPU, threads and versions, for exports, logs and records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from layerskip.models.packing import packs
+from layerskip.models.packing import uses_packing
 from layerskip.models.target import Target
 
 _ROOT = Path(__file__).parents[2]
@@ -18,31 +18,31 @@ _PACKAGES = ("torch", "transformers", "optuna", "mlflow", "hydra-core")
 
 
 def environment(target: Target) -> dict[str, Any]:
-    """Plain values: those of :func:`machine`, ``platform`` and ``git_commit``."""
+    """The environment as plain values: those of :func:`machine`, ``platform`` and ``git_commit``."""
     return machine(target) | {"platform": platform.platform(), "git_commit": git_commit(_ROOT)}
 
 
 def machine(target: Target) -> dict[str, Any]:
-    """What measured times hold for: ``device``, ``device_name``, ``threads``, ``packed_weights`` and ``versions``."""
+    """What measured times depend on: ``device``, ``device_name``, ``threads``, ``packed_weights`` and ``versions``."""
     device = target.device
     return {
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
-        "packed_weights": packs(target.model),
+        "packed_weights": uses_packing(target.model),
         "versions": {"python": platform.python_version()} | _versions(),
     }
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in _PACKAGES:
         for name in (package, f"{package}-skinny"):
             try:
-                found.setdefault(package, metadata.version(name))
+                versions.setdefault(package, metadata.version(name))
             except metadata.PackageNotFoundError:
                 continue
-    return found
+    return versions
 
 
 def _processor() -> str:
@@ -54,17 +54,17 @@ def _processor() -> str:
 
 
 def git_commit(root: Path) -> str | None:
-    """The commit of this program's checkout, with ``-dirty`` where its code is not that commit's; None without one."""
+    """The commit of this program's checkout, with ``-dirty`` if its code was changed; None outside a checkout."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return None
-        return None if done.returncode else done.stdout.strip()
+        return None if completed.returncode else completed.stdout.strip()
 
-    # A program that is installed within another project's checkout is not of that one's commits.
+    # A program installed inside another project's checkout does not belong to that project's commits.
     if git("ls-files", "--error-unmatch", str(Path(__file__).relative_to(_ROOT))) is None:
         return None
     commit = git("rev-parse", "HEAD")

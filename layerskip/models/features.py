@@ -1,4 +1,4 @@
-"""What does a model think of a text, before it says which token comes next? Hidden states, read while it runs."""
+"""Hidden states of a model, collected during its forward passes. EAGLE calls them features (arXiv 2401.15077)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 
 class Features:
-    """Reads the outputs of some of a model's sub-modules during its passes.
+    """Collects the outputs of some of a model's sub-modules.
 
     Args:
-        modules: their names; where there are none, nothing is read.
+        modules: dotted names of the sub-modules; empty to collect nothing.
 
     Attributes:
-        parts: what each gave in the last pass, ``[B, n, H]``.
+        parts: each module's output in the last pass, ``[B, n, H]``.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -25,27 +25,27 @@ class Features:
         self.parts: tuple[Tensor, ...] = ()
 
     @contextlib.contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
-        """Read the passes of a model, or of a view of one, for as long as this lasts."""
-        found: dict[str, Tensor] = {}
+    def collect(self, model: nn.Module) -> Iterator[None]:
+        """Collect from the passes of a model, or of a view of it, within the ``with`` block."""
+        outputs: dict[str, Tensor] = {}
 
-        def note(name: str) -> Any:
+        def hook_for(name: str) -> Any:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                found[name] = output if isinstance(output, Tensor) else output[0]
+                outputs[name] = output if isinstance(output, Tensor) else output[0]
 
             return hook
 
-        handles = [model.get_submodule(name).register_forward_hook(note(name)) for name in self.modules]
+        handles = [model.get_submodule(name).register_forward_hook(hook_for(name)) for name in self.modules]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-        self.parts = tuple(found[name] for name in self.modules)
+        self.parts = tuple(outputs[name] for name in self.modules)
 
     def read(self) -> Tensor:
-        """``[n, F]``: what the last pass gave for each of its tokens, module beside module."""
+        """``[n, F]``: the outputs of the last pass for each token, concatenated over the modules."""
         return torch.cat([part[0] for part in self.parts], dim=-1)
 
 
-NOTHING = Features(())
+NO_FEATURES = Features(())

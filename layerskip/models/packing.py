@@ -1,10 +1,10 @@
-"""How does a CPU multiply by weights without laying them out anew in every pass?
+"""Packed CPU weights: weights laid out once for oneDNN, not in every forward pass.
 
-oneDNN wants a matrix in blocks; torch hands it rows, which are laid out afresh in every call, and for the few rows of a step
-of decoding that takes longer than the product. Here a weight is laid out once, for all trees of modules over the same
-tensors, and multiplied by through the operator that torch's own compiler emits. In bfloat16 the results are those of
-``torch.nn.functional.linear``, bit by bit, but where that rounds before it adds a bias; in float32 they are summed in
-another order. A second copy of the weights is what it takes.
+oneDNN needs a matrix in blocks. Torch passes it rows, which are laid out again in every call. For the few rows of a decoding
+step, that takes longer than the product. Here a weight is packed once, for all module trees over the same tensors, and
+multiplied with the operator that torch's own compiler emits. In bfloat16 the results equal those of
+``torch.nn.functional.linear`` bit by bit, except where that function rounds before it adds a bias. In float32 the sums have
+another order. The cost is a second copy of the weights.
 """
 
 from __future__ import annotations
@@ -25,132 +25,132 @@ from layerskip.device.memory import total_bytes
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
-_SHARE = 0.25  # of the machine's memory, that a model's layouts may take where nobody says
-_ROWS = 4  # of the block that layouts are chosen for; those of a thousand lose nothing by it
-_LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values of a weight from where on this is faster
-_SAMPLED = 8  # values that a layout is told by
+_SHARE = 0.25  # of the machine's memory, the most that packed weights may take by default
+_ROWS = 4  # rows of input for which layouts are chosen; a thousand rows lose nothing by it
+_LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values from which on packing a weight is faster
+_SAMPLED = 8  # values that detect a change of a weight
 
 
-def decide(model: nn.Module, pack: bool | None) -> None:
-    """Say whether a model's weights shall be laid out; None leaves it to what was said before, or to :func:`packs`."""
+def set_packing(model: nn.Module, pack: bool | None) -> None:
+    """Set whether a model's weights are packed; None keeps the present setting, or the default of :func:`uses_packing`."""
     if pack is not None:
-        _decided[model] = pack
+        _settings[model] = pack
 
 
-def packs(model: nn.Module) -> bool:
-    """Whether products by this model's weights are taken from a second layout of them.
+def uses_packing(model: nn.Module) -> bool:
+    """Whether a model multiplies by packed weights.
 
-    Unless it was decided: where the processor does so, and layouts take at most a quarter of the memory that there is.
-    Small weights never are: calling the operator takes longer than their products.
+    By default it does where the processor supports it and packed weights take at most a quarter of the memory. Small weights
+    are never packed, because calling the operator takes longer than their product.
     """
-    if model in _decided:
-        return _decided[model] and any(_linears(model))
-    takes = sum(part.weight.nbytes for part in _linears(model))
-    if takes:  # where none fits now, some may on another device
-        _decided[model] = takes <= _SHARE * total_bytes()
-    return _decided.get(model, False)
+    if model in _settings:
+        return _settings[model] and any(_packable_layers(model))
+    needed = sum(layer.weight.nbytes for layer in _packable_layers(model))
+    if needed:  # with none packable now, some may be on another device
+        _settings[model] = needed <= _SHARE * total_bytes()
+    return _settings.get(model, False)
 
 
-def packed_like(model: nn.Module, tree: Tree) -> Tree:
-    """A tree of modules, whose linear layers multiply by laid out weights if that is done with the model's."""
-    for part in _linears(tree) if packs(model) else ():
-        if "forward" not in part.__dict__:  # which is somebody's who does more than multiply
-            part.__class__ = _PackedLinear
-            part.layout = _layouts.setdefault(part.weight, _Layout())
+def pack_like(model: nn.Module, tree: Tree) -> Tree:
+    """Let the linear layers of a module tree multiply by packed weights if the model does."""
+    for layer in _packable_layers(tree) if uses_packing(model) else ():
+        if "forward" not in layer.__dict__:  # a replaced forward may do more than multiply
+            layer.__class__ = _PackedLinear
+            layer.packed = _packed.setdefault(layer.weight, _PackedWeight())
     return tree
 
 
 def pack_matrices(tree: nn.Module) -> None:
-    """Have :func:`multiply` lay out the matrices of a tree of modules when it first meets them."""
+    """Let :func:`multiply` pack the matrices of a module tree on first use."""
     for weight in tree.parameters():
-        if weight.ndim == 2 and _fits(weight):
-            _layouts.setdefault(weight, _Layout())
+        if weight.ndim == 2 and _is_packable(weight):
+            _packed.setdefault(weight, _PackedWeight())
 
 
-def refresh(tree: nn.Module) -> None:
-    """Forget layouts of weights that were changed unseen, by way of their ``data``, as far as some of their values tell."""
-    for part in tree.modules():
-        if type(part) is _PackedLinear:
-            part.layout.check(part.weight)
+def drop_stale_packing(tree: nn.Module) -> None:
+    """Drop packed copies of weights that were changed through ``.data``, as far as a sample of their values shows it."""
+    for layer in tree.modules():
+        if type(layer) is _PackedLinear:
+            layer.packed.check(layer.weight)
 
 
 def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``[..., in]`` to ``[..., out]``, as :func:`torch.nn.functional.linear` has it; by a layout where there is one."""
-    layout: _Layout | None = _layouts.get(weight)
-    return linear(hidden, weight, bias) if layout is None else layout.multiply(hidden, weight, bias)
+    """:func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``, by the packed weight if there is one."""
+    packed: _PackedWeight | None = _packed.get(weight)
+    return linear(hidden, weight, bias) if packed is None else packed.multiply(hidden, weight, bias)
 
 
-def lay_out(weight: Tensor) -> Tensor | None:
-    """``[out, in]`` for :func:`multiply_by`; None where this processor gains nothing."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS) if _fits(weight) else None
+def pack_weight(weight: Tensor) -> Tensor | None:
+    """Pack a weight ``[out, in]`` for :func:`multiply_packed`; None where packing does not help."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS) if _is_packable(weight) else None
 
 
-def multiply_by(layout: Tensor, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    """``[..., in]`` to ``[..., out]``; no gradient goes through it."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, layout, bias, "none", [], "")
-    return found
+def multiply_packed(packed: Tensor, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by a packed weight, ``[..., in]`` to ``[..., out]``; gradients do not flow through it."""
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")
+    return output
 
 
-class _Layout:
-    """That of a weight, made when it is first needed, and again where the weight was changed since."""
+class _PackedWeight:
+    """The packed copy of a weight, made on first use and again after the weight has changed."""
 
     def __init__(self) -> None:
-        self._of: tuple[int, int] | None = None
-        self._values: list[float] = []
-        self._made: Tensor | None = None
+        self._state: tuple[int, int] | None = None
+        self._sample: list[float] = []
+        self._copy: Tensor | None = None
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-        if learns or hidden.dtype != weight.dtype or not hidden.numel() or weight.is_inference():
+        needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+        if needs_gradient or hidden.dtype != weight.dtype or not hidden.numel() or weight.is_inference():
             return linear(hidden, weight, bias)
         state = weight._version, weight.data_ptr()
-        if state != self._of:
-            self._made, self._of, self._values = lay_out(weight), state, _values(weight)
-        if self._made is None or torch.is_autocast_enabled("cpu"):
+        if state != self._state:
+            self._copy, self._state, self._sample = pack_weight(weight), state, _sample(weight)
+        if self._copy is None or torch.is_autocast_enabled("cpu"):
             return linear(hidden, weight, bias)
-        return multiply_by(self._made, hidden, bias)
+        return multiply_packed(self._copy, hidden, bias)
 
     def check(self, weight: Tensor) -> None:
-        """Forget it where the weight is elsewhere, or its values are others."""
-        if self._of is not None and (weight.device.type != "cpu" or self._values != _values(weight)):
-            self._of = self._made = None
+        """Drop the copy if the weight has moved to another device or its sampled values have changed."""
+        if self._state is not None and (weight.device.type != "cpu" or self._sample != _sample(weight)):
+            self._state = self._copy = None
 
-    def __deepcopy__(self, memo: Any) -> _Layout:
-        return _Layout()  # that of a copy
+    def __deepcopy__(self, memo: Any) -> _PackedWeight:
+        return _PackedWeight()  # a copied weight is packed again
 
     def __reduce__(self) -> Any:
-        return _Layout, ()
+        return _PackedWeight, ()
 
 
 class _PackedLinear(nn.Linear):
-    """A linear layer that multiplies by a layout of its weight."""
+    """A linear layer that multiplies by a packed weight."""
 
-    layout: _Layout
+    packed: _PackedWeight
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.layout.multiply(input, self.weight, self.bias)
+        return self.packed.multiply(input, self.weight, self.bias)
 
 
-def _values(weight: Tensor) -> list[float]:
-    found: list[float] = weight.detach()[:: max(1, weight.shape[0] // _SAMPLED), 0].tolist()
-    return found
+def _sample(weight: Tensor) -> list[float]:
+    values: list[float] = weight.detach()[:: max(1, weight.shape[0] // _SAMPLED), 0].tolist()
+    return values
 
 
-def _linears(tree: nn.Module) -> Iterator[Any]:
-    """The linear layers whose weights are to be laid out."""
-    return (part for part in tree.modules() if type(part) is nn.Linear and _fits(part.weight))
+def _packable_layers(tree: nn.Module) -> Iterator[Any]:
+    """The linear layers whose weights can be packed."""
+    return (layer for layer in tree.modules() if type(layer) is nn.Linear and _is_packable(layer.weight))
 
 
-def _fits(weight: Tensor) -> bool:
-    """Whether a weight is one that gains by being laid out."""
+def _is_packable(weight: Tensor) -> bool:
+    """Whether packing a weight is possible and faster."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and not weight.is_inference()
     large = weight.numel() >= _LEAST.get(weight.dtype, math.inf)
-    return plain and large and weight.device.type == "cpu" and _multiplies(weight.dtype)
+    return plain and large and weight.device.type == "cpu" and _is_supported(weight.dtype)
 
 
 @functools.cache
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether this processor, with this build of torch, multiplies by layouts, and rightly."""
+def _is_supported(dtype: torch.dtype) -> bool:
+    """Whether this processor and build of torch multiply by packed weights, with correct results."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if dtype not in _LEAST or platform.machine() != "x86_64" or not available:
         return False
@@ -159,11 +159,11 @@ def _multiplies(dtype: torch.dtype) -> bool:
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        found = multiply_by(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), hidden, None)
+        product = multiply_packed(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), hidden, None)
     except (RuntimeError, AttributeError):  # a build without these operators
         return False
-    return torch.allclose(found, linear(hidden, weight), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-4)
+    return torch.allclose(product, linear(hidden, weight), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-4)
 
 
-_layouts: Any = WeakIdKeyDictionary()
-_decided: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_packed: Any = WeakIdKeyDictionary()
+_settings: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""How far do positions reach, and where do they change? Learnt ones end; some rotary ones turn otherwise behind an edge."""
+"""Limits of position encodings: learned positions end, and some scaled rotary positions change beyond a threshold."""
 
 from __future__ import annotations
 
@@ -10,52 +10,53 @@ from transformers import PreTrainedModel
 
 from layerskip.models.architecture import UnsupportedModel
 
-_OFFSET = 2  # rows that some families, OPT's for one, have before that of their first position
+_OFFSET = 2  # rows before the first position in some families, such as OPT
 
 
-def most_positions(model: PreTrainedModel) -> int | None:
-    """How many positions a model has learnt embeddings for; None where it computes them, however many there are."""
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The number of learned positions of a model; None if it computes its positions."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     words = model.get_input_embeddings()
     rows = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding) and part is not words]
-    learnt = limit is not None and any(limit <= count <= limit + _OFFSET for count in rows)
-    return limit if learnt else None
+    learned = limit is not None and any(limit <= count <= limit + _OFFSET for count in rows)
+    return limit if learned else None
 
 
-def check_edges(model: PreTrainedModel, prompt: int, length: int) -> None:
-    """Refuse a text in which positions would turn otherwise from some token on, as a block of tokens would not do it there.
+def check_rope_scaling(model: PreTrainedModel, prompt: int, length: int) -> None:
+    """Refuse a text that may cross a length at which the scaling of rotary positions changes.
 
-    Scaled rotary positions (LongRoPE, arXiv 2402.13753; dynamic NTK scaling) take the factors of a whole pass from its last
-    position. Drafted tokens behind the edge would turn the block's tokens before it, which plain decoding does not.
+    LongRoPE (arXiv 2402.13753) and dynamic NTK scaling choose the factors of a whole pass by its last position. Drafted
+    tokens beyond the threshold would change the encoding of the tokens before it in the same pass. Plain decoding does not
+    do this, so drafting would not be exact.
 
     Args:
         model: a decoder.
-        prompt: tokens that are read in one pass.
-        length: tokens that there may be in the end.
+        prompt: the number of tokens in the prompt, which is one pass.
+        length: the most tokens of prompt and output together.
 
     Raises:
-        UnsupportedModel: the text may come to such an edge.
+        UnsupportedModel: the text may cross such a threshold.
     """
-    for kind, edge in _edges(model):
-        # Behind its edge, LongRoPE is the same for every pass; dynamic scaling goes on changing.
-        if length > edge and (kind == "dynamic" or prompt <= edge):
+    for kind, threshold in _thresholds(model):
+        # Beyond its threshold, LongRoPE is the same for every pass; dynamic scaling keeps changing.
+        if length > threshold and (kind == "dynamic" or prompt <= threshold):
             raise UnsupportedModel(
-                f"max_new_tokens: {type(model).__name__} turns positions otherwise from {edge} tokens on ({kind}), which "
-                f"this text of {prompt} tokens may come to with {length - prompt} more; no draft is exact across that"
+                f"max_new_tokens: {type(model).__name__} changes its position scaling from {threshold} tokens on ({kind}), "
+                f"which {prompt} tokens of prompt and {length - prompt} of output may reach; drafting is not exact there"
             )
 
 
-def _edges(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+def _thresholds(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     config = model.config.get_text_config(decoder=True)
     for fields in _ropes(getattr(config, "rope_parameters", None) or {}):
         kind = str(fields.get("rope_type"))
         if kind == "longrope":
-            edge = fields.get("original_max_position_embeddings") or config.max_position_embeddings
-            yield kind, int(edge)
+            threshold = fields.get("original_max_position_embeddings") or config.max_position_embeddings
+            yield kind, int(threshold)
         elif "dynamic" in kind:
             yield "dynamic", int(config.max_position_embeddings)
 
 
 def _ropes(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """One for all layers, or one for each type of them."""
+    """The rotary parameters: one table for all layers, or one for each layer type."""
     return [parameters] if "rope_type" in parameters else [part for part in parameters.values() if isinstance(part, Mapping)]

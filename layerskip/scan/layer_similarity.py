@@ -1,8 +1,8 @@
-"""Which layers can be left out so that what remains ends up closest? A dynamic programme over hidden states.
+"""Layer skips that keep the hidden states most similar to the whole model's. A scan offers them as candidate masks.
 
-CLaSp: In-Context Layer Skip for Self-Speculative Decoding (arXiv 2505.24196), algorithm 1: layer by layer and for every
-number of skipped layers, keep the hidden states that are most like the whole model's, whether they came about by running the
-layer or by skipping it. Here likeness is the mean cosine over many positions, not one.
+CLaSp: In-Context Layer Skip for Self-Speculative Decoding (arXiv 2505.24196), algorithm 1: a dynamic programme keeps, layer
+by layer and for every number of skipped layers, the hidden states closest to the whole model's, with the layer run or
+skipped. Here similarity is the mean cosine over many positions instead of one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from layerskip.mask import SkipMask
 def similar_masks(
     layers: Sequence[Callable[[Tensor], Tensor]], states: Sequence[Tensor], skippable: Collection[int], most: int
 ) -> list[SkipMask]:
-    """The programme's answer for every number of skipped layers from 1 to ``most``.
+    """Find the best mask for every number of skipped layers from 1 to ``most``.
 
     Args:
-        layers: each runs one layer on hidden states ``[1, R, H]``.
-        states: the whole model's hidden states: before the first layer, and behind each; one more than ``layers``.
-        skippable: the layers that may be skipped.
-        most: the most skipped layers.
+        layers: functions that each run one layer on hidden states ``[1, R, H]``.
+        states: the whole model's hidden states, before the first layer and after each; one more than ``layers``.
     """
     best: list[tuple[Tensor, tuple[int, ...]]] = [(states[0], ())]
     for index, layer in enumerate(layers):
@@ -40,11 +38,10 @@ def similar_masks(
                 hidden, skipped = best[count - 1]
                 candidates.append((hidden, (*skipped, index)))
             if candidates:
-                following.append(max(candidates, key=lambda pair: _likeness(pair[0], states[index + 1])))
+                following.append(max(candidates, key=lambda pair: _similarity(pair[0], states[index + 1])))
         best = following
-    chosen = [frozenset(skipped) for _, skipped in best[1:]]
-    return [SkipMask.of(len(layers), skipped, skipped) for skipped in chosen]
+    return [SkipMask.of(len(layers), set(skipped), set(skipped)) for _, skipped in best[1:]]
 
 
-def _likeness(found: Tensor, whole: Tensor) -> float:
-    return float(cosine_similarity(found.float(), whole.float(), dim=-1).mean())
+def _similarity(hidden: Tensor, whole: Tensor) -> float:
+    return float(cosine_similarity(hidden.float(), whole.float(), dim=-1).mean())

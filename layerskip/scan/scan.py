@@ -1,11 +1,16 @@
-"""What would a mask do in the real decoder? Known from a few passes over the target's own text, with nothing generated.
+"""A scan predicts how a skip mask would decode, from a few passes over the target's own text and without generating any.
 
-Lossless decoding gives the target's own tokens, so drafting can start from every position of a known continuation at once:
-each start is a row of its own (:mod:`layerskip.scan.row_model`) that sees the target's states before it and its own draft's behind.
-One pass gives every start its next drafted token; only starts that agreed so far need the next pass. The runs of agreement
-and the draft's confidences then give the rounds of every draft length and stop rule (:mod:`layerskip.scan.replay`): exactly for
-greedy decoding, as expected values where tokens are sampled. A start whose draft goes on behind its first wrong token, which
-only confidence can end, is followed further when a replay asks for it.
+1. Lossless decoding outputs the target's own tokens, so its text is known before any draft is made.
+2. The target reads this text once, and then drafts start from every position of it in the same pass, one row per position.
+3. Each further pass drafts the next token of the drafts that agree with the text so far.
+4. Given the text y, the token at place i of a draft from position s is accepted with probability
+   ``a(s, i) = min(1, q(y[s+i]) / p(y[s+i]))``, where q is the draft's and p the target's distribution; for greedy decoding
+   this is 1 if the draft's token is y[s+i] and 0 otherwise (arXiv 2211.17192).
+5. A draft of length g from position s therefore accepts n tokens with probability ``a(s, 1) ... a(s, n) (1 - a(s, n+1))``,
+   without the last factor for n = g, and commits n + 1, which gives all rounds (:mod:`layerskip.scan.replay`).
+
+The replay is exact for greedy decoding and an expectation for sampled decoding. A stop rule may also need the confidences
+of a draft after its first wrong token; these are scanned later, when a replay needs them.
 """
 
 from __future__ import annotations
@@ -26,41 +31,38 @@ from layerskip.mask import SkipMask
 from layerskip.models.bridge import Bridges
 from layerskip.models.target import Target
 from layerskip.scan.layer_similarity import similar_masks
-from layerskip.scan.parallel_drafts import ManyDrafts
-from layerskip.scan.replay import Counts, count, expect, replay
+from layerskip.scan.parallel_drafts import ParallelDrafts
+from layerskip.scan.replay import Counts, count, expected_counts, replay
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.text_batch import Pack, Start, Texts
+from layerskip.scan.text_batch import Start, StartPack, TextBatch
 from layerskip.scan.trace import CHAIN, Branching, Trace
 from layerskip.texts.continuations import Continuation
 
 _MARGIN = 0.1
-"""An adaptive threshold moves: its drafts are followed somewhat further than where it stands."""
+"""How far below an adaptive threshold's current value drafts are scanned, because the threshold moves."""
 
 _CHECKED = 8
-"""Starts that the self-check looks at."""
+"""Starts in the self-check."""
 
 
-def floor_of(stops: Iterable[StopRule]) -> float | None:
-    """The lowest confidence that rules ask for, one that adapts below where it begins; None where none asks.
+def lowest_threshold(stops: Iterable[StopRule]) -> float | None:
+    """The lowest confidence threshold of stop rules, with a margin for adaptive ones; None if no rule has one.
 
-    What :meth:`Scanner.scan` was not told to follow is followed in passes of its own, over few rows each.
+    As the ``floor`` of :meth:`Scanner.scan` it saves later passes over few rows each.
     """
-    asked = (stop.threshold - _MARGIN * (stop.kind == "adaptive") for stop in stops if stop.kind != "length")
-    return min(asked, default=None)
+    thresholds = (stop.threshold - _MARGIN * (stop.kind == "adaptive") for stop in stops if stop.kind != "length")
+    return min(thresholds, default=None)
 
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """One mask on all continuations: a trace for each.
+    """The scan of one mask on all continuations.
 
     Args:
-        mask: what the draft skips.
-        traces: of its drafts.
-        bridges: what stands in for it, if anything does.
-        tokens: ``[v]`` int64: those that are drafted beside what was said before; None for all.
+        tokens: ``[v]`` int64: the tokens that may be drafted, besides those earlier in the text; None for all.
 
     Raises:
-        ConfigError: the bridges are of another mask.
+        ConfigError: the bridges belong to another mask.
     """
 
     mask: SkipMask
@@ -74,8 +76,8 @@ class Scan:
 
     @property
     def agreement(self) -> float:
-        """How often the first drafted token is the target's; the expected acceptance where tokens are sampled."""
-        firsts = np.concatenate([trace.kept[:, 0] for trace in self.traces])
+        """How often the first drafted token is the target's; its expected acceptance for sampled texts."""
+        firsts = np.concatenate([trace.acceptance[:, 0] for trace in self.traces])
         return float(np.nanmean(firsts)) if len(firsts) else 0.0
 
 
@@ -83,20 +85,17 @@ class Scanner:
     """Scans masks over continuations.
 
     Args:
-        target: the model that the continuations are from.
-        continuations: its continuations, as :func:`~layerskip.texts.continuations.continue_prompts` gives them.
-        sampling: how they were chosen.
-        depth: the longest draft to look at.
-        max_rows: rows per pass, hence what bounds memory: a pass holds ``[max_rows, V]`` logits and a mask over
-            the keys that they see; the one cache that all passes share has room for ``max_rows * depth`` positions behind
-            the continuations of as many starts.
-        runners: so many runners-up of every drafted token are looked at, which siblings are; nothing is known of siblings
-            where tokens are sampled.
-        most_bytes: bounds what lies beside it: the target's own keys and values of the continuations, and what every layer was
-            handed at their continuations. Passages behind those that it holds are left out; None leaves out none.
+        continuations: its continuations, from :func:`~layerskip.texts.continuations.continue_prompts`.
+        max_rows: rows per pass, which bounds memory. A pass holds ``[max_rows, V]`` logits and a mask over the keys of its
+            rows. The one cache of all passes has room for ``max_rows * depth`` positions after the continuations of as many
+            starts.
+        runners: the number of runners-up to record for every drafted token, which become siblings. Ignored for sampled
+            texts.
+        most_bytes: budget for the target's keys, values and layer inputs of the continuations, besides that cache.
+            Continuations beyond it are left out; None for no limit.
 
     Raises:
-        UnsupportedModel: the model's sub-layers cannot be skipped, or rows cannot be told apart in its attention.
+        UnsupportedModel: the model's sub-layers cannot be skipped, or its attention does not support independent rows.
     """
 
     def __init__(
@@ -115,64 +114,50 @@ class Scanner:
         self.depth, self.max_rows = depth, max_rows
         self.runners = runners if sampling.greedy else 0
         model, vocabulary = RowModel(target.model), target.vocabulary
-        self._texts = Texts(model, vocabulary, tuple(continuations), sampling, enters=True, most_bytes=most_bytes)
+        self._texts = TextBatch(model, vocabulary, tuple(continuations), sampling, layer_inputs=True, most_bytes=most_bytes)
         self.continuations = self._texts.continuations
-        every = [
+        starts = [
             (p, s)
             for p, continuation in enumerate(self.continuations)
             for s in range(continuation.starts)
             if continuation.limit(s) > 0
         ]
-        self._packs = self._packed(every)
-        self._drafts = ManyDrafts(self._texts, self.runners, self._packs[0] if self._packs else None)
-
-    @property
-    def cache_bytes(self) -> int:
-        """What the one cache of all passes takes so far."""
-        return self._texts.cache_bytes
-
-    @property
-    def text_bytes(self) -> int:
-        """What the target's own states of the continuations take."""
-        return sum(text.nbytes for text in self._texts.texts)
+        self._packs = self._pack(starts)
+        self._drafts = ParallelDrafts(self._texts, self.runners, self._packs[0] if self._packs else None)
 
     def sample(self, rows: int) -> Scanner:
-        """A scanner of about so many starts, evenly spread over all continuations: enough to know agreement by, not rounds."""
-        every = [row for pack in self._packs for row in pack.rows]
-        chosen = every[:: max(1, -(-len(every) // rows))]
+        """Return a scanner of about ``rows`` evenly spread starts, which suffices for agreements, not for rounds."""
+        starts = [row for pack in self._packs for row in pack.rows]
         sampled = copy.copy(self)
-        sampled._packs = self._packed(chosen)
+        sampled._packs = self._pack(starts[:: max(1, -(-len(starts) // rows))])
         return sampled
 
-    def _packed(self, starts: list[Start]) -> list[Pack]:
+    def _pack(self, starts: list[Start]) -> list[StartPack]:
+        """Divide starts into packs of at most ``max_rows``."""
         parts = [starts[i : i + self.max_rows] for i in range(0, len(starts), self.max_rows)]
         return [self._texts.pack(part, max(1, self.max_rows // len(part)) * len(part) * self.depth) for part in parts]
 
     @torch.inference_mode()
     def similar_masks(self, skippable: Collection[int], most: int) -> list[SkipMask]:
-        """What :mod:`layerskip.scan.layer_similarity` leaves out, for every number of layers up to ``most``, by the first pack's rows."""
+        """Return the masks of :func:`~layerskip.scan.layer_similarity.similar_masks`, from the rows of the first pack."""
         pack = self._packs[0]
         tokens = self._texts.tokens(pack.rows)
-        number = torch.arange(len(pack.rows), device=self.target.device)
-        visible, positions = self._texts.visible(pack, pack.rows, number, [], 0)
-        layers, states = self._texts.model.layers_alone(tokens, positions, self._texts.lay(pack), visible)
+        draft_ids = torch.arange(len(pack.rows), device=self.target.device)
+        visible, positions = self._texts.visible(pack, pack.rows, draft_ids, [], 0)
+        layers, states = self._texts.model.layer_functions(tokens, positions, self._texts.load(pack), visible)
         return similar_masks(layers, states, skippable, most)
 
     def check(self) -> None:
-        """Make sure that rows see what decoding does: a draft that skips nothing must be as sure as the target is.
-
-        Raises:
-            UnsupportedModel: it is not.
-        """
+        """Raise :class:`UnsupportedModel` unless a draft that skips nothing has the target's own confidences."""
         (scan,) = self.sample(_CHECKED).scan([SkipMask.none(self.target.layers)], depth=2)
-        slack = 1e-3 if self.target.dtype == "float32" else 0.1
+        tolerance = 1e-3 if self.target.dtype == "float32" else 0.1
         for text, trace in zip(self._texts.texts, scan.traces, strict=True):
             for place in range(trace.depth):
                 found = trace.confidence[: trace.confidence.shape[0] - place, place]
                 expected = text.confidence[1 + place :]
-                looked = ~np.isnan(found)
-                if not np.allclose(found[looked], expected[looked], rtol=slack, atol=slack):
-                    raise self._texts.model.refusal("a draft that skips nothing is not what the model itself says")
+                known = ~np.isnan(found)
+                if not np.allclose(found[known], expected[known], rtol=tolerance, atol=tolerance):
+                    raise self._texts.model.unsupported("a draft that skips nothing differs from the model itself")
 
     @torch.inference_mode()
     def scan(
@@ -186,12 +171,11 @@ class Scanner:
         """Scan masks, as many at once as ``max_rows`` allows.
 
         Args:
-            masks: for the target's number of layers.
-            depth: of the drafts; the scanner's where None.
-            floor: greedy drafts are followed behind their first wrong token while they are at least so sure, as the lowest
-                threshold that will be asked about wants it; in passes that run anyway, that costs less than later.
-            bridges: of each mask; None for none at all.
-            tokens: ``[v]`` int64: those that are drafted beside what was said before; None for all.
+            depth: the longest draft; None for the scanner's.
+            floor: greedy drafts are scanned past their first wrong token while their confidence is at least this. The lowest
+                threshold that will be replayed is best: rows in these passes cost less than passes of their own later.
+            bridges: the bridges of each mask; None for no bridges at all.
+            tokens: ``[v]`` int64: the tokens that may be drafted, besides those earlier in the text; None for all.
         """
         if not self.sampling.greedy:
             floor = None
@@ -205,78 +189,79 @@ class Scanner:
             for first in range(0, len(scans), at_once):
                 some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
-                for (m, p, s), place, drafted in self._drafts.of(pack, *_makes(some), rows, depth, floor):
+                for (m, p, s), place, token in self._drafts.draft(pack, *_drafters(some), rows, depth, floor):
                     trace = some[m].traces[p]
-                    trace.saw(s, place, drafted.confidence, drafted.likely)
+                    trace.record_confidence(s, place, token.confidence, token.runner_probs)
                     if trace.agreed[s] == place or not self.sampling.greedy:
-                        trace.judged(s, place, drafted.kept, drafted.rank)
+                        trace.record_acceptance(s, place, token.acceptance, token.rank)
         return scans
 
     def counts(
         self, scan: Scan, draft_length: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
     ) -> list[Counts]:
-        """What decoding every continuation with a scanned mask takes, continuation by continuation; an adaptive stop rule carries on.
+        """Return the counts of decoding every continuation with a scanned mask.
+
+        An adaptive stop rule carries over from each continuation to the next.
 
         Args:
-            scan: as :meth:`scan` gave it; learns what a stop rule asks further.
+            scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
             draft_length: at most the scan's depth.
-            stop: when drafts end earlier.
-            branching: siblings beside the drafted tokens.
-            warmed: as :meth:`rounds` has it; of sampled tokens it changes nothing.
+            warmed: see :meth:`rounds`; without effect for sampled texts.
         """
         if not self.sampling.greedy:
             if branching.siblings:
-                raise ValueError("siblings: are known for greedy decoding only")
-            return [expect(p, trace, draft_length, stop) for p, trace in zip(self.continuations, scan.traces, strict=True)]
+                raise ValueError("siblings: are supported for greedy decoding only")
+            pairs = zip(self.continuations, scan.traces, strict=True)
+            return [expected_counts(continuation, trace, draft_length, stop) for continuation, trace in pairs]
         return [count(rounds) for rounds in self.rounds(scan, draft_length, stop, branching, warmed)]
 
     def rounds(
         self, scan: Scan, draft_length: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
     ) -> list[list[Round]]:
-        """The rounds of greedy decoding, continuation by continuation, as :func:`~layerskip.scan.replay.replay` gives them.
+        """Return the rounds of greedy decoding for every continuation, see :func:`~layerskip.scan.replay.replay`.
 
         Args:
-            warmed: whether a stop rule that carries on from prompt to prompt has gone through all continuations before, as one
-                that has been in use; else it begins with the first.
+            warmed: whether a stop rule that carries over between prompts has already run on all continuations, like one that
+                has been in use. Otherwise it begins with the first one.
 
         Raises:
-            ValueError: tokens are sampled, or the draft length is beyond the scan's depth.
+            ValueError: tokens are sampled, or the draft length exceeds the scan's depth.
         """
         if not self.sampling.greedy:
             raise ValueError("sampling: single rounds are known for greedy decoding only")
         if any(trace.depth < draft_length for trace in scan.traces):
-            raise ValueError(f"draft_length: {draft_length} is beyond the scan's depth")
-        followed: set[tuple[int, int, float]] = set()
-        turns = 2 if warmed and stop.kind == "adaptive" and stop.carry else 1
+            raise ValueError(f"draft_length: {draft_length} exceeds the scan's depth")
+        extended: set[tuple[int, int, float]] = set()
+        repeats = 2 if warmed and stop.kind == "adaptive" and stop.carry else 1
         while True:
             stopper = Stopper(stop)
-            found, missing, floor = list[list[Round]](), set(), 1.0
-            for index, continuation in [*enumerate(self.continuations)] * turns:
+            rounds, missing, floor = list[list[Round]](), set(), 1.0
+            for index, continuation in [*enumerate(self.continuations)] * repeats:
                 stopper.start()
-                open_starts: dict[int, float] = {}
-                found.append(replay(continuation, scan.traces[index], draft_length, stopper, open_starts, branching))
-                missing |= {(index, start) for start in open_starts}
-                floor = min([floor, *open_starts.values()])
+                unresolved: dict[int, float] = {}
+                rounds.append(replay(continuation, scan.traces[index], draft_length, stopper, unresolved, branching))
+                missing |= {(index, start) for start in unresolved}
+                floor = min([floor, *unresolved.values()])
             if not missing:
-                return found[-len(self.continuations) :]
+                return rounds[-len(self.continuations) :]
             floor -= _MARGIN * (stop.kind == "adaptive")
-            asked = {(*start, floor) for start in missing}
-            if asked <= followed:
-                raise RuntimeError(f"scan: drafts from {sorted(missing)} cannot be followed")
-            followed |= asked
-            self._follow(scan, missing, floor)
+            needed = {(*start, floor) for start in missing}
+            if needed <= extended:
+                raise RuntimeError(f"scan: drafts from {sorted(missing)} cannot be extended")
+            extended |= needed
+            self._extend(scan, missing, floor)
 
     @torch.inference_mode()
-    def _follow(self, scan: Scan, starts: Collection[Start], floor: float) -> None:
-        """Follow some drafts behind their first wrong token, as long as they are at least so sure of themselves."""
+    def _extend(self, scan: Scan, starts: Collection[Start], floor: float) -> None:
+        """Scan some drafts past their first wrong token, while their confidence is at least ``floor``."""
         for pack in self._packs:
             rows = [(0, p, s) for p, s in pack.rows if (p, s) in starts]
             if rows:
-                drafts = self._drafts.of(pack, *_makes([scan]), rows, scan.traces[0].depth, floor, wrong=True)
-                for (_, p, s), place, drafted in drafts:
-                    scan.traces[p].saw(s, place, drafted.confidence, drafted.likely)
+                drafts = self._drafts.draft(pack, *_drafters([scan]), rows, scan.traces[0].depth, floor, only_confident=True)
+                for (_, p, s), place, token in drafts:
+                    scan.traces[p].record_confidence(s, place, token.confidence, token.runner_probs)
 
 
-def _makes(scans: Sequence[Scan]) -> tuple[list[SkipMask], list[Bridges | None], Tensor | None]:
-    """What drafts: masks, their bridges, and the tokens, which are the same for all."""
+def _drafters(scans: Sequence[Scan]) -> tuple[list[SkipMask], list[Bridges | None], Tensor | None]:
+    """The masks and bridges of scans, and their tokens, which are the same for all."""
     return [scan.mask for scan in scans], [scan.bridges for scan in scans], scans[0].tokens

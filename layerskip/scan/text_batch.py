@@ -1,7 +1,8 @@
-"""What did the target read, and what of it may a row of a pass see?
+"""Continuations with the target's states, laid out one after another in one cache for the passes of a scan.
 
-The target reads every continuation once; its keys and values are then laid one behind the other for passes whose rows come from
-several continuations (:mod:`layerskip.scan.row_model`). A row sees its own continuation up to where its draft began, and its own draft.
+The target reads every continuation once (:mod:`layerskip.scan.target_pass`). The rows of a later pass may come from several
+continuations (:mod:`layerskip.scan.row_model`). A row attends to its own continuation up to the start of its draft, and to
+its own draft.
 """
 
 from __future__ import annotations
@@ -20,50 +21,46 @@ from layerskip.decoding.stopping import confidence, portions
 from layerskip.device.upload import upload
 from layerskip.models.cache import KVCache
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.target_pass import read
-from layerskip.scan.text_cache import Likely, Memory, Text
+from layerskip.scan.target_pass import run_target
+from layerskip.scan.text_cache import TextCache, TextStates, TopTokens
 from layerskip.texts.continuations import Continuation
 
 Start = tuple[int, int]
-"""A continuation's number, and the position in its continuation whose token is the last committed one."""
+"""Index of a continuation, and index of the token in it after which a draft starts."""
 
 
 @dataclass(frozen=True)
-class Pack:
-    """Some starts of some continuations, whose keys and values lie one behind the other in a cache once they are laid there.
+class StartPack:
+    """Starts that share a pass, and the part of a cache that their continuations take.
 
     Args:
-        rows: ``[(continuation, start), ...]``.
-        sizes: how many positions of each continuation they may see.
-        room: positions for drafts behind them.
+        sizes: per continuation, the number of its positions that the rows may attend to.
+        room: positions for drafts after the continuations.
     """
 
-    rows: list[tuple[int, int]]
+    rows: list[Start]
     sizes: dict[int, int]
     room: int
 
     @property
     def end(self) -> int:
-        """Where the continuations end and drafts begin."""
+        """Position at which the continuations end and drafts begin."""
         return sum(self.sizes.values())
 
     @functools.cached_property
     def offsets(self) -> dict[int, int]:
-        """Where each continuation begins."""
+        """Position at which each continuation begins."""
         return dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), initial=0), strict=False))
 
 
-class Texts:
-    """Passages as the target read them.
+class TextBatch:
+    """Continuations with the target's states.
 
     Args:
-        model: the target.
         vocabulary: V, the width of its logits.
-        continuations: its continuations.
-        sampling: how they were chosen.
-        enters: whether hidden states are kept, too.
-        memory: of texts that were read in the same way before, and says what is kept of likely tokens.
-        most_bytes: which what was read of continuations may take: later ones are left out, the first never; None for no bound.
+        layer_inputs: whether to keep the input hidden states of every layer.
+        text_cache: states of texts read before. It also decides how many of the most likely tokens are kept.
+        most_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
     """
 
     @torch.inference_mode()
@@ -73,166 +70,157 @@ class Texts:
         vocabulary: int,
         continuations: Sequence[Continuation],
         sampling: Sampling,
-        enters: bool = False,
-        memory: Memory | None = None,
+        layer_inputs: bool = False,
+        text_cache: TextCache | None = None,
         most_bytes: int | None = None,
     ) -> None:
-        self.model, self.vocabulary, self._enters = model, vocabulary, enters
+        self.model, self.vocabulary, self._layer_inputs = model, vocabulary, layer_inputs
         self.sampling = sampling
-        memory = Memory(0, likely=0) if memory is None else memory
-        self._likely = min(memory.likely, vocabulary)
-        self.texts: list[Text] = []
+        text_cache = TextCache(0, top_k=0) if text_cache is None else text_cache
+        self._top_k = min(text_cache.top_k, vocabulary)
+        self.texts: list[TextStates] = []
         for continuation in continuations:
-            text = memory.recall(continuation, self._read)
+            text = text_cache.get(continuation, self._read)
             if self.texts and most_bytes is not None and text.nbytes + sum(one.nbytes for one in self.texts) > most_bytes:
                 break
             self.texts.append(text)
         self.continuations = tuple(continuations[: len(self.texts)])
         self._cache: KVCache | None = None
-        self._laid: Pack | None = None
+        self._loaded: StartPack | None = None
 
-    def begin(self, start: Start) -> int:
-        """How many tokens stand before a start's own."""
+    def position(self, start: Start) -> int:
+        """Position of a start's token in its text, which is the number of tokens before it."""
         continuation, place = start
         return len(self.continuations[continuation].prompt) + place
 
     def tokens(self, starts: Sequence[Start]) -> Tensor:
-        """``[R]`` int64 on the device: the tokens at starts; the last one of a continuation for what lies behind it."""
-        found = [self.continuations[p].tokens[min(place, len(self.continuations[p].tokens) - 1)] for p, place in starts]
-        return upload(found, self.model.device)
+        """Return ``[R]`` int64 on the device: the tokens at starts, the last token for starts past the end."""
+        tokens = [self.continuations[p].tokens[min(place, len(self.continuations[p].tokens) - 1)] for p, place in starts]
+        return upload(tokens, self.model.device)
 
     def agrees(self, start: Start, token: int) -> bool:
-        """Whether the token at a start is this one; False behind the end of the continuation."""
+        """Whether the token at a start is ``token``; False past the end of the continuation."""
         continuation, place = start
         tokens = self.continuations[continuation].tokens
         return place < len(tokens) and tokens[place] == token
 
-    def chance(self, start: Start) -> float:
-        """Where tokens are sampled: the target's probability of the token at a start; 1.0 behind the end."""
+    def token_prob(self, start: Start) -> float:
+        """The target's probability of the token at a start, for sampled texts; 1.0 past the end."""
         continuation, place = start
-        chances = self.texts[continuation].chances
-        return float(chances[place]) if place < len(chances) else 1.0
+        probs = self.texts[continuation].token_probs
+        return float(probs[place]) if place < len(probs) else 1.0
 
-    def _read(self, continuation: Continuation) -> Text:
+    def _read(self, continuation: Continuation) -> TextStates:
+        """Run the target over a continuation."""
         missing = continuation.max_new_tokens - len(continuation.tokens)
         tokens = upload([*continuation.prompt, *continuation.tokens, *continuation.tokens[-1:] * missing], self.model.device)
         begin, end = len(continuation.prompt), len(continuation.prompt) + len(continuation.tokens)
-        logits, cache, visible, entering = read(
-            self.model, tokens, tokens.shape[0] - begin + 1, tokens.shape[0] - begin if self._enters else 0
+        logits, cache, visible, layer_inputs = run_target(
+            self.model, tokens, tokens.shape[0] - begin + 1, tokens.shape[0] - begin if self._layer_inputs else 0
         )
         logits = logits[: end - begin]
-        chances = np.empty(0)
+        token_probs = np.empty(0)
         if not self.sampling.greedy:
             seen = None
             if self.sampling.needs_seen:
                 seen = torch.cat([self.seen(tokens[:place]) for place in range(begin, end)])
             probs = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
-            chances = probs.double().cpu().numpy()
-        likely = None
-        if self._likely:
-            found = [some.float().softmax(-1).topk(self._likely) for some in portions(logits)]
-            chosen = torch.cat([some.indices for some in found]).to(torch.int32)
-            likely = Likely(torch.cat([some.values for some in found]), chosen)
-        # A copy would be as large as what it leaves out, where nothing is.
-        kept = tuple(states[:, : end - begin].clone() if missing else states for states in entering)
-        return Text(tokens, cache, visible, confidence(logits).double().cpu().numpy(), chances, likely, kept)
+            token_probs = probs.double().cpu().numpy()
+        top_tokens = None
+        if self._top_k:
+            top = [some.float().softmax(-1).topk(self._top_k) for some in portions(logits)]
+            indices = torch.cat([some.indices for some in top]).to(torch.int32)
+            top_tokens = TopTokens(torch.cat([some.values for some in top]), indices)
+        # Without padding there is nothing to cut off, and a copy would only take memory.
+        kept = tuple(states[:, : end - begin].clone() if missing else states for states in layer_inputs)
+        confidences = confidence(logits).double().cpu().numpy()
+        return TextStates(tokens, cache, visible, confidences, token_probs, top_tokens, kept)
 
-    def likely(self, starts: Sequence[Start]) -> Likely:
-        """``[R, k]``: what the target finds likeliest behind the tokens at starts."""
-        found = []
+    def top_tokens(self, starts: Sequence[Start]) -> TopTokens:
+        """Return ``[R, k]``: the target's most likely tokens after the tokens at starts."""
+        probs, tokens = [], []
         for continuation, place in starts:
-            kept = self.texts[continuation].likely
-            assert kept is not None
-            found.append((kept.chances[place], kept.tokens[place]))
-        chances, tokens = zip(*found, strict=True)
-        return Likely(torch.stack(chances), torch.stack(tokens))
+            top = self.texts[continuation].top_tokens
+            assert top is not None
+            probs.append(top.probs[place])
+            tokens.append(top.tokens[place])
+        return TopTokens(torch.stack(probs), torch.stack(tokens))
 
-    def entering(self, layer: int, starts: Sequence[Start]) -> Tensor:
-        """``[1, R, H]``: what a layer was handed at the tokens of starts."""
-        return torch.cat([self.texts[p].entering[layer][:, place : place + 1] for p, place in starts], 1)
+    def layer_input(self, layer: int, starts: Sequence[Start]) -> Tensor:
+        """Return ``[1, R, H]``: the target's input to a layer at the tokens of starts."""
+        return torch.cat([self.texts[p].layer_inputs[layer][:, place : place + 1] for p, place in starts], 1)
 
-    def places(self, pack: Pack, starts: Sequence[Start]) -> Tensor:
-        """``[R]`` int64: where a pack's cache has the tokens at starts."""
-        return upload([pack.offsets[p] + self.begin((p, place)) for p, place in starts], self.model.device)
+    def cache_positions(self, pack: StartPack, starts: Sequence[Start]) -> Tensor:
+        """Return ``[R]`` int64: the positions of starts in the pack's cache."""
+        return upload([pack.offsets[p] + self.position((p, place)) for p, place in starts], self.model.device)
 
-    def pack(self, rows: list[Start], room: int) -> Pack:
-        """Some starts, and the continuations that they need, with room for so many positions of drafts."""
+    def pack(self, rows: list[Start], room: int) -> StartPack:
+        """Pack starts with the continuations that they need and ``room`` positions for drafts."""
         used = sorted({continuation for continuation, _ in rows})
-        return Pack(rows, {p: len(self.continuations[p].prompt) + self.continuations[p].starts for p in used}, room)
+        return StartPack(rows, {p: len(self.continuations[p].prompt) + self.continuations[p].starts for p in used}, room)
 
-    @property
-    def cache_bytes(self) -> int:
-        """What the cache of :meth:`lay` takes."""
-        return 0 if self._cache is None else self._cache.nbytes
-
-    def lay(self, pack: Pack) -> KVCache:
-        """A cache that holds a pack's continuations, its length their end; there is one, for the pack last asked for."""
-        if self._laid is not pack:
+    def load(self, pack: StartPack) -> KVCache:
+        """Fill the batch's only cache with a pack's continuations, and set its length to their end."""
+        if self._loaded is not pack:
             if self._cache is None or self._cache.max_length < pack.end + pack.room:
-                self._cache = None  # let go of it first
+                self._cache = None  # freed before the next one is allocated
                 self._cache = KVCache(self.model.layers, pack.end + pack.room, device=self.model.device)
-            self._cache.take([(self.texts[p].cache, size) for p, size in pack.sizes.items()])
-            self._laid = pack
+            self._cache.copy_from([(self.texts[p].cache, size) for p, size in pack.sizes.items()])
+            self._loaded = pack
         assert self._cache is not None
         self._cache.length = pack.end
         return self._cache
 
     def seen(self, tokens: Tensor) -> Tensor:
-        """``[1, V]`` bool: which tokens are among these."""
+        """Return ``[1, V]`` bool: the vocabulary entries among the tokens."""
         seen = torch.zeros(1, self.vocabulary, dtype=torch.bool, device=tokens.device)
         seen[0, tokens] = True
         return seen
 
     def visible(
-        self, pack: Pack, live: list[Start], number: Tensor, branches: list[tuple[Tensor, int]], place: int
+        self, pack: StartPack, live: list[Start], draft_ids: Tensor, passes: list[tuple[Tensor, int]], place: int
     ) -> tuple[list[Tensor], Tensor]:
-        """What the rows of a pass may see, per layer, and where they stand in their own texts."""
+        """Return the attention masks of a pass, per layer ``[R, keys]`` bool, and the rows' positions ``[R]``.
+
+        Args:
+            draft_ids: ``[R]`` int64: the drafts of the rows; a row attends to the rows of its own draft.
+            passes: draft ids and ``place`` of the earlier passes, whose rows follow the continuations in the cache.
+            place: distance of the rows from their starts.
+        """
         device = self.model.device
-        starts = [self.begin(start) for start in live]
+        starts = [self.position(start) for start in live]
         begin = torch.tensor(starts, device=device)
         positions = begin + place
         offsets = torch.tensor([pack.offsets[p] for p, _ in live], device=device)
         key = torch.arange(pack.end, device=device)
-        own = torch.cat([*(n for n, _ in branches), number])
-        behind = torch.cat([torch.full_like(n, at) for n, at in [*branches, (number, place)]])
-        inside = (key >= offsets[:, None]) & (key < (offsets + begin)[:, None])
-        plain = torch.cat((inside, own == number[:, None]), 1)
+        drafted_ids = torch.cat([*(ids for ids, _ in passes), draft_ids])
+        distance = torch.cat([torch.full_like(ids, at) for ids, at in [*passes, (draft_ids, place)]])
+        before = (key >= offsets[:, None]) & (key < (offsets + begin)[:, None])
+        causal = torch.cat((before, drafted_ids == draft_ids[:, None]), 1)
+
+        def windowed(windows: dict[int, Tensor | None]) -> Tensor:
+            """Return ``causal`` without the keys that a layer's window hides from a row at its position."""
+            result = causal.clone()
+            for row, (start, (p, _)) in enumerate(zip(starts, live, strict=True)):
+                window, offset = windows[p], pack.offsets[p]
+                if window is not None:
+                    width = min(window.shape[1], pack.end - offset)
+                    result[row, offset : offset + width] &= window[start + place, :width]
+                    result[row, pack.end :] &= window[start + place, (start + distance).clamp_max(window.shape[1] - 1)]
+            return result
+
         masks: dict[tuple[int, ...], Tensor] = {}
-        found = []
+        by_layer = []
         for layer in range(self.model.layers):
             windows = {p: self.texts[p].visible[layer] for p in pack.offsets}
             kind = tuple(id(window) for window in windows.values())
             if kind not in masks:
-                masks[kind] = self._windowed(plain, windows, pack, live, behind, place)
-            found.append(masks[kind])
-        return found, positions
-
-    def _windowed(
-        self,
-        plain: Tensor,
-        windows: dict[int, Tensor | None],
-        pack: Pack,
-        live: list[Start],
-        behind: Tensor,
-        place: int,
-    ) -> Tensor:
-        """``plain`` without what a layer's window hides from a row at its position."""
-        if all(window is None for window in windows.values()):
-            return plain
-        size = plain.shape[1] - behind.shape[0]
-        result = plain.clone()
-        for row, (p, start) in enumerate(live):
-            window = windows[p]
-            if window is None:
-                continue
-            begin, offset = len(self.continuations[p].prompt) + start, pack.offsets[p]
-            width = min(window.shape[1], size - offset)
-            result[row, offset : offset + width] &= window[begin + place, :width]
-            result[row, size:] &= window[begin + place, (begin + behind).clamp_max(window.shape[1] - 1)]
-        return result
+                masks[kind] = windowed(windows) if any(window is not None for window in windows.values()) else causal
+            by_layer.append(masks[kind])
+        return by_layer, positions
 
 
 def runs_of(rows: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Where runs of the same row begin and end, such as of rows of one continuation."""
+    """Return begin and end of every run of equal items, such as the rows of one continuation."""
     ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(rows)))
     return list(itertools.pairwise([0, *ends]))

@@ -1,4 +1,4 @@
-"""What is kept of one text that the target read? Its keys and values, and what the target thought at every token."""
+"""The target's states of one text, and a cache of them. A scan reads every continuation once and drafts from its states."""
 
 from __future__ import annotations
 
@@ -14,64 +14,60 @@ from layerskip.models.cache import KVCache
 from layerskip.texts.continuations import Continuation
 
 
-class Likely(NamedTuple):
-    """What a target would say, most likely first.
+class TopTokens(NamedTuple):
+    """The most likely next tokens by the target, most likely first: ``[N, k]`` float32 and ``[N, k]`` int32."""
 
-    Args:
-        chances: ``[N, k]`` float32.
-        tokens: ``[N, k]`` int32.
-    """
-
-    chances: Tensor
+    probs: Tensor
     tokens: Tensor
 
 
 @dataclass(frozen=True)
-class Text:
-    """A continuation as the target read it.
+class TextStates:
+    """The target's states of a continuation and its prompt.
 
     Args:
-        tokens: ``[n]`` int64: prompt, continuation, and padding up to the longest continuation.
-        cache: the target's keys and values of them.
-        visible: per layer ``[n, n]`` bool or None, as :func:`~layerskip.scan.target_pass.read` gives it.
+        tokens: ``[n]`` int64: prompt, continuation, and padding up to the requested length.
+        cache: the target's keys and values of these tokens.
+        visible: per layer ``[n, n]`` bool or None, see :class:`~layerskip.scan.target_pass.TargetPass`.
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
-        chances: ``[N]``: its probability of the token itself; empty for greedy decoding.
-        likely: its likeliest tokens behind every token of the continuation, if they were asked for.
-        entering: per layer the hidden states ``[1, N, H]`` that it was handed at every token of the continuation; empty
-            where nobody asked for them.
+        token_probs: ``[N]``: its probability of the token itself; empty for greedy decoding.
+        top_tokens: its most likely tokens after every token of the continuation; None if not requested.
+        layer_inputs: per layer the input hidden states ``[1, N, H]`` at every token of the continuation; empty if not
+            requested.
     """
 
     tokens: Tensor
     cache: KVCache
     visible: list[Tensor | None]
     confidence: NDArray[np.float64]
-    chances: NDArray[np.float64]
-    likely: Likely | None = None
-    entering: tuple[Tensor, ...] = ()
+    token_probs: NDArray[np.float64]
+    top_tokens: TopTokens | None = None
+    layer_inputs: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """What its tensors take."""
-        shared = {id(mask): mask for mask in self.visible if mask is not None}
-        own = (self.tokens, *shared.values(), *(self.likely or ()), *self.entering)
-        beside: int = sum(tensor.numel() * tensor.element_size() for tensor in own)
-        return self.cache.nbytes + beside
+        """Bytes of its tensors. Layers may share a mask, which counts once."""
+        masks = {id(mask): mask for mask in self.visible if mask is not None}
+        tensors = (self.tokens, *masks.values(), *(self.top_tokens or ()), *self.layer_inputs)
+        total: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self.cache.nbytes + total
 
 
-class Memory:
-    """Texts as the target read them, as many as a budget holds: reading one again takes longer than drafting along it.
+class TextCache:
+    """Keeps the states of texts within a budget, because reading a text again takes longer than drafting along it.
 
     Args:
-        most_bytes: of their tensors.
-        likely: how many of the target's likeliest tokens are kept at every position; beyond so many lies next to nothing.
+        most_bytes: budget for their tensors.
+        top_k: how many of the target's most likely tokens to keep at every position. Tokens beyond the default have almost
+            no probability.
     """
 
-    def __init__(self, most_bytes: int, likely: int = 256) -> None:
-        self.most_bytes, self.likely, self.nbytes = most_bytes, likely, 0
-        self._texts: dict[Continuation, Text] = {}
+    def __init__(self, most_bytes: int, top_k: int = 256) -> None:
+        self.most_bytes, self.top_k, self.nbytes = most_bytes, top_k, 0
+        self._texts: dict[Continuation, TextStates] = {}
 
-    def recall(self, continuation: Continuation, read: Callable[[Continuation], Text]) -> Text:
-        """A continuation's text; one that is not there is read, and kept where there is room."""
+    def get(self, continuation: Continuation, read: Callable[[Continuation], TextStates]) -> TextStates:
+        """Return a continuation's states. Call ``read`` if they are missing, and keep its result if it fits the budget."""
         text = self._texts.get(continuation)
         if text is None:
             text = read(continuation)

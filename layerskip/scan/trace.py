@@ -1,4 +1,4 @@
-"""What does the draft of one mask do from every position of a continuation? As much as passes over it have seen."""
+"""What a scan records about the drafts of one mask along one continuation; replays read it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Branching:
-    """Siblings beside the tokens of a chain, as :class:`~layerskip.config.SpeculativeConfig` has them.
+    """Siblings beside the tokens of a chain, with the meaning of the same fields in ``SpeculativeConfig``.
 
     Args:
-        siblings: the most of them beside a token; 0 for chains.
-        least_probability: that the draft must give to each.
+        siblings: the most siblings of one token; 0 for chains.
+        least_probability: the draft's probability below which a runner-up is no sibling.
     """
 
     siblings: int = 0
@@ -28,69 +28,66 @@ CHAIN = Branching()
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What the draft of one mask does from every position of a continuation.
+    """The drafts of one mask from every position of a continuation.
 
     Args:
-        agreed: ``[S]`` int64: how many drafted tokens in a row are the continuation's; counted up to the scan's depth.
-        confidence: ``[S, depth]`` float64: the draft's probability of its most likely token; NaN where nobody looked.
-        kept: ``[S, depth]`` float64: the chance that a drafted token is accepted, given that those before it were and that
-            the continuation comes out; 1 or 0 for greedy decoding.
-        likely: ``[S, depth, K]`` float64: the probabilities of the draft's K runners-up, falling; NaN where nobody looked.
-        rank: ``[S, depth]`` int64: which of them the continuation's token is; K where it is none, or nobody looked.
+        agreed: ``[S]`` int64: length of the drafted prefix that equals the continuation, up to the scan's depth.
+        confidence: ``[S, depth]`` float64: the draft's probability of its most likely token; NaN where not computed.
+        acceptance: ``[S, depth]`` float64: the probability that a drafted token is accepted, given that those before it were
+            and that the continuation is the output; 1 or 0 for greedy decoding.
+        runner_probs: ``[S, depth, K]`` float64: the probabilities of the draft's K runners-up, descending; NaN where not
+            computed.
+        rank: ``[S, depth]`` int64: which runner-up is the continuation's token; K for none, or where not computed.
     """
 
     agreed: NDArray[np.int64]
     confidence: NDArray[np.float64]
-    kept: NDArray[np.float64]
-    likely: NDArray[np.float64]
+    acceptance: NDArray[np.float64]
+    runner_probs: NDArray[np.float64]
     rank: NDArray[np.int64]
     _lists: dict[Branching | None, list[Any]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def empty(cls, starts: int, depth: int, runners: int = 0) -> Trace:
-        """One that nobody looked at."""
+        """Return a trace with nothing recorded."""
         unknown = np.full((starts, depth), np.nan)
-        likely, rank = np.full((starts, depth, runners), np.nan), np.full((starts, depth), runners)
-        return cls(np.zeros(starts, dtype=np.int64), unknown, unknown.copy(), likely, rank)
+        runner_probs, rank = np.full((starts, depth, runners), np.nan), np.full((starts, depth), runners)
+        return cls(np.zeros(starts, dtype=np.int64), unknown, unknown.copy(), runner_probs, rank)
 
     @property
     def depth(self) -> int:
-        """The longest draft that was looked at."""
+        """The longest recorded draft."""
         return int(self.confidence.shape[1])
 
-    def saw(self, start: int, place: int, confidence: float, likely: Sequence[float]) -> None:
-        """Note how sure the draft was of a token, and of its runners-up."""
-        self.confidence[start, place], self.likely[start, place] = confidence, likely
+    def record_confidence(self, start: int, place: int, confidence: float, runner_probs: Sequence[float]) -> None:
+        """Record the draft's confidence in a token, and the probabilities of its runners-up."""
+        self.confidence[start, place], self.runner_probs[start, place] = confidence, runner_probs
         self._lists.clear()
 
-    def judged(self, start: int, place: int, kept: float, rank: int) -> None:
-        """Note what becomes of a drafted token."""
-        self.kept[start, place], self.rank[start, place] = kept, rank
-        self.agreed[start] += kept == 1.0 and self.agreed[start] == place
+    def record_acceptance(self, start: int, place: int, acceptance: float, rank: int) -> None:
+        """Record the acceptance of a drafted token."""
+        self.acceptance[start, place], self.rank[start, place] = acceptance, rank
+        self.agreed[start] += acceptance == 1.0 and self.agreed[start] == place
         self._lists.clear()
 
-    def lists(self) -> list[Any]:
-        """Runs of agreement, confidences and ranks as lists, single values of which are several times faster to look at."""
+    def as_lists(self) -> list[Any]:
+        """Return ``agreed``, ``confidence`` and ``rank`` as lists, whose items are several times faster to access."""
         if None not in self._lists:
             self._lists[None] = [self.agreed.tolist(), self.confidence.tolist(), self.rank.tolist()]
         return self._lists[None]
 
-    def beside(self, branching: Branching) -> list[Any]:
-        """``[S, depth + 1]`` as lists: siblings of so many drafted tokens."""
+    def total_siblings(self, branching: Branching) -> list[Any]:
+        """Return ``[S, depth + 1]`` as lists: at g, the siblings of the first g drafted tokens together."""
         if branching not in self._lists:
-            self._lists[branching] = np.pad(self.widths(branching).cumsum(1), ((0, 0), (1, 0))).tolist()
+            self._lists[branching] = np.pad(self.siblings(branching).cumsum(1), ((0, 0), (1, 0))).tolist()
         return self._lists[branching]
 
-    def widths(self, branching: Branching) -> NDArray[np.int64]:
-        """``[S, depth]``: siblings of every drafted token.
-
-        Raises:
-            ValueError: more of them than runners-up were looked at.
-        """
-        if branching.siblings > self.likely.shape[2]:
-            raise ValueError(f"siblings: {branching.siblings} beside a token; {self.likely.shape[2]} were looked at")
-        some = self.likely[:, :, : branching.siblings]
-        found: NDArray[np.int64] = (some >= branching.least_probability).sum(-1)
-        unknown = np.isnan(some).any(-1)
-        found[unknown] = round(float(found[~unknown].mean())) if not unknown.all() else 0
-        return found
+    def siblings(self, branching: Branching) -> NDArray[np.int64]:
+        """Return ``[S, depth]``: the number of siblings of every drafted token; the mean where not computed."""
+        if branching.siblings > self.runner_probs.shape[2]:
+            raise ValueError(f"siblings: {branching.siblings} per token, but {self.runner_probs.shape[2]} were scanned")
+        probs = self.runner_probs[:, :, : branching.siblings]
+        counts: NDArray[np.int64] = (probs >= branching.least_probability).sum(-1)
+        unknown = np.isnan(probs).any(-1)
+        counts[unknown] = round(float(counts[~unknown].mean())) if not unknown.all() else 0
+        return counts

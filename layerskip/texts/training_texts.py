@@ -1,8 +1,8 @@
-"""What would a target be asked, and what does it answer? Prompts and answers that it writes itself, many at once.
+"""Training texts that a target writes itself: prompts and answers, in batches.
 
-Whoever wants to foretell a model needs much of what that model says. A chat model is let to write the user's turn first, as
-in Magpie (arXiv 2406.08464), section 2; any other begins with nothing. What it asks by itself is not what it is asked, so
-every other text begins as one of some prompts does, where there are such, and goes on from there.
+A draft that predicts a model is trained on texts of that model. A chat model first writes the user's turn, as in Magpie
+(arXiv 2406.08464), section 2; any other model starts from nothing. Such prompts differ from those of users, so if prompts
+are given, every other text begins with the first words of one of them and goes on from there.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from layerskip.config import ConfigError
 from layerskip.decoding.sampling import Sampling
 from layerskip.models.target import Target
 
-_MARK = "\u2063user\u2063"  # stands for what a user says
-_ASKED_TOKENS = 64  # of a prompt
-_ASKING = Sampling(1.0, min_p=0.05)  # of prompts: top_p would sort the vocabulary, which took as long again as the model
+_MARK = "\u2063user\u2063"  # stands for a user's words
+_PROMPT_TOKENS = 64  # that the target writes for a prompt
+_PROMPT_SAMPLING = Sampling(1.0, min_p=0.05)  # top_p would sort the vocabulary, which takes as long as the model
 _PATIENCE = 8  # batches without a prompt
-_BEGUN = (0.1, 1.0)  # of a given prompt's words; how it goes on varies
-_BEGUN_TOKENS = 256  # of it, at most
-_PADDED = 2  # times a prompt's own length, at most
+_FIRST_SHARE = (0.1, 1.0)  # of the words of a given prompt, from and to
+_FIRST_TOKENS = 256  # of the first words, at most
+_MOST_PADDING = 2  # times the length of the shortest prompt of a batch
 
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A text of a target's own.
+    """A text that a target wrote.
 
     Args:
         tokens: prompt and answer.
-        begin: where the answer begins.
+        begin: the index of the answer's first token.
     """
 
     tokens: tuple[int, ...]
@@ -47,83 +47,87 @@ class TrainingText:
 def write_texts(
     target: Target, sampling: Sampling, max_new_tokens: int, batch: int, seed: int, prompts: Sequence[str] = ()
 ) -> Iterator[TrainingText]:
-    """Let the target write texts, for as long as it is asked to; the same seed gives the same ones.
+    """Let the target write texts, without end; the same seed gives the same texts.
 
     Args:
-        target: the model; on a CPU, texts of a batch share what reading its weights takes.
-        sampling: how answers are chosen; prompts are drawn.
+        target: the model; on a CPU the texts of a batch share the cost of reading its weights.
+        sampling: how answers are chosen; prompts are always drawn.
         max_new_tokens: of an answer.
-        batch: so many at once.
+        batch: texts per batch.
         seed: of all draws.
-        prompts: what every other text begins like; none, or no tokenizer, and all are the target's own.
+        prompts: prompts that every other text begins like. Without them, or without a tokenizer, the target writes all
+            prompts.
+
+    Raises:
+        ConfigError: the target writes no texts, or its chat template hides where a user's words begin.
     """
     opening, silent = _opening(target), 0
     prompts = [] if target.tokenizer is None else prompts
     for number in itertools.count():
         if silent == _PATIENCE:
-            raise ConfigError(f"target: {target.name} writes no texts of its own")
+            raise ConfigError(f"target: {target.name} writes no texts")
         torch.manual_seed(seed + number)
         draws = random.Random(seed + number)
-        begun = [
-            _begun(target, draws.choice(prompts), draws) if prompts and (number * batch + place) % 2 else []
+        starts = [
+            _first_words(target, draws.choice(prompts), draws) if prompts and (number * batch + place) % 2 else []
             for place in range(batch)
         ]
-        said = _generate(target, [opening + begin for begin in begun], _ASKING, _ASKED_TOKENS)
-        asked = [_prompt(target, opening, begin, tokens) for begin, tokens in zip(begun, said, strict=True)]
-        asked = [prompt for prompt in asked if prompt]
-        silent = silent + 1 if not asked else 0
-        for prompt, tokens in zip(asked, _generate(target, asked, sampling, max_new_tokens), strict=True):
+        written = _generate(target, [opening + start for start in starts], _PROMPT_SAMPLING, _PROMPT_TOKENS)
+        whole = [_prompt(target, opening, start, tokens) for start, tokens in zip(starts, written, strict=True)]
+        whole = [prompt for prompt in whole if prompt]
+        silent = silent + 1 if not whole else 0
+        for prompt, tokens in zip(whole, _generate(target, whole, sampling, max_new_tokens), strict=True):
             if tokens:
                 yield TrainingText((*prompt, *tokens), len(prompt))
 
 
 def _opening(target: Target) -> list[int]:
-    """What comes before a user's first words."""
+    """Returns the tokens before a user's first words."""
     tokenizer = target.tokenizer
     if tokenizer is not None and tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": _MARK}]
         before, mark, _ = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_MARK)
         if not mark:
-            raise ConfigError("target: its chat template does not say where a user's words begin")
+            raise ConfigError("target: its chat template does not show where a user's words begin")
         return list(tokenizer(before, add_special_tokens=False)["input_ids"])
     first = None if tokenizer is None else tokenizer.bos_token_id
     return [first if isinstance(first, int) else min(target.eos_ids, default=0)]
 
 
-def _begun(target: Target, prompt: str, draws: random.Random) -> list[int]:
-    """The first words of a prompt."""
+def _first_words(target: Target, prompt: str, draws: random.Random) -> list[int]:
+    """Returns the first words of a prompt."""
     words = re.findall(r"\s*\S+", prompt)
-    kept = words[: math.ceil(draws.uniform(*_BEGUN) * len(words))]
+    kept = words[: math.ceil(draws.uniform(*_FIRST_SHARE) * len(words))]
     assert target.tokenizer is not None
     tokens = target.tokenizer("".join(kept), add_special_tokens=False)["input_ids"]
-    return [token for token in tokens if token not in target.eos_ids][:_BEGUN_TOKENS]
+    return [token for token in tokens if token not in target.eos_ids][:_FIRST_TOKENS]
 
 
-def _prompt(target: Target, opening: list[int], begin: list[int], tokens: list[int]) -> list[int]:
-    """The prompt that an opening becomes by what was said behind its beginning; empty where there is none."""
-    said = [token for token in tokens if token not in target.eos_ids]
+def _prompt(target: Target, opening: list[int], start: list[int], tokens: list[int]) -> list[int]:
+    """Returns the prompt of an opening, its first words and what the target wrote after them; empty if it wrote nothing."""
+    written = [token for token in tokens if token not in target.eos_ids]
     if target.tokenizer is None or target.tokenizer.chat_template is None:
-        return opening + begin + said[: _ASKED_TOKENS // 4] if said else []
-    text = target.decode(begin + said).strip()
+        return opening + start + written[: _PROMPT_TOKENS // 4] if written else []
+    text = target.decode(start + written).strip()
     return target.encode(text) if text else []
 
 
 @torch.inference_mode()
 def _generate(target: Target, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int) -> list[list[int]]:
-    """New tokens of each prompt, its end of sequence included, those of about the same length at once."""
-    said: list[list[int]] = [[] for _ in prompts]
-    for places in _alike(prompts):
-        found = _generate_batch(target, [prompts[place] for place in places], sampling, max_new_tokens)
-        for place, tokens in zip(places, found, strict=True):
-            said[place] = tokens
-    return said
+    """Returns the new tokens of each prompt, including the end of sequence; prompts of similar length form a batch."""
+    written: list[list[int]] = [[] for _ in prompts]
+    for places in _similar_lengths(prompts):
+        rows = _generate_batch(target, [prompts[place] for place in places], sampling, max_new_tokens)
+        for place, tokens in zip(places, rows, strict=True):
+            written[place] = tokens
+    return written
 
 
-def _alike(prompts: list[list[int]]) -> list[list[int]]:
-    """Places of the prompts by length, in batches: who is more than twice as long as another would have it padded."""
+def _similar_lengths(prompts: list[list[int]]) -> list[list[int]]:
+    """Returns batches of prompt indices: a prompt is at most twice as long as the shortest of its batch."""
     batches: list[list[int]] = []
     for place in sorted(range(len(prompts)), key=lambda place: len(prompts[place])):
-        if batches and len(prompts[place]) <= _PADDED * len(prompts[batches[-1][0]]):
+        if batches and len(prompts[place]) <= _MOST_PADDING * len(prompts[batches[-1][0]]):
             batches[-1].append(place)
         else:
             batches.append([place])
@@ -131,20 +135,20 @@ def _alike(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def _generate_batch(target: Target, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int) -> list[list[int]]:
-    """The same by one call of transformers' own ``generate``."""
+    """Returns the new tokens of each prompt by one call of transformers' ``generate``."""
     longest = max(map(len, prompts))
     rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=target.device)
     seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=target.device)
     ends = sorted(target.eos_ids)
     options: dict[str, Any] = {"do_sample": not sampling.greedy, "repetition_penalty": sampling.repetition_penalty}
-    # A cache that grows is copied whole with every token, which takes as long as the model. ALiBi and models that say they
-    # cannot be compiled count the keys that they are given, and would count those that are not written yet.
+    # A growing cache is copied with every token, which takes as long as the model. ALiBi, and models that cannot be
+    # compiled, count the keys that they get, and would also count the unwritten ones of a static cache.
     if target.model._can_compile_fullgraph and not getattr(target.model.config, "alibi", False):
         options |= {"cache_implementation": "static", "disable_compile": True}
     if not sampling.greedy:
         options |= {"temperature": sampling.temperature, "top_k": int(sampling.top_k), "top_p": sampling.top_p}
         options["min_p"] = sampling.min_p
-    made: Tensor = target.model.generate(  # type: ignore[operator]
+    output: Tensor = target.model.generate(  # type: ignore[operator]
         rows,
         attention_mask=seen,
         max_new_tokens=max_new_tokens,
@@ -152,7 +156,7 @@ def _generate_batch(target: Target, prompts: list[list[int]], sampling: Sampling
         pad_token_id=ends[0] if ends else 0,
         **options,
     )
-    return [_until(row, target.eos_ids) for row in made[:, longest:].tolist()]
+    return [_until(row, target.eos_ids) for row in output[:, longest:].tolist()]
 
 
 def _until(tokens: list[int], ends: frozenset[int]) -> list[int]:

@@ -1,6 +1,7 @@
-"""How does a program start and end? Hydra composes; bad input ends in one line and exit code 2, Ctrl-C in 130.
+"""Start and end of every program: Hydra composes the configuration, and errors become exit codes.
 
-Unexpected errors keep their traceback and exit code 1, which no verdict shares: what was to be shown and was not ends in 4.
+Bad input ends with one line and exit code 2, Ctrl-C with 130. Unexpected errors keep their traceback and exit code 1, which
+no verdict shares. A result that was not confirmed ends with 4.
 """
 
 from __future__ import annotations
@@ -22,78 +23,64 @@ from omegaconf.errors import OmegaConfBaseException
 
 from layerskip import ConfigError, ExportError, MaskError, PromptError, SamplingError, TargetError, UnsupportedModel
 from layerskip.files import DISK_FULL
-from searches.app.checks import InputError, check_places
-from searches.app.interrupt import INTERRUPTED, causes, interrupt_again, is_interrupt
+from searches.app.checks import InputError, check_output_paths
+from searches.app.composition import CONF, prepare_overrides, store_drafters
+from searches.app.defaults import fill_defaults
+from searches.app.interrupt import INTERRUPTED, error_chain, is_interrupt, resend_interrupt
 
-CONF = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "conf")
 BAD_INPUT = 2
-NOT_SHOWN = 4
+NOT_CONFIRMED = 4
+_INPUT_ERRORS = (InputError, ConfigError, ExportError, MaskError, PromptError, SamplingError, TargetError, UnsupportedModel)
 
 
-def made(config: DictConfig, part: str, **more: Any) -> Any:
-    """Instantiate a part that another library checks; what that refuses names the part.
-
-    Raises:
-        InputError: it is refused.
-    """
+def instantiate_part(config: DictConfig, part: str, **more: Any) -> Any:
+    """Instantiate a part of the configuration; an argument that its library refuses becomes an :class:`InputError`."""
     try:
         return instantiate(config[part], **more)
     except InstantiationException as error:
-        reason = next((link for link in causes(error) if isinstance(link, (ValueError, TypeError))), None)
+        reason = next((link for link in error_chain(error) if isinstance(link, (ValueError, TypeError))), None)
         if reason is None or isinstance(reason, _INPUT_ERRORS):
             raise
         raise InputError(f"{part}: {_one_line(reason)}") from error
 
 
-_INPUT_ERRORS = (
-    InputError,
-    ConfigError,
-    ExportError,
-    MaskError,
-    PromptError,
-    SamplingError,
-    TargetError,
-    UnsupportedModel,
-)
-
-
-def run(config_name: str, task: Callable[[DictConfig], Any], goes_on: bool = True) -> NoReturn:
+def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = True) -> NoReturn:
     """Compose ``conf/<config_name>.yaml`` with the command line, run a task with it, and end the process.
 
-    Args:
-        config_name: of the program.
-        task: what it does.
-        goes_on: whether it keeps what it has found out, for the same command to go on from.
+    ``resumable`` states whether the same command continues after an interruption.
     """
-    # Optuna marks what this program is built on (grouped TPE, the Wilcoxon pruner) as experimental.
+    # Optuna marks grouped TPE and the Wilcoxon pruner as experimental.
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    warnings.filterwarnings("ignore", message="WilcoxonPruner finds steps")  # who leads may have fewer: trials race
+    # The best trial may have fewer steps than others, since trials race.
+    warnings.filterwarnings("ignore", message="WilcoxonPruner finds steps")
     logging.getLogger("mlflow").setLevel(logging.WARNING)
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it raises what it logs the traceback of
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it logs the traceback of what it then raises
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
-    if sys.unraisablehook is sys.__unraisablehook__:  # a test runner's own stays
-        sys.unraisablehook = interrupt_again
+    if sys.unraisablehook is sys.__unraisablehook__:  # keep the hook of a test runner
+        sys.unraisablehook = resend_interrupt
 
     def guarded(config: DictConfig) -> None:
-        # In here, so that Hydra does not put its own words before ours; it lets SystemExit pass.
+        # Errors are handled in here, because Hydra prints its own message first. It lets SystemExit pass.
         try:
-            check_places(config)
-            task(config)
+            check_output_paths(config)
+            task(fill_defaults(config))
         except (Exception, KeyboardInterrupt) as error:
-            _end(error, goes_on)
+            _end(error, resumable)
 
+    store_drafters()
     program = hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(guarded)
     try:
+        sys.argv[1:] = prepare_overrides(config_name, sys.argv[1:])
         program()
     except (Exception, KeyboardInterrupt) as error:
-        _end(error, goes_on)
+        _end(error, resumable)
     sys.exit(0)
 
 
-def _end(error: BaseException, goes_on: bool) -> NoReturn:
+def _end(error: BaseException, resumable: bool) -> NoReturn:
     if is_interrupt(error):
-        print(f"interrupted; {'the same command goes on from here' if goes_on else 'nothing is kept'}", file=sys.stderr)
+        print(f"interrupted; {'the same command continues from here' if resumable else 'nothing is kept'}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     line = explain(error)
     if line is None:
@@ -104,17 +91,17 @@ def _end(error: BaseException, goes_on: bool) -> NoReturn:
 
 
 def explain(error: BaseException) -> str | None:
-    """One line for an error that the user can mend; None for a defect, which deserves its traceback."""
+    """Return one line for an error that the user can fix; None for a defect, which keeps its traceback."""
     if isinstance(error, _INPUT_ERRORS):
         return _one_line(error)
-    for link in causes(error):
+    for link in error_chain(error):
         if isinstance(error, InstantiationException) and isinstance(link, _INPUT_ERRORS):
             return _one_line(link)
         if isinstance(link, OSError) and link.errno in DISK_FULL:
             return f"outputs: cannot write {link.filename or ''}: {os.strerror(link.errno or 0)}"
         if "database or disk is full" in str(link):
             return "outputs: cannot write the database: no space left on the disk"
-    # What a `_target_` raised is not the command line's fault unless it was one of the errors above.
+    # Any other error raised by a `_target_` is a defect, not a mistake on the command line.
     if isinstance(error, (HydraException, OmegaConfBaseException)) and not isinstance(error, InstantiationException):
         return _one_line(error)
     return None

@@ -1,4 +1,4 @@
-"""Checks of what the user gave: each refuses a bad value with one line that names the field."""
+"""Checks of user input. Each refuses a bad value with an :class:`InputError` that begins with the field's name."""
 
 from __future__ import annotations
 
@@ -15,25 +15,17 @@ _LEAST_FREE_BYTES = 64 * 2**20
 
 
 class InputError(ValueError):
-    """Something that the user gave cannot be used; the message names the field."""
+    """User input that cannot be used; the message begins with the field's name."""
 
 
 def check_seed(seed: object) -> None:
-    """Refuse a seed that no generator takes.
-
-    Raises:
-        InputError: it is not a whole number of at least 0.
-    """
+    """Check a seed of random generators: an integer from 0 to 2^31 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
         raise InputError(f"seed: {seed!r} is not a whole number from 0 to {2**31 - 1}")
 
 
 def check_whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Refuse what is no whole number of at least so much, and of at most so much where that is bounded.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Check an integer and its bounds, both inclusive."""
     try:
         check_integer(name, value, least, most)
     except ConfigError as error:
@@ -41,43 +33,27 @@ def check_whole(name: str, value: object, least: int = 1, most: int | None = Non
 
 
 def check_number(name: str, value: object, most: float = math.inf, or_zero: bool = False) -> None:
-    """Refuse what is no number above 0, or 0 where that says something, and up to so much.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Check a positive number, or 0 if that is allowed, and its inclusive upper bound."""
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if not (0 < number <= most or (or_zero and number == 0)):
         wanted = "a number above 0" if most == math.inf else f"a number above 0 and up to {most:g}"
         raise InputError(f"{name}: {value!r} is {'neither 0 nor' if or_zero else 'not'} {wanted}")
 
 
-def check_share(name: str, value: object) -> None:
-    """Refuse what is neither a share, from 0 to 1, nor None.
-
-    Raises:
-        InputError: it is not.
-    """
+def check_fraction(name: str, value: object) -> None:
+    """Check a fraction from 0 to 1; None is allowed."""
     if value is not None:
         check_number(name, value, most=1, or_zero=True)
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is no truth value.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Check a truth value."""
     if not isinstance(value, bool):
         raise InputError(f"{name}: {value!r} is neither true nor false")
 
 
 def check_list(name: str, value: object, known: Sequence[str] | None = None, or_empty: bool = True) -> None:
-    """Refuse what is no list, or has something in it that is not among what is known, or nothing where it needs something.
-
-    Raises:
-        InputError: it is not, or has.
-    """
+    """Check a list: whether it may be empty, and the values that it may hold, which are any if ``known`` is None."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise InputError(f"{name}: {value!r} is not a list, such as [a,b]")
     if not value and not or_empty:
@@ -87,17 +63,16 @@ def check_list(name: str, value: object, known: Sequence[str] | None = None, or_
             raise InputError(f"{name}: {item!r} is not one of {', '.join(known)}")
 
 
-def check_places(config: DictConfig) -> None:
-    """Refuse to start where a program could not write what it is going to find out.
-
-    Raises:
-        InputError: its outputs folder or its record cannot be written, or less than 64 MB are free there.
-    """
+def check_output_paths(config: DictConfig) -> None:
+    """Check before the program starts that it can write its record and its outputs folder, with 64 MB of free space."""
     if "outputs" in config:
-        if not isinstance(config.outputs, (str, int)):  # a folder of digits is read as a number
+        if not isinstance(config.outputs, (str, int)):  # YAML reads a folder name of digits as a number
             raise InputError(f"outputs: {config.outputs!r} is not the path of a folder")
         config.outputs = str(config.outputs)
-        _check_room(config.outputs)
+        stats = os.statvfs(check_folder("outputs", config.outputs))
+        if stats.f_bavail * stats.f_frsize < _LEAST_FREE_BYTES:
+            needed = _LEAST_FREE_BYTES // 2**20
+            raise InputError(f"outputs: {config.outputs} has no space left; {needed} MB are needed")
     if config.get("record") is not None:
         config.record = str(config.record)
         if os.path.isdir(config.record):
@@ -105,14 +80,8 @@ def check_places(config: DictConfig) -> None:
         check_folder("record", os.path.dirname(os.path.abspath(config.record)))
 
 
-def _check_room(folder: str) -> None:
-    stats = os.statvfs(check_folder("outputs", folder))
-    if stats.f_bavail * stats.f_frsize < _LEAST_FREE_BYTES:
-        raise InputError(f"outputs: {folder} has no space left; {_LEAST_FREE_BYTES // 2**20} MB are needed")
-
-
 def check_folder(name: str, folder: str) -> str:
-    """Refuse what cannot become a folder to write in; returns as much of it as exists."""
+    """Check that a folder exists or can be created, and can be written to; return it, or its nearest parent that exists."""
     place = os.path.abspath(folder)
     while not os.path.exists(place):
         place = os.path.dirname(place)

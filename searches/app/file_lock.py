@@ -1,4 +1,7 @@
-"""Who else writes here? Of programs that need the same in one outputs folder, one makes it; the others wait, and find it."""
+"""File locks, so that programs that need the same file in one outputs folder make it once.
+
+One program makes the file. The others wait, and then find it.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +13,29 @@ from typing import TypeVar
 import filelock
 
 Key = TypeVar("Key")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def share_work(paths: Mapping[Key, Path], work: Callable[[Key], Found]) -> dict[Key, Found]:
-    """Share work with processes that have the same to do: first what none of them is at, then what they were at.
+def share_work(paths: Mapping[Key, Path], work: Callable[[Key], Result]) -> dict[Key, Result]:
+    """Do work on keys, each of which writes a file, and share it with other processes that have the same work to do.
 
-    Args:
-        paths: what the work on each key writes.
-        work: does it, or finds it written already.
+    ``work`` loads a result that exists. Keys that no other process works on come first.
     """
-    found: dict[Key, Found] = {}
+    results: dict[Key, Result] = {}
     for key, path in paths.items():
         with exclusive_if_free(path) as free:
             if free:
-                found[key] = work(key)
+                results[key] = work(key)
     for key, path in paths.items():
-        if key not in found:  # another process is at it, and finishes it unless it is killed
+        if key not in results:  # another process works on it; unless it is killed, the result is there after the wait
             with exclusive(path):
-                found[key] = work(key)
-    return found
+                results[key] = work(key)
+    return results
 
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Be the only one to write something, once nobody else does; a program that is killed no longer does.
-
-    Args:
-        path: a file, or a folder; neither has to exist.
-    """
+    """Wait until no other process writes a file or folder, then hold its lock, which a killed process releases."""
     with exclusive_if_free(path) as free:
         if free:
             yield
@@ -50,7 +47,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive_if_free(path: Path) -> Iterator[bool]:
-    """As :func:`turn`, but where somebody else is writing, say so instead of waiting."""
+    """Hold the lock as :func:`exclusive` does, or yield False at once if another process holds it."""
     try:
         held = _lock(path).acquire(blocking=False)
     except filelock.Timeout:

@@ -1,7 +1,7 @@
-"""What does Ctrl-C do? It ends what is measured at once, and waits for what is being written.
+"""Handling of Ctrl-C: measurements end at once, writing is completed first.
 
-Python raises KeyboardInterrupt wherever the program happens to be. Raised inside a database's driver it comes out as another
-error, or leaves a transaction open behind which nothing more can be written.
+Python raises KeyboardInterrupt at an arbitrary point of the program. Inside a database driver it surfaces as another error,
+or leaves a transaction open, after which nothing more can be written.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ INTERRUPTED = 130
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Hold the first Ctrl-C back until a block, or a function that this decorates, has ended; a second one ends it at once.
-
-    Raises:
-        KeyboardInterrupt: behind the block, where Ctrl-C came during it.
-    """
-    if threading.current_thread() is not threading.main_thread():  # no other thread hears of signals
+def defer_interrupt() -> Iterator[None]:
+    """Defer the first Ctrl-C until a block, or a function decorated with this, has ended. A second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
     held: list[FrameType | None] = []
@@ -43,20 +39,20 @@ def undisturbed() -> Iterator[None]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C is underneath an error: it may reach a library, which then raises an error of its own over it."""
-    return any(isinstance(link, KeyboardInterrupt) for link in causes(error))
+    """Whether Ctrl-C caused an error, directly or through an error that a library raised from it."""
+    return any(isinstance(link, KeyboardInterrupt) for link in error_chain(error))
 
 
-def causes(error: BaseException) -> list[BaseException]:
-    """The error and what is underneath it, last raised first."""
-    found = [error]
-    while (cause := found[-1].__cause__ or found[-1].__context__) is not None and cause not in found:
-        found.append(cause)
-    return found
+def error_chain(error: BaseException) -> list[BaseException]:
+    """Return the error and its causes, last raised first."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain
 
 
-def interrupt_again(dropped: sys.UnraisableHookArgs) -> None:
-    """Ctrl-C may reach a finaliser, out of which Python lets no error: give it once more, in a moment."""
+def resend_interrupt(dropped: sys.UnraisableHookArgs) -> None:
+    """Send Ctrl-C again shortly after Python dropped it, because it was raised in a finaliser (``sys.unraisablehook``)."""
     if issubclass(dropped.exc_type, KeyboardInterrupt):
         again = (threading.main_thread().ident, signal.SIGINT)
         threading.Timer(0.05, signal.pthread_kill, again).start()

@@ -1,4 +1,4 @@
-"""What does every record begin with? Its schema, when it was made, of which target, on what machine, and by what program."""
+"""The fields that every record begins with, and the program's own sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def record_header(schema: str, target: Target) -> dict[str, Any]:
-    """The first fields of a record."""
+    """Return the first fields of a record: its schema, date, target and environment."""
     return {
         "schema": schema,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -24,5 +24,5 @@ def record_header(schema: str, target: Target) -> dict[str, Any]:
 
 
 def program_sources() -> list[str]:
-    """This program's own text, which decides what is found as much as settings do."""
+    """Return the program's source files. Their digest goes into records, because results depend on them as on settings."""
     return [path.read_text(encoding="utf-8") for name in _PACKAGES for path in sorted((_ROOT / name).rglob("*.py"))]

@@ -1,4 +1,4 @@
-"""What was found out before an interruption? Values in a file that grows line by line; half a line is dropped."""
+"""A log of results from which interrupted work resumes; it grows line by line, and drops a partial last line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ class ResultLog:
     """Values by name, in a file of JSON lines.
 
     Args:
-        path: the file; made with the first value. None keeps values for the time of this process.
+        path: the file, created with the first value; None keeps values in memory only.
+
+    Raises:
+        ConfigError: a line of the file is damaged.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -36,11 +39,12 @@ class ResultLog:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, name: str, value: Any, lasting: bool = True) -> None:
-        """Keep a value under a new name; one that is not lasting for the time of this process alone."""
-        if self._path is not None and lasting:
+    def add(self, name: str, value: Any, persist: bool = True) -> None:
+        """Add a value under a new name; with ``persist=False`` in memory only."""
+        if self._path is not None and persist:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab", buffering=0) as file:  # at once: another process may write a line of its own
+            # Unbuffered, since another process may append a line of its own.
+            with self._path.open("ab", buffering=0) as file:
                 file.write(f"{json.dumps([name, value])}\n".encode())
         self._values[name] = value
 
@@ -50,11 +54,11 @@ def _pair(path: Path, number: int, line: bytes) -> tuple[str, Any]:
         name, value = json.loads(line)
         return str(name), value
     except (ValueError, TypeError):
-        raise ConfigError(f"outputs: {path} is damaged in line {number}; without the file, its work is done anew") from None
+        raise ConfigError(f"outputs: {path} is damaged in line {number}; delete it to repeat its work") from None
 
 
 def drop_partial_line(path: Path) -> None:
-    """Cut off half a line, which a full disk or a killed machine can leave, before it spoils the next one."""
+    """Cut off a partial last line, as a full disk or a killed machine leaves, so that it does not spoil the next line."""
     if path.exists() and not (data := path.read_bytes()).endswith(b"\n") and data:
         with path.open("rb+") as file:
             file.truncate(data.rfind(b"\n") + 1)

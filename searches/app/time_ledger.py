@@ -1,8 +1,9 @@
-"""What did that take which a study used and others may have made? Each is counted once, and whatever was killed since.
+"""Seconds that a study's shared artifacts took, counted once for each study that uses them.
 
-Bridges, texts and cost profiles lie in one folder for all studies, and outlive a kill; a clock that runs while they are made
-would count those of other studies never, and lose those of a killed process. So each is written down with the study when it
-first uses it, with the seconds that are kept beside it, and clocks leave out what was made while they ran.
+Bridges, texts and cost profiles lie in one folder for all studies, and outlive a killed process. A clock that runs while
+they are made would never count those that another study made, and would lose those of a killed process. So a study records
+each artifact when it first uses it, with the seconds that are stored beside it. Clocks leave out artifacts that were made
+while they ran.
 """
 
 from __future__ import annotations
@@ -12,66 +13,59 @@ from collections.abc import Iterator, Sequence
 
 import optuna
 
-from searches.app.interrupt import undisturbed
+from searches.app.interrupt import defer_interrupt
 
 KEPT_SECONDS = "kept_seconds"
-"""Of a trial: what was written down while it ran, which its seconds have in them and the ledger, too."""
+"""User attribute of a trial: the part of its seconds that ledgers count, too."""
 FITS = "fit"
-"""What is fitted: bridges."""
+"""The kind of fitted artifacts: bridges."""
 SHARED = "shared"
-"""What is made of a target for whoever asks: its continuations of prompts, its own texts, cost profiles."""
+"""The kind of artifacts of a target: its continuations of prompts, its training texts, cost profiles."""
 
 
 class TimeLedger:
-    """What a study used that is kept for others, too.
-
-    Args:
-        study: it is written down with it.
-        kind: ``FITS`` or ``SHARED``.
+    """The shared artifacts of one kind, ``FITS`` or ``SHARED``, that a study used, stored in its user attributes.
 
     Attributes:
-        here: seconds that this process has spent on what is written down.
+        seconds_here: seconds that this process spent on artifacts of the ledger.
     """
 
     def __init__(self, study: optuna.Study, kind: str = FITS) -> None:
-        self._study, self._kind, self.here = study, kind, 0.0
-        self._known = seconds_of(study, kind)
+        self._study, self._kind, self.seconds_here = study, kind, 0.0
+        self._seconds = recorded_seconds(study, kind)
 
-    def use(self, name: str, seconds: float, here: float = 0.0) -> None:
-        """Write something down, unless it is.
+    def use(self, name: str, seconds: float, seconds_here: float = 0.0) -> None:
+        """Record an artifact, unless it is recorded with these seconds already, which grow if an interrupted work continues.
 
-        Args:
-            name: of it.
-            seconds: that it took; so far, where it was interrupted and goes on later.
-            here: so many of them were spent in this process, while clocks ran.
+        ``seconds_here`` is the part of them that this process spent while clocks ran.
         """
-        if self._known.get(name) != seconds:
-            place = list(self._known).index(name) if name in self._known else len(self._known)
-            with undisturbed():
+        if self._seconds.get(name) != seconds:
+            place = list(self._seconds).index(name) if name in self._seconds else len(self._seconds)
+            with defer_interrupt():
                 self._study.set_user_attr(f"{self._kind}:{name}", [place, seconds])
-            self._known[name] = seconds
-        self.here += here
+            self._seconds[name] = seconds
+        self.seconds_here += seconds_here
 
 
 @contextlib.contextmanager
-def noted(trial: optuna.Trial, ledgers: Sequence[TimeLedger]) -> Iterator[None]:
-    """Note with a trial what is written down while a block runs."""
-    before = spent_here(ledgers)
+def record_shared_seconds(trial: optuna.Trial, ledgers: Sequence[TimeLedger]) -> Iterator[None]:
+    """Store with a trial the seconds that a block spends on artifacts of the ledgers."""
+    before = total_seconds_here(ledgers)
     try:
         yield
     finally:
-        if spent_here(ledgers) > before:
-            with undisturbed():
-                trial.set_user_attr(KEPT_SECONDS, spent_here(ledgers) - before)
+        if total_seconds_here(ledgers) > before:
+            with defer_interrupt():
+                trial.set_user_attr(KEPT_SECONDS, total_seconds_here(ledgers) - before)
 
 
-def spent_here(ledgers: Sequence[TimeLedger]) -> float:
-    """What this process has spent on what is written down in any of them."""
-    return sum(ledger.here for ledger in ledgers)
+def total_seconds_here(ledgers: Sequence[TimeLedger]) -> float:
+    """Return the seconds that this process spent on artifacts of any of the ledgers."""
+    return sum(ledger.seconds_here for ledger in ledgers)
 
 
-def seconds_of(study: optuna.Study, kind: str) -> dict[str, float]:
-    """The seconds of all of a kind that a study used, by name, in the order in which it first used them."""
-    begin = f"{kind}:"
-    found = [(*value, name.removeprefix(begin)) for name, value in study.user_attrs.items() if name.startswith(begin)]
-    return {name: float(took) for _, took, name in sorted(found)}
+def recorded_seconds(study: optuna.Study, kind: str) -> dict[str, float]:
+    """Return the seconds of each artifact of a kind by name, in the order in which the study first used them."""
+    prefix = f"{kind}:"
+    rows = [(*value, name.removeprefix(prefix)) for name, value in study.user_attrs.items() if name.startswith(prefix)]
+    return {name: float(seconds) for _, seconds, name in sorted(rows)}

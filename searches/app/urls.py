@@ -1,4 +1,4 @@
-"""Addresses of databases and servers, as they may be shown."""
+"""Database and server URLs for display."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sqlalchemy
 
 
 def without_password(url: str) -> str:
-    """A database's or server's URL as it may be shown."""
+    """Return the URL of a database or server with its password hidden."""
     try:
         return sqlalchemy.make_url(url).render_as_string(hide_password=True)
     except sqlalchemy.exc.ArgumentError:

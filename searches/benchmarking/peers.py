@@ -1,8 +1,8 @@
-"""How fast is transformers' own ``generate``? Its decoding methods as contenders beside ours, on the same model.
+"""Decoding methods of transformers' ``generate``, measured beside ours on the same model.
 
-The knobs that transformers would adapt by itself are pinned, but where a benchmark asks for its defaults: the number of
-drafted tokens, its schedule and the confidence threshold live in the *assistant's* generation configuration, and with
-scikit-learn installed the threshold learns.
+Parameters that transformers adapts by itself are pinned, unless the benchmark asks for its defaults. The number of drafted
+tokens, its schedule and the confidence threshold are part of the *assistant's* generation configuration, and the threshold
+adapts if scikit-learn is installed.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from transformers.generation import utils as generation
 
 from layerskip import DecodeStats, Round, Target, UnsupportedModel
 from layerskip.decoding.decode import DecodeResult
-from layerskip.device.memory import held_bytes
+from layerskip.device.memory import tensor_bytes
 from layerskip.measure.measure import Task
 from layerskip.models.loading import load_draft
 from searches.app.checks import InputError
 
-# Earlier releases (5.17 does, 5.23 does not) ask in every round whether a draft would end the output. One that names this
-# private function otherwise is a later one.
+# Earlier releases (5.17, but not 5.23) also call stopping criteria on every draft. A release without this private function
+# is a later one.
 _verify = getattr(generation, "_speculative_sampling", None)
-_ASKS_OF_DRAFTS = _verify is not None and "is_done_candidate" in inspect.signature(_verify).parameters
+_CALLS_ON_DRAFTS = _verify is not None and "is_done_candidate" in inspect.signature(_verify).parameters
 METHODS = ("plain", "prompt_lookup", "early_exit", "assistant", "universal")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One of transformers' methods, as a contender.
+    """One decoding method of transformers.
 
     Args:
-        target: the model.
+        target: the target.
         method: ``plain``, ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``),
             ``assistant`` (``assistant_model``) or ``universal`` (the same with two tokenizers).
         draft_length: tokens drafted per round; None keeps transformers' default.
-        ngram_max: of ``prompt_lookup``: the longest n-gram.
-        exit_layer: of ``early_exit``: how many layers the draft keeps.
-        draft: of ``assistant`` and ``universal``: the draft model.
-        confidence: stop drafting below it; 0 never stops; None keeps transformers' default.
+        ngram_max: longest n-gram of ``prompt_lookup``.
+        exit_layer: number of layers that the draft of ``early_exit`` keeps.
+        draft: draft model of ``assistant`` and ``universal``.
+        confidence: confidence below which drafting stops; 0 never stops; None keeps transformers' default.
 
     Raises:
-        InputError: there is no such method.
-        UnsupportedModel: transformers takes no such draft.
+        InputError: the method is unknown.
+        UnsupportedModel: transformers does not accept the draft model.
     """
 
     target: Target
@@ -66,8 +66,8 @@ class Peer:
             draft = load_draft(self.target, self.draft, same_tokenizer=False).model
             sizes = {model.config.get_text_config(decoder=True).vocab_size for model in (self.target.model, draft)}
             if len(sizes) == 1:
-                same = "a vocabulary as large as the target's, which transformers takes for the same tokenizer"
-                raise UnsupportedModel(f"draft: {self.draft} has {same}")
+                reason = "its vocabulary is as large as the target's, which transformers takes for the same tokenizer"
+                raise UnsupportedModel(f"draft: {self.draft}: {reason}")
         if self.draft_length is not None:
             self._pinned["num_assistant_tokens"] = self.draft_length
         self._pinned["num_assistant_tokens_schedule"] = "constant"
@@ -75,31 +75,31 @@ class Peer:
             self._pinned["assistant_confidence_threshold"] = self.confidence
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
-        """Generate, and note after every round how far the output has come."""
+        """Generate, and record the length of the output after every round."""
         model = self.target.model
         inputs: Any = torch.tensor([list(prompt)], device=model.device)
-        watch = _Watch(len(prompt), on_prefill, _ASKS_OF_DRAFTS and self.method != "plain")
+        recorder = _RoundRecorder(len(prompt), on_prefill, _CALLS_ON_DRAFTS and self.method != "plain")
         torch.manual_seed(task.seed)
         with self._assistant() as options:
             output: Any = model.generate(  # type: ignore[operator]
                 inputs,
                 attention_mask=torch.ones_like(inputs),
                 max_new_tokens=task.max_new_tokens,
-                stopping_criteria=StoppingCriteriaList([watch]),
+                stopping_criteria=StoppingCriteriaList([recorder]),
                 **_sampling(task),
                 **options,
             )
         tokens = output[0, len(prompt) :].tolist()
-        return DecodeResult(tokens, DecodeStats(tuple(watch.rounds())), "")
+        return DecodeResult(tokens, DecodeStats(tuple(recorder.rounds())), "")
 
-    def held_bytes(self) -> int:
-        """What a draft model takes beside the target; caches are gone when ``generate`` returns."""
+    def memory_bytes(self) -> int:
+        """Return the bytes of the draft model that it does not share with the target. Caches do not outlive ``generate``."""
         with self._assistant() as options:
-            return held_bytes(options.get("assistant_model"), beside=(self.target.model,))
+            return tensor_bytes(options.get("assistant_model"), beside=(self.target.model,))
 
     @contextlib.contextmanager
     def _assistant(self) -> Iterator[dict[str, Any]]:
-        """The method's arguments, with what it drafts with pinned for the time of a call."""
+        """Yield the arguments of ``generate`` for this method, with the pinned parameters in place."""
         if self.method == "plain":
             yield {}
         elif self.method == "prompt_lookup":
@@ -114,21 +114,21 @@ class Peer:
                 yield {"assistant_model": assistant.model} | (tokenizers if self.method == "universal" else {})
 
 
-class _Watch(StoppingCriteria):
-    """Stops nothing; notes the length after prefill and after every round.
+class _RoundRecorder(StoppingCriteria):
+    """Records the length after prefill and after every round, and never stops.
 
     Args:
-        prompt_length: where it begins.
-        on_prefill: is told how many tokens are known by then.
-        of_drafts: whether it is asked of every draft, too, before that is verified.
+        prompt_length: tokens of the prompt.
+        on_prefill: called after prefill with the number of new tokens.
+        on_drafts: whether transformers also calls it on every draft, before verification.
     """
 
-    def __init__(self, prompt_length: int, on_prefill: Callable[[int], None], of_drafts: bool) -> None:
+    def __init__(self, prompt_length: int, on_prefill: Callable[[int], None], on_drafts: bool) -> None:
         self._lengths = [prompt_length]
-        self._on_prefill, self._of_drafts, self._drafted = on_prefill, of_drafts, False
+        self._on_prefill, self._on_drafts, self._drafted = on_prefill, on_drafts, False
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
-        self._drafted = self._of_drafts and not self._drafted
+        self._drafted = self._on_drafts and not self._drafted
         if not self._drafted:
             if len(self._lengths) == 1:
                 self._on_prefill(input_ids.shape[1] - self._lengths[0])
@@ -136,13 +136,14 @@ class _Watch(StoppingCriteria):
         return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
 
     def rounds(self) -> list[Round]:
-        """What each round committed; how much was drafted is not to be seen from here."""
+        """Return the committed tokens of every round. The number of drafted tokens is unknown."""
         pairs = zip(self._lengths[1:], self._lengths[2:], strict=False)
         return [Round(0, 0, after - before) for before, after in pairs]
 
 
 @contextlib.contextmanager
 def _pinned(model: PreTrainedModel, values: dict[str, Any]) -> Iterator[None]:
+    """Set fields of the model's generation configuration, and restore them at the end."""
     config = model.generation_config
     assert isinstance(config, GenerationConfig)
     before = {name: getattr(config, name, None) for name in values}

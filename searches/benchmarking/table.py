@@ -1,8 +1,4 @@
-"""How does the record of a benchmark read? As tables: who is how fast, at which kind of work, and what was told besides.
-
-A line says how near the ties are where outputs part in half precision: the margin between the target's own logits, beside
-what rounding explains.
-"""
+"""Markdown tables of a benchmark record: speed of every contender, by kind of work, and the conditions."""
 
 from __future__ import annotations
 
@@ -13,93 +9,85 @@ from layerskip.costs.tree_timing import TreeTiming
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """A record as Markdown: all prompts, then kind of work by kind of work, then the conditions."""
+    """Return a record as Markdown: all prompts first, then by kind of work, then the conditions."""
     lines = [
-        "| decoding | tokens/s | x plain | 95 % interval | acceptance | tokens/round | drafting | drafter's memory | output "
-        "| x rival (transformers) |",
+        "| decoding | tokens/s | speedup | 95 % interval | acceptance | tokens/round | drafting | drafter's memory | output "
+        "| speedup over transformers |",
         "|" + "---|" * 10,
     ]
     results = record["results"]
-    for name, found in results.items():
-        rival = found.get("rival")
-        against = f"{rival['speedup']:.2f} ({rival['low']:.2f} to {rival['high']:.2f})" if rival else ""
+    for name, result in results.items():
+        rival = _interval(result["rival"]) if "rival" in result else ""
         drafts = record["configs"].get(name, {"kind": "none"})["kind"] != "none"
-        acceptance = f"{found['acceptance_rate']:.2f}" if drafts else ""
-        drafting = f"{found['draft_share']:.0%}" if drafts else ""
-        output = found["losslessness"]["verdict"].replace("_", "-") if found["lossless"] else "lossy"
+        acceptance = f"{result['acceptance_rate']:.2f}" if drafts else ""
+        draft_share = f"{result['draft_share']:.0%}" if drafts else ""
+        output = result["losslessness"]["verdict"].replace("_", "-") if result["lossless"] else "lossy"
         lines.append(
-            f"| {name} | {found['tokens_per_second']:.1f} | {found['speedup']:.2f} "
-            f"| {found['speedup_low']:.2f} to {found['speedup_high']:.2f} | {acceptance} "
-            f"| {found['tokens_per_round']:.2f} | {drafting} | {_memory(found)} "
-            f"| {output} | {against} |"
+            f"| {name} | {result['tokens_per_second']:.1f} | {result['speedup']:.2f} "
+            f"| {result['speedup_low']:.2f} to {result['speedup_high']:.2f} | {acceptance} "
+            f"| {result['tokens_per_round']:.2f} | {draft_share} | {_memory(result)} | {output} | {rival} |"
         )
-    kinds = sorted({kind for found in results.values() for kind in found["speedup_by_category"]})
-    lines += ["", f"| x plain, by kind of work | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
-    for name, found in results.items():
-        shown = [f"{found['speedup_by_category'][kind]:.2f}" for kind in kinds]
-        lines.append(f"| {_marked(name, found)} | {' | '.join(shown)} |")
-    lines += _near_ties(results) + _rounds(results, kinds) + _cascades(results, kinds)
-    if (found := record.get("verification")) is not None:  # older records have none
-        timing = TreeTiming(**found)
+    kinds = sorted({kind for result in results.values() for kind in result["speedup_by_category"]})
+    marked = {name if result["lossless"] else f"{name} (lossy)": result for name, result in results.items()}
+    speedups = {name: result["speedup_by_category"] for name, result in marked.items()}
+    drafting = {name: result for name, result in marked.items() if result["tokens_per_round"] > 1}
+    rounds = {name: result["tokens_per_round_by_category"] for name, result in drafting.items()}
+    lines += _by_kind("speedup by kind of work", kinds, speedups)
+    lines += _near_ties(results)
+    lines += _by_kind("tokens per round", kinds, rounds)
+    lines += _cascades(results, kinds)
+    if record["verification"] is not None:
+        timing = TreeTiming(**record["verification"])
         lines += [
             "",
-            f"Verifying a tree of {timing.tokens} tokens takes {timing.ratio:.2f} times what a chain of as many takes, "
-            f"{timing.chain_seconds * 1000:.1f} ms behind {timing.context} tokens.",
+            f"Verifying a tree of {timing.tokens} tokens takes {timing.ratio:.2f} times as long as a chain of as many, "
+            f"{timing.chain_seconds * 1000:.1f} ms after {timing.context} tokens.",
         ]
-    where, versions = record["environment"], record["environment"]["versions"]
+    machine, versions = record["environment"], record["environment"]["versions"]
     prompts = record["prompts"]
     lines += [
         "",
-        f"{record['target']['name']} in {record['target']['dtype']} on {where['device']} ({where['device_name']}, "
-        f"{where['threads']} threads), {prompts['count']} prompts ({prompts['name']}) x {record['repeats']}, "
+        f"{record['target']['name']} in {record['target']['dtype']} on {machine['device']} ({machine['device_name']}, "
+        f"{machine['threads']} threads), {prompts['count']} prompts ({prompts['name']}) x {record['repeats']}, "
         f"{record['max_new_tokens']} new tokens, torch {versions['torch']}, transformers {versions['transformers']}, "
         f"{record['date']}.",
     ]
     return "\n".join(lines)
 
 
-def _memory(found: Mapping[str, Any]) -> str:
-    """What a drafter holds beside the target, and on CUDA how far memory rises in decoding; older records know neither."""
-    if "drafter_bytes" not in found:
-        return ""
-    risen = "" if found["decoding_bytes"] is None else f", {found['decoding_bytes'] / 2**20:.0f} MB to decode"
-    return f"+{found['drafter_bytes'] / 2**20:.0f} MB{risen}"
+def _interval(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['speedup']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
-def _marked(name: str, found: Mapping[str, Any]) -> str:
-    return name if found["lossless"] else f"{name} (lossy)"
+def _memory(result: Mapping[str, Any]) -> str:
+    """Memory of the drafter beside the target and, on CUDA, the further memory of decoding."""
+    peak = "" if result["decoding_bytes"] is None else f", {result['decoding_bytes'] / 2**20:.0f} MB to decode"
+    return f"+{result['drafter_bytes'] / 2**20:.0f} MB{peak}"
+
+
+def _by_kind(title: str, kinds: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a table of one figure per kind of work; nothing without rows."""
+    lines = [f"| {name} | {' | '.join(f'{row[kind]:.2f}' for kind in kinds)} |" for name, row in rows.items()]
+    return ["", f"| {title} | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|", *lines] if lines else []
 
 
 def _near_ties(results: Mapping[str, Any]) -> list[str]:
-    """How near ties are, by the widest of them; older records do not say what rounding explains."""
-    checks = {name: found["losslessness"] for name, found in results.items()}
-    ties = {name: found for name, found in checks.items() if found["verdict"] == "near_tie" and "tolerance" in found}
+    """Return a line about the widest near-tie: the margin between the target's logits, and what rounding explains."""
+    checks = {name: result["losslessness"] for name, result in results.items()}
+    ties = {name: check for name, check in checks.items() if check["verdict"] == "near_tie"}
     if not ties:
         return []
     name, widest = max(ties.items(), key=lambda pair: float(pair[1]["largest_margin"]))
-    said = f"{widest['largest_margin']:.3g} of a logit apart ({name}), of {widest['tolerance']:.3g} that rounding explains"
-    return ["", f"near-tie: outputs part where the target's own choices are a tie up to rounding, at most {said}."]
-
-
-def _rounds(results: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
-    """Tokens per round, which hang on the drafter and the prompts, not on the machine; older records do not say."""
-    rows = []
-    for name, found in results.items():
-        if (counts := found.get("tokens_per_round_by_category")) and found["tokens_per_round"] > 1:
-            rows.append(f"| {_marked(name, found)} | {' | '.join(f'{counts[kind]:.2f}' for kind in kinds)} |")
-    return ["", f"| tokens per round | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|", *rows] if rows else []
+    margin = f"at most {widest['largest_margin']:.3g} of a logit ({name}); rounding explains {widest['tolerance']:.3g}"
+    return ["", f"near-tie: outputs differ only where the target's best tokens are tied up to rounding, by {margin}."]
 
 
 def _cascades(results: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
-    """How many times as fast as its members a cascade is, prompt beside prompt."""
-
-    def said(ratio: Mapping[str, float]) -> str:
-        return f"{ratio['speedup']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-
+    """Return a table of the paired speedup of each cascade over its members; nothing without cascades."""
     rows = []
-    for name, found in results.items():
-        for member, against in found.get("members", {}).items():
-            shown = [said(against), *(said(against["by_category"][kind]) for kind in kinds)]
-            rows.append(f"| {name} x {member} | {' | '.join(shown)} |")
-    head = ["", f"| a cascade x its member | all | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
+    for name, result in results.items():
+        for member, ratio in result.get("members", {}).items():
+            cells = [_interval(ratio), *(_interval(ratio["by_category"][kind]) for kind in kinds)]
+            rows.append(f"| {name} / {member} | {' | '.join(cells)} |")
+    head = ["", f"| speedup of a cascade over its member | all | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
     return [*head, *rows] if rows else []

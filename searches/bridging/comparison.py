@@ -1,4 +1,4 @@
-"""What is a mask worth, left empty and with every kind of bridge? Fitted, trained, scanned and priced, and all is kept."""
+"""Points of the bridge comparison: agreement, draft cost and predicted speedup of masks with every kind of bridge."""
 
 from __future__ import annotations
 
@@ -15,47 +15,54 @@ from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
 from layerskip.bridges.fit import Calibration
-from layerskip.costs.cost_model import Aids, CostProfile
+from layerskip.costs.cost_model import CostProfile, DraftExtras
 from layerskip.decoding.tree import tree_model
 from layerskip.files import digest
 from layerskip.models.bridge import Bridges, BridgeShape, save_bridges
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.environment import environment
-from layerskip.models.packing import packs
+from layerskip.models.packing import uses_packing
 from layerskip.scan.replay import Counts
 from layerskip.scan.scan import Scanner
-from layerskip.scan.text_cache import Memory
+from layerskip.scan.text_cache import TextCache
 from layerskip.scan.trace import Branching
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.app.checks import InputError
 from searches.app.resume_log import ResultLog
 from searches.bridging.short_skips import short_skips
-from searches.predict.oracle import Choices
+from searches.predict.predictor import DraftChoices
 from searches.predict.preparation import ScanSettings, cost_profile, make_scanner
-from searches.predict.scan_oracle import ScanOracle
+from searches.predict.scan_predictor import ScanPredictor
 from searches.tracking.tracker import Tracker
-from searches.training.bridge_training import BridgeLearner, calibrate, made_of, rates
-from searches.training.learner import Diverged, TrainingFile
-from searches.training.training_texts import asked_texts, continuations_of, drafted_tokens, write_texts
+from searches.training.bridge_trainer import BridgeTrainer, acceptance_rates
+from searches.training.bridge_training import calibrate, parse_bridge_shape
+from searches.training.trainer import TrainingCheckpoint, TrainingDiverged
+from searches.training.training_texts import continuations_of, drafted_tokens, texts_identity, write_texts
 
 EMPTY, TRAINED = "empty", "trained"
 MLP = "mlp"
-FITTED = ("mean", "linear", MLP)  # in closed form alone, an MLP to what its map leaves
+FITTED = ("mean", "linear", MLP)  # in closed form; an MLP is fitted to the residual of its linear map
 _TRAINING = ("steps", "max_seconds", "texts_per_step", "training_bytes", "learning_rate", "unroll")
-_LONG = 4  # drafted tokens with siblings
+_SIBLING_DEPTH = 4  # longest draft whose cost is profiled with siblings
 
 
 class BridgePoints:
-    """What there is to fit to and to scan, and where everything is kept.
+    """Fits, trains and scans bridges, and keeps all results in :attr:`folder`.
 
     Args:
-        config: of ``conf/bridges.yaml``.
-        target: the model.
-        sampling: how its texts and continuations are chosen.
-        scanning: rows per pass, thresholds, repeats of the profile.
-        prompts: whose continuations are scanned.
-        max_new_tokens: of each.
-        like: what every other text begins like.
+        config: configuration ``conf/bridges.yaml``.
+        target: the target.
+        sampling: how the target's texts and continuations are decoded.
+        scanning: settings of scans and of the cost profile.
+        prompts: prompts whose continuations are scanned.
+        max_new_tokens: tokens of each continuation.
+        openings: openings of every other training text.
+
+    Attributes:
+        shared: seconds of the results that all programs share in the outputs folder, whichever program made them.
+
+    Raises:
+        InputError: a bridge of this kind cannot be trained, or the target cannot be scanned.
     """
 
     def __init__(
@@ -66,18 +73,20 @@ class BridgePoints:
         scanning: ScanSettings,
         prompts: PromptSet,
         max_new_tokens: int,
-        like: Sequence[str],
+        openings: Sequence[str],
     ) -> None:
         self.config, self.target = config, target
-        self.shared: dict[str, float] = {}  # the seconds of what the outputs folder has for all programs, whoever made it
-        self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # refuses now what cannot be trained
+        self.shared: dict[str, float] = {}
+
+        def add_shared(name: str, seconds: float, _: float) -> None:
+            self.shared[name] = seconds
+
+        self._shape(SkipMask.parse("layers:0", target.layers), TRAINED)  # checks the settings early
         outputs = Path(config.outputs)
         with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
-            folder = outputs / "continuations"
-            continued = continue_prompts(
-                target, prompts, sampling, max_new_tokens, config.seed, folder, bar.update, self._use
-            )
-        scanned = [p for p in continued if p.starts > 0 and p.limit(0) > 0]
+            parts = target, prompts, sampling, max_new_tokens, config.seed, outputs / "continuations"
+            continuations = continue_prompts(*parts, bar.update, add_shared)
+        scanned = [each for each in continuations if each.starts > 0 and each.limit(0) > 0]
         if not scanned:
             raise InputError("prompts: every continuation ends at once, so there is nothing to scan")
         siblings = int(config.siblings)
@@ -88,32 +97,28 @@ class BridgePoints:
             print(f"siblings: left out: {error}")
             siblings = 0
         scanner = make_scanner(target, scanned, sampling, int(config.depth), siblings, scanning)
-        if scanner is None:  # said before the texts are written, which takes longer
-            raise InputError(
-                "scan.max_rows, scan.text_bytes: there is not enough memory to scan, so there is nothing to compare"
-            )
+        if scanner is None:
+            raise InputError("scan.max_rows, scan.text_bytes: there is not enough memory to scan")
         self.scanner: Scanner = scanner
         self.scanned: tuple[Continuation, ...] = scanner.continuations
-        texts = write_texts(config, target, sampling, like, self._use)
+        texts = write_texts(config, target, sampling, openings, add_shared)
         self.continuations = continuations_of(texts)
         self.heads: dict[int, Tensor] = {}
         for size in config.vocabularies:
             tokens = drafted_tokens(target, texts, int(size))
             if tokens is not None:
                 self.heads[len(tokens)] = tokens
-        longest = max(int(config.depth), _LONG * (1 + siblings))
-        branching = self.scanner.runners > 0
-        self.profile: CostProfile = cost_profile(
-            target, self.scanned, longest, sampling, scanning, outputs, True, branching, self._use
-        )
+        longest, branching = max(int(config.depth), _SIBLING_DEPTH * (1 + siblings)), scanner.runners > 0
+        profiled = target, self.scanned, longest, sampling, scanning, outputs, True, branching
+        self.profile: CostProfile = cost_profile(*profiled, add_shared)
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
-        self._choices = Choices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
-        asked = {
+        self._choices = DraftChoices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
+        identity = {
             "recipe": 9,
-            "packed_weights": packs(target.model),
-            "width": self._width,  # of what is fitted; wider MLPs leave room for fewer texts
+            "packed_weights": uses_packing(target.model),
+            "width": self._width,  # wider MLPs leave room for fewer texts
             "vocabularies": list(config.vocabularies),
-            "texts": asked_texts(config, target, sampling, like),
+            "texts": texts_identity(config, target, sampling, openings),
             "calibration_bytes": config.calibration_bytes,
             "trained": OmegaConf.to_container(config.trained),
             "training": [config[name] for name in _TRAINING],
@@ -122,167 +127,163 @@ class BridgePoints:
             "siblings": self.scanner.runners,
             "stops": [stop.to_dict() for stop in self.stops],
         }
-        self.folder = outputs / f"bridges-{digest(asked)[:12]}"
-        self._screened = scanning.screened_rows
-        self._kept = ResultLog(self.folder / "scans.jsonl")
+        self.folder = outputs / f"bridges-{digest(identity)[:12]}"
+        self._screened_rows = scanning.screened_rows
+        self._scans = ResultLog(self.folder / "scans.jsonl")
         self._screenings = ResultLog(self.folder / "screenings.jsonl")
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
-        self._asked = digest(asked)
-        self._memory = Memory(int(config.remembered_bytes)) if config.max_seconds else None
+        self._identity = digest(identity)
+        self._memory = TextCache(int(config.remembered_bytes)) if config.max_seconds else None
 
     @functools.cached_property
     def calibration(self) -> Calibration:
-        """Made when first asked for, as a run that goes on may need none."""
+        """States of the texts for closed forms; computed when first needed, as a resumed run may not need them."""
         budget = int(self.config.calibration_bytes)
         return calibrate(self.target, self.continuations, budget, "calibration_bytes", self._memory, self._width)
 
     @property
     def _width(self) -> int:
-        """Of the widest MLPs that are fitted; 0 for none."""
+        """Width of the widest MLP that is fitted; 0 for none."""
         trained = self.config.trained
-        learns = isinstance(trained, Mapping) and (MLP in self.config.kinds or self.config.max_seconds)
-        return int(trained.get("width", 0)) if learns else 0
+        has_mlp = isinstance(trained, Mapping) and (MLP in self.config.kinds or self.config.max_seconds)
+        return int(trained.get("width", 0)) if has_mlp else 0
 
     def points(self, mask: SkipMask, bridged: bool = True) -> list[dict[str, Any]]:
-        """What is known of a mask, left empty and perhaps for every kind of bridge, and for every draft head."""
-        found = []
+        """Return the points of a mask: empty and with every kind of bridge, with all tokens and with every draft head.
+
+        Args:
+            mask: the mask.
+            bridged: whether bridges are fitted; otherwise the mask stays empty.
+        """
+        points = []
         kinds = (*self.config.kinds, *((TRAINED,) if self.config.max_seconds else ())) if bridged else ()
         for kind in (EMPTY, *kinds):
             name = f"{mask.format()} {kind}"
-            if name not in self._kept:
+            if name not in self._scans:
                 try:
-                    self._kept.add(name, self._scan(mask, kind))
-                except Diverged as error:  # other masks are worth comparing all the same
+                    self._scans.add(name, self._scan(mask, kind))
+                except TrainingDiverged as error:
                     print(f"{kind} for {mask.format()} is left out: {error}")
                     continue
                 if kind != EMPTY:
-                    self.log_fits()  # now, as the next one takes minutes
-            kept, empty = self._kept[name], self._kept[f"{mask.format()} {EMPTY}"]
-            agreement, without = (some["heads"][0]["rates"][0] for some in (kept, empty))
+                    self.log_fits()  # now, as the next fit takes minutes
+            scan, empty = self._scans[name], self._scans[f"{mask.format()} {EMPTY}"]
+            agreement, without = (each["heads"][0]["rates"][0] for each in (scan, empty))
             helps = kind == EMPTY or agreement > without
             if not helps:
                 print(f"{kind} for {mask.format()} drafts no better ({agreement:.2f}) than empty skips ({without:.2f})")
-            for row in kept["heads"]:
-                found.append(self._point(mask, kind, kept["fit"] | {"helps": helps}, row))
-        return found
+            points += [self._point(mask, kind, scan["fit"] | {"helps": helps}, row) for row in scan["heads"]]
+        return points
 
     def short_skips(self, most: int) -> list[SkipMask]:
-        """As :func:`~searches.bridging.short_skips.short_skips` finds them."""
-        screen = self.scanner.sample(self._screened)
-        oracle = ScanOracle(self.scanner, screen, self.profile, self._choices, self.folder / "short")
-        return short_skips(oracle, self.scanner.depth, most, self._screenings)
+        """Return the best short empty skips; see :func:`~searches.bridging.short_skips.short_skips`."""
+        screen = self.scanner.sample(self._screened_rows)
+        predictor = ScanPredictor(self.scanner, screen, self.profile, self._choices, self.folder / "short")
+        return short_skips(predictor, self.scanner.depth, most, self._screenings)
 
     @property
     def screening_seconds(self) -> float:
-        """What asking about short skips took, by whichever runs did it."""
+        """Seconds of screening short skips, earlier runs included."""
         return float(sum(self._screenings[name] for name in self._screenings))
 
-    def _use(self, name: str, seconds: float, here: float) -> None:
-        self.shared[name] = seconds
-
     def log_fits(self) -> None:
-        """Let MLflow see what was fitted and trained, and what it is worth."""
+        """Log all fits and their agreement to MLflow."""
         fits = []
-        for name in self._kept:
+        for name in self._scans:
             mask, _, kind = name.rpartition(" ")
             if kind != EMPTY:
-                empty, bridged = (self._kept[f"{mask} {which}"]["heads"][0]["rates"][0] for which in (EMPTY, kind))
-                fit = {"mask": mask, "kind": kind, "fit_seconds": self._kept[name]["fit"]["seconds"]}
+                empty, bridged = (self._scans[f"{mask} {which}"]["heads"][0]["rates"][0] for which in (EMPTY, kind))
+                fit = {"mask": mask, "kind": kind, "fit_seconds": self._scans[name]["fit"]["seconds"]}
                 fits.append(fit | {"agreement_empty": empty, "agreement_bridged": bridged})
-        described = environment(self.target)
-        self._tracker.open_study(self.folder.name, self._asked, {"target": self.target.name}, described, role="bridges")
+        machine = environment(self.target)
+        self._tracker.open_study(self.folder.name, self._identity, {"target": self.target.name}, machine, role="bridges")
         with self._tracker.closing():
             self._tracker.log_fits(fits)
 
     def _shape(self, mask: SkipMask, kind: str) -> BridgeShape:
         if kind in (TRAINED, MLP):
-            return made_of("trained", self.config.trained, self.target, mask)
+            return parse_bridge_shape("trained", self.config.trained, self.target, mask)
         return BridgeShape.of(self.target, mask, kind)
 
-    def _place(self, mask: SkipMask, kind: str) -> Path:
+    def _bridge_folder(self, mask: SkipMask, kind: str) -> Path:
         return self.folder / f"{mask.format().replace(':', '-').replace(';', '_').replace(',', '.')}-{kind}"
 
     def _scan(self, mask: SkipMask, kind: str) -> dict[str, Any]:
-        own, fit = (None, {"seconds": 0.0, "positions": 0}) if kind == EMPTY else self._fitted(mask, kind)
+        """Fit the bridges of a mask and count its rounds for every draft head, draft length and stop rule."""
+        bridges, fit = (None, {"seconds": 0.0, "positions": 0}) if kind == EMPTY else self._fitted(mask, kind)
         start, rows = time.monotonic(), []
         for tokens in (None, *self.heads.values()):
-            (scan,) = self.scanner.scan([mask], bridges=[own], tokens=tokens, floor=self._choices.floor)
+            (scan,) = self.scanner.scan([mask], bridges=[bridges], tokens=tokens, floor=self._choices.floor)
             counts = []
-            for rule, (length, stop, branching) in self._choices.every(self.scanner.depth, self.profile.longest):
-                found = sum(self.scanner.counts(scan, length, stop, branching), Counts())
-                counts.append([length, rule, branching.siblings, found.to_list()])
-            right = rates(scan)
-            rows.append({"tokens": None if tokens is None else len(tokens), "rates": right, "counts": counts})
+            for rule, (length, stop, branching) in self._choices.combinations(self.scanner.depth, self.profile.longest):
+                total = sum(self.scanner.counts(scan, length, stop, branching), Counts())
+                counts.append([length, rule, branching.siblings, total.to_list()])
+            size = None if tokens is None else len(tokens)
+            rows.append({"tokens": size, "rates": acceptance_rates(scan), "counts": counts})
         return {"fit": fit | {"scan_seconds": time.monotonic() - start}, "heads": rows}
 
     def _fitted(self, mask: SkipMask, kind: str) -> tuple[Bridges, dict[str, Any]]:
-        """Bridges, saved, in the target's dtype, as they will decode; and how long they took, to how many positions.
+        """Fit or train bridges and save them.
 
-        What reading all texts takes is nobody's fit; it is told with the one that it was done for.
+        Returns:
+            The bridges for decoding, and the seconds and number of positions of the fit. The seconds of reading all texts
+            belong to no single fit; they are reported with the first one.
         """
         shape, start = self._shape(mask, kind), time.monotonic()
         known = "calibration" in vars(self)
-        self.calibration  # noqa: B018
+        calibration = self.calibration
         reading = 0.0 if known else time.monotonic() - start
         if kind == TRAINED:
-            learner = self._trained(shape, mask)
-            found, about = learner.bridges, {"seconds": learner.seconds, "steps": learner.step}
-            about["positions"] = sum(continuation.starts for continuation in self.continuations)
-            about["wall_seconds"] = learner.seconds + learner.judging
+            trainer = self._trained(shape, mask)
+            bridges = trainer.bridges
+            positions = sum(continuation.starts for continuation in self.continuations)
+            about = {"seconds": trainer.seconds, "steps": trainer.step, "positions": positions}
+            about["wall_seconds"] = trainer.seconds + trainer.evaluation_seconds
         else:
-            fit = self.calibration.fit(shape)
-            found, about = fit.bridges, {"seconds": fit.seconds, "positions": fit.rows, "wall_seconds": fit.seconds}
+            fit = calibration.fit(shape)
+            bridges = fit.bridges
+            about = {"seconds": fit.seconds, "positions": fit.rows, "wall_seconds": fit.seconds}
         about |= {"reading_seconds": reading, "wall_seconds": about["wall_seconds"] + reading}
-        save_bridges(self._place(mask, kind), found, self.target, {"asked": self._asked}, self.calibration.digest)
-        return found.decoding(self.target), about
+        folder = self._bridge_folder(mask, kind)
+        save_bridges(folder, bridges, self.target, {"asked": self._identity}, calibration.digest)
+        return bridges.for_decoding(self.target), about
 
-    def _trained(self, shape: BridgeShape, mask: SkipMask) -> BridgeLearner:
-        largest = max(self.heads.values(), key=len, default=None)
-        identity = digest([self._asked, shape.to_dict()])
-        folder = self._place(mask, TRAINED)
+    def _trained(self, shape: BridgeShape, mask: SkipMask) -> BridgeTrainer:
+        tokens = max(self.heads.values(), key=len, default=None)
+        identity = digest([self._identity, shape.to_dict()])
+        folder = self._bridge_folder(mask, TRAINED)
         self._tracker.open_study(folder.name, identity, shape.to_dict(), environment(self.target), role="training")
         with self._tracker.closing():
-            learner = BridgeLearner(
-                self.config,
-                shape,
-                self.target,
-                self.continuations,
-                self.scanner,
-                largest,
-                TrainingFile(folder / "training.pt", identity),
-                lambda: self.calibration,
-                self._memory,
-            )
-            learner.learn_all(self._tracker)
-        return learner
+            checkpoint = TrainingCheckpoint(folder / "training.pt", identity)
+            parts = self.config, shape, self.target, self.continuations, self.scanner, tokens, checkpoint
+            trainer = BridgeTrainer(*parts, lambda: self.calibration, self._memory)
+            trainer.train(self._tracker)
+        return trainer
 
     def _point(self, mask: SkipMask, kind: str, fit: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-        """The best draft length and stop rule, by counts and costs."""
+        """Return the point of one scan, with its best draft length, stop rule and number of siblings."""
         size = row["tokens"]
         shape = None if kind == EMPTY else self._shape(mask, kind)
-        aids = Aids.of(shape, 0 if size is None else self.target.vocabulary - size)
-        best, length, number, siblings = max(
-            (
-                self.profile.speedup(Counts.from_list(counts), mask, self.stops[number], aids, Branching(siblings)),
-                length,
-                number,
-                siblings,
-            )
-            for length, number, siblings, counts in row["counts"]
-        )
+        extras = DraftExtras.of(shape, 0 if size is None else self.target.vocabulary - size)
+        speedups = [
+            self.profile.speedup(Counts.from_list(counts), mask, self.stops[rule], extras, Branching(siblings))
+            for _, rule, siblings, counts in row["counts"]
+        ]
+        choices = [(speedup, *choice[:3]) for speedup, choice in zip(speedups, row["counts"], strict=True)]
+        best, length, rule, siblings = max(choices)
         fields: dict[str, Any] = {"kind": "layer_skip", "mask": mask.format(), "draft_length": length}
-        fields["stop"] = self.stops[number].to_dict()
+        fields["stop"] = self.stops[rule].to_dict()
         if siblings:
             fields["siblings"] = siblings
         if shape is not None:
-            fields["bridge"] = str(self._place(mask, kind).resolve())
+            fields["bridge"] = str(self._bridge_folder(mask, kind).resolve())
         if size is not None:
             fields["draft_head"] = self._head(size)
         return {
             "mask": mask.format(),
             "bridge": kind,
             "tokens": size,
-            "draft_cost": self.profile.draft_seconds(mask, aids) / self.profile.verify_seconds[0],
+            "draft_cost": self.profile.draft_seconds(mask, extras) / self.profile.verify_seconds[0],
             "agreement": row["rates"][0],
             "rates": row["rates"],
             "predicted": best,
@@ -293,5 +294,5 @@ class BridgePoints:
     def _head(self, size: int) -> str:
         folder = self.folder / f"head-{size}"
         if not (folder / "head.json").exists():
-            save_draft_tokens(folder, self.heads[size], self.target, {"asked": self._asked})
+            save_draft_tokens(folder, self.heads[size], self.target, {"asked": self._identity})
         return str(folder.resolve())

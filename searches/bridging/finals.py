@@ -1,7 +1,7 @@
-"""Which skips really decode fastest, bridged ones or empty ones? Held-out prompts decide, by the rule of a study's finals.
+"""Held-out measurement of the best bridged and the best empty skips, with the winner rule of a study's finals.
 
-Of both, those that are foretold to be fastest are decoded on every prompt, so that each may be paired with any other; plain
-decoding wins where nothing is surely faster (:mod:`searches.study.finals`).
+All configurations are decoded on every prompt, so that any two of them can be compared in pairs. Plain decoding wins unless
+another configuration is surely faster (:mod:`searches.study.finals`).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from searches.bridging.comparison import EMPTY
 from searches.study.bench import BASELINE, Bench, Row
-from searches.study.finals import Finals, compete
+from searches.study.finals import Finals, measure_held_out
 from searches.study.objective import MeasureSettings
 
 Point = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Contest:
-    """What was decoded.
+class BridgeFinals:
+    """Measurements of the finalists.
 
     Args:
-        configs: by name: ``empty 1``, ``bridged 1`` and so on.
-        predicted: what was foretold of those that were scanned.
-        finals: as of a study whose finalists these are.
-        rows: the samples of each prompt.
+        configs: configurations by name: ``empty 1``, ``bridged 1`` and so on.
+        predicted: predicted speedup of those that were scanned.
+        finals: the winner and the evidence for it.
+        rows: samples of each prompt.
     """
 
     configs: Mapping[str, SpeculativeConfig]
@@ -37,44 +37,44 @@ class Contest:
     rows: Sequence[Row]
 
     def measured(self) -> dict[str, dict[str, Any]]:
-        """Each beside plain decoding, for a record; what comes before the first token is told as a prompt's mean."""
-        found = {}
+        """Return each configuration beside plain decoding, for a record. Prefill seconds are means per prompt."""
+        measured = {}
         for name, config in self.configs.items():
             measurement = Measurement.of(self.rows, BASELINE, name)
             low, high = measurement.interval()
-            said = measurement.to_dict()
-            found[name] = {
-                "config": named(config),
+            fields = measurement.to_dict()
+            measured[name] = {
+                "config": without_folders(config),
                 "speedup": measurement.speedup,
                 "low": low,
                 "high": high,
                 "predicted": self.predicted.get(name),
-                "tokens_per_second": said["tokens_per_second"],
-                "plain_tokens_per_second": said["baseline_tokens_per_second"],
-                "prefill_seconds": said["prefill_seconds"] / len(self.rows),
-                "plain_prefill_seconds": said["baseline_prefill_seconds"] / len(self.rows),
-                "acceptance_rate": said["acceptance_rate"],
-                "losslessness": said["losslessness"]["verdict"],
+                "tokens_per_second": fields["tokens_per_second"],
+                "plain_tokens_per_second": fields["baseline_tokens_per_second"],
+                "prefill_seconds": fields["prefill_seconds"] / len(self.rows),
+                "plain_prefill_seconds": fields["baseline_prefill_seconds"] / len(self.rows),
+                "acceptance_rate": fields["acceptance_rate"],
+                "losslessness": fields["losslessness"]["verdict"],
             }
-        return found
+        return measured
 
     def over_empty(self) -> dict[str, Any] | None:
-        """Every bridged one, prompt by prompt, over the empty one that was measured to be fastest; None without either."""
+        """Return the paired speedup of every bridged skip over the fastest measured empty skip; None without both."""
         empty = [name for name in self.configs if name.startswith("empty")]
         bridged = [name for name in self.configs if name.startswith("bridged")]
         if not empty or not bridged:
             return None
         best = max(empty, key=lambda name: Measurement.of(self.rows, BASELINE, name).speedup)
-        found: dict[str, Any] = {"empty": best}
+        ratios: dict[str, Any] = {"empty": best}
         for name in bridged:
             ratio = Measurement.of(self.rows, best, name)
             low, high = ratio.interval()
-            found[name] = {"ratio": ratio.speedup, "low": low, "high": high}
-        return found
+            ratios[name] = {"ratio": ratio.speedup, "low": low, "high": high}
+        return ratios
 
 
-def contest(
-    chosen: Mapping[str, Point],
+def measure_finalists(
+    finalists: Mapping[str, Point],
     others: Mapping[str, SpeculativeConfig],
     bench: Bench,
     prompts: PromptSet,
@@ -82,36 +82,36 @@ def contest(
     seed: int,
     folder: Path | None,
     on_prompt: Callable[[], None],
-) -> Contest:
-    """Decode every prompt with all of them.
+) -> BridgeFinals:
+    """Decode every prompt with all configurations.
 
     Args:
-        chosen: points whose configurations are measured, by name.
-        others: further configurations, of which nothing was foretold.
+        finalists: points whose configurations are measured, by name.
+        others: further configurations, without predictions.
 
-    The others are those of :func:`~searches.study.finals.compete`.
+    The other arguments are those of :func:`~searches.study.finals.measure_held_out`.
     """
-    configs = {name: SpeculativeConfig.from_dict(point["config"]) for name, point in chosen.items()} | dict(others)
-    predicted = {name: float(point["predicted"]) for name, point in chosen.items()}
-    before = dict.fromkeys(configs, 1.0) | predicted
-    finals, rows = compete(configs, before, bench, prompts, settings, seed, folder, on_prompt, leaving=False)
-    return Contest(configs, predicted, finals, rows)
+    configs = {name: SpeculativeConfig.from_dict(point["config"]) for name, point in finalists.items()} | dict(others)
+    predicted = {name: float(point["predicted"]) for name, point in finalists.items()}
+    expected = dict.fromkeys(configs, 1.0) | predicted
+    finals, rows = measure_held_out(configs, expected, bench, prompts, settings, seed, folder, on_prompt, drop_slower=False)
+    return BridgeFinals(configs, predicted, finals, rows)
 
 
-def choose(points: Sequence[Point], most: int) -> dict[str, Point]:
-    """The configurations that are foretold to be fastest, so many of those that skip emptily and of those bridged."""
-    chosen = {}
-    for name, kinds in (("empty", True), ("bridged", False)):
-        some = [point for point in points if (point["bridge"] == EMPTY) is kinds and point["fit"]["helps"]]
+def choose_finalists(points: Sequence[Point], most: int) -> dict[str, Point]:
+    """Return the points with the highest predictions, at most ``most`` empty and ``most`` bridged ones."""
+    finalists = {}
+    for name, empty in (("empty", True), ("bridged", False)):
+        candidates = [point for point in points if (point["bridge"] == EMPTY) is empty and point["fit"]["helps"]]
         best: dict[tuple[str, str], Point] = {}
-        for point in sorted(some, key=lambda point: -point["predicted"]):
+        for point in sorted(candidates, key=lambda point: -point["predicted"]):
             best.setdefault((point["mask"], point["bridge"]), point)
         for number, point in enumerate(list(best.values())[:most]):
-            chosen[f"{name} {number + 1}"] = point
-    return chosen
+            finalists[f"{name} {number + 1}"] = point
+    return finalists
 
 
-def named(config: SpeculativeConfig) -> dict[str, Any]:
-    """A configuration for a record, what it was trained by named without the place."""
+def without_folders(config: SpeculativeConfig) -> dict[str, Any]:
+    """Return a configuration for a record, with trained parts named without their parent folders."""
     fields = config.to_dict()
     return fields | {name: Path(fields[name]).name for name in ("bridge", "draft_head", "head") if name in fields}

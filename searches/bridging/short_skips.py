@@ -1,40 +1,40 @@
-"""Which few sub-layers are best left out with nothing in their place? What bridged masks are to beat."""
+"""Search for the best short empty skips, which bridged masks have to beat."""
 
 from __future__ import annotations
 
 from layerskip import SkipMask
 from searches.app.resume_log import ResultLog
-from searches.predict.mask_search import MaskSearch, ask_runs
-from searches.predict.scan_oracle import ScanOracle
+from searches.predict.mask_search import MaskSearch, screen_runs
+from searches.predict.scan_predictor import ScanPredictor
 from searches.space.search_space import SearchSpace
 
 _EDGE = 2  # first and last layers that are kept
-_LENGTHS = range(1, 5)  # layers of a run that may pay when it is left empty
-_ASKED = 400  # masks at most
+_LENGTHS = range(1, 5)  # layers of a run that may pay without a bridge
+_SCREENED = 400  # masks at most
 
 
-def short_skips(oracle: ScanOracle, depth: int, most: int, screenings: ResultLog) -> list[SkipMask]:
-    """Single sub-layers and short runs that seem worth most when they are left empty, best first.
+def short_skips(predictor: ScanPredictor, depth: int, most: int, screenings: ResultLog) -> list[SkipMask]:
+    """Return the single sub-layers and short runs with the highest expected speedup as empty skips, best first.
 
-    Bridged masks are chosen for what they are worth bridged; what empty skips reach is told by those that suit them.
+    The bridged masks are chosen for their speedup with bridges, so the best empty skips need a search of their own.
 
     Args:
-        oracle: foretells.
-        depth: the longest draft.
-        most: how many.
-        screenings: takes the seconds that asking took.
+        predictor: screens the masks.
+        depth: longest draft length.
+        most: number of masks.
+        screenings: receives the seconds of screening.
     """
-    edge = _EDGE if oracle.layers > 2 * _EDGE else 0
-    space = SearchSpace(oracle.layers, ["layer_skip"], edge, edge, (1, depth))
-    told = 0.0
+    edge = _EDGE if predictor.layers > 2 * _EDGE else 0
+    space = SearchSpace(predictor.layers, ["layer_skip"], edge, edge, (1, depth))
+    logged = 0.0
 
-    def keep_seconds() -> None:
-        nonlocal told
-        if oracle.screening_seconds > told:
-            screenings.add(str(len(screenings)), oracle.screening_seconds - told)
-            told = oracle.screening_seconds
+    def log_seconds() -> None:
+        nonlocal logged
+        if predictor.screening_seconds > logged:
+            screenings.add(str(len(screenings)), predictor.screening_seconds - logged)
+            logged = predictor.screening_seconds
 
-    search = MaskSearch(oracle, space, _ASKED, keep_seconds)
-    search.ask(search.single(*part) for part in search.sublayers())
-    ask_runs(search, {}, ((first, first + length) for length in _LENGTHS for first in space.skippable))
-    return search.foremost(most)
+    search = MaskSearch(predictor, space, _SCREENED, log_seconds)
+    search.screen(search.single(*part) for part in search.sublayers())
+    screen_runs(search, {}, ((first, first + length) for length in _LENGTHS for first in space.skippable))
+    return search.best_masks(most)

@@ -1,8 +1,8 @@
-"""What if everything about a decoder were known? Planted losses, costs and prompts, and the long-run speedups they give.
+"""Landscape of a simulated decoder: known costs and acceptance of every skip mask, and the long-run speedups they give.
 
-Only a truth that was planted can tell whether a search finds it. The draft of a mask is sure of each token to a degree that
-is random, and right as often as it is sure; how sure falls with what the skipped sub-layers lose and with how difficult the
-prompt is.
+Only a known optimum shows whether a search finds the best configuration. The draft of a mask has a random confidence in each
+token, and is right with that probability. Confidence falls with the losses of the skipped sub-layers and with the difficulty
+of the prompt.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 from layerskip import ConfigError, SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs.cost_model import CostProfile
 from layerskip.prompts import PromptItem
-from searches.evaluate.expected_rounds import TOKENS, Chances, Floats, expected_rounds, threshold_of
+from searches.evaluate.expected_rounds import TOKENS, Floats, RoundProbabilities, expected_rounds, threshold_of
 from searches.evaluate.workload import Workload, population
 from searches.space.search_space import SearchSpace
 
-_GRID = np.linspace(0.0, 1.0, 160) ** 2 * 8.0  # losses of tabulated counts, close where acceptance is high
+_GRID = np.linspace(0.0, 1.0, 160) ** 2 * 8.0  # losses at which counts are tabulated, denser where acceptance is high
 
 Prospect = Literal["hopeful", "hopeless", "close"]
 PROSPECTS: tuple[Prospect, ...] = get_args(Prospect)
-# What losses are multiplied by; a further token's share of a step; how much outputs copy, and how that differs.
+# Factor on losses; range of the cost of verifying one more token, in steps; mean and deviation of the copying of outputs.
 _PROSPECTS = {
     "hopeful": (1.0, (0.01, 0.04), (-1.3, 0.6)),
     "hopeless": (8.0, (0.3, 0.4), (-4.0, 0.0)),
@@ -35,16 +35,16 @@ _PROSPECTS = {
 
 @dataclass(frozen=True, eq=False)
 class Landscape:
-    """A decoder of which everything is known.
+    """Costs and acceptance of a simulated decoder.
 
     Args:
-        seed: names it, and draws its prompts.
-        profile: what everything costs.
-        attention_losses: what skipping each layer's attention takes off acceptance, on a log scale.
-        mlp_losses: the same of each MLP.
-        relief: entry i: the share that skipping two neighbours, the second of them in layer i, loses less than the two
-            by themselves; neighbours are the same sub-layer of the layer before, and the other one of the same layer.
-        copying: shifts how much outputs copy their prompts.
+        seed: seed of the workloads of its prompts.
+        profile: cost of every part.
+        attention_losses: loss of acceptance by skipping the attention of each layer, on a log scale.
+        mlp_losses: loss of acceptance by skipping the MLP of each layer, on a log scale.
+        relief: how much less than the sum of both losses it costs to skip two neighbours, relative to the geometric mean of
+            their losses. Entry i applies to the sub-layers of layer i with each other, and with those of layer i - 1.
+        copying: added to the copying of all prompts, on a logit scale.
     """
 
     seed: int
@@ -56,20 +56,20 @@ class Landscape:
 
     @classmethod
     def draw(cls, seed: int, layers: int = 16, prospect: Prospect = "hopeful") -> Landscape:
-        """A landscape like those of trained models: first and last layers matter most, early runs are cheap to skip.
+        """Draw a landscape that resembles trained models: outer layers matter most, and early runs lose little if skipped.
 
         Args:
-            seed: of the draw.
-            layers: of the target.
-            prospect: whether something beats plain decoding, or much comes near and little or nothing gets past it, or
-                drafts are mostly wrong and blocks of tokens dear to verify, so that nothing does.
+            seed: seed of the draw.
+            layers: number of layers of the target.
+            prospect: ``hopeful``: something beats plain decoding. ``close``: much comes near plain decoding, and little or
+                nothing beats it. ``hopeless``: nothing beats it, as drafts are mostly wrong and verification is expensive.
         """
-        harm, slopes, (copied, spread) = _PROSPECTS[prospect]
+        loss_factor, slopes, (copied, spread) = _PROSPECTS[prospect]
         random = np.random.default_rng([seed, PROSPECTS.index(prospect)])
         depth = np.linspace(0.0, 1.0, layers)
         shape = 0.35 + 2.5 * (depth - random.uniform(0.35, 0.55)) ** 2
         losses = shape * random.lognormal(0.0, 1.0, (2, layers)) * [[0.7], [1.3]]
-        losses *= random.uniform(0.6, 1.2) / losses.sum() * harm
+        losses *= random.uniform(0.6, 1.2) / losses.sum() * loss_factor
         step = random.uniform(0.01, 0.04)
         head, blocks, attention = random.uniform(0.05, 0.12), 0.06, random.uniform(0.3, 0.45)
         slope = random.uniform(*slopes)
@@ -89,74 +89,62 @@ class Landscape:
 
     @property
     def layers(self) -> int:
-        """Of the target."""
+        """Number of layers of the target."""
         return len(self.attention_losses)
 
     def work(self, item: PromptItem) -> Workload:
-        """What a prompt asks; the same prompt always asks the same."""
+        """Return the workload of a prompt, always the same for the same prompt."""
         return Workload.of(item, self.seed, self.copying)
 
     def losses(self, masks: Sequence[SkipMask]) -> Floats:
-        """What each mask takes off acceptance, on a log scale, on a prompt of difficulty 1."""
+        """Return the loss of acceptance of each mask on a prompt of difficulty 1, on a log scale: ``[masks]``."""
         attention, mlp = _flags(masks)
-        one, other = np.array(self.attention_losses), np.array(self.mlp_losses)
+        attention_losses, mlp_losses = np.array(self.attention_losses), np.array(self.mlp_losses)
         relief = np.array(self.relief)
-        found = attention @ one + mlp @ other - (attention * mlp) @ (relief * np.sqrt(one * other))
-        for flags, each in ((attention, one), (mlp, other)):
-            found -= (flags[:, :-1] * flags[:, 1:]) @ (relief[1:] * np.sqrt(each[:-1] * each[1:]))
-        return np.asarray(found)
+        losses = attention @ attention_losses + mlp @ mlp_losses
+        losses = losses - (attention * mlp) @ (relief * np.sqrt(attention_losses * mlp_losses))
+        for flags, each in ((attention, attention_losses), (mlp, mlp_losses)):
+            losses -= (flags[:, :-1] * flags[:, 1:]) @ (relief[1:] * np.sqrt(each[:-1] * each[1:]))
+        return np.asarray(losses)
 
-    def chances(self, config: SpeculativeConfig, difficulty: Floats, copying: Floats) -> Chances:
-        """How rounds of a drafting configuration go on prompts.
+    def probabilities(self, config: SpeculativeConfig, difficulty: Floats, copying: Floats) -> RoundProbabilities:
+        """Return the probabilities within a round of a configuration, for prompts of some difficulty and copying.
 
         Raises:
-            ConfigError: there are no draft models here.
+            ConfigError: the drafter is neither layer skipping nor prompt lookup.
         """
         if config.kind == "layer_skip":
             loss = _loss(self, config.mask)
-            return Chances.of_skipping(loss * difficulty, np.array(threshold_of(config.stop)))
+            return RoundProbabilities.of_layer_skip(loss * difficulty, np.array(threshold_of(config.stop)))
         if config.kind == "prompt_lookup":
-            return Chances.of_lookup(config, copying)
-        raise ConfigError(f"kind: a planted decoder has no {config.kind}")
+            return RoundProbabilities.of_prompt_lookup(config, copying)
+        raise ConfigError(f"kind: a simulated decoder has no {config.kind}")
 
     def draft_seconds(self, config: SpeculativeConfig) -> float:
-        """What a drafted token takes; looking one up takes nothing."""
+        """Return the seconds of drafting one token; 0 for prompt lookup."""
         if config.kind != "layer_skip":
             return 0.0
-        sure = self.profile.confidence_seconds if config.stop.kind != "length" else 0.0
-        return self.profile.draft_seconds(SkipMask.parse(config.mask, self.layers)) + sure
+        confidence = self.profile.confidence_seconds if config.stop.kind != "length" else 0.0
+        return self.profile.draft_seconds(SkipMask.parse(config.mask, self.layers)) + confidence
 
     def speedup(self, config: SpeculativeConfig) -> float:
-        """The true one: over all prompts that there could be."""
+        """Return the true speedup over plain decoding: the expectation over all possible prompts."""
         if config.kind == "none":
             return 1.0
         difficulty, copying, weights = population(self.copying)
-        drafted, verified = expected_rounds(self.chances(config, difficulty, copying), config.draft_length)
+        drafted, verified = expected_rounds(self.probabilities(config, difficulty, copying), config.draft_length)
         verifying = np.array(self.profile.verify_seconds[: config.draft_length + 1]) @ verified
         return float(self._plain_seconds / (weights @ (drafted * self.draft_seconds(config) + verifying)))
 
-    def agreement(self, mask: SkipMask) -> float:
-        """How often the mask's first drafted token is right."""
-        difficulty, _, weights = population(self.copying)
-        return float(weights @ np.exp(-self.losses([mask])[0] * difficulty))
-
-    def best_drafts(
-        self, masks: Sequence[SkipMask], space: SearchSpace, stops: tuple[StopRule, ...] | None = None
-    ) -> list[tuple[SpeculativeConfig, float]]:
-        """Each mask with the draft length and stop rule that suit it best, and its true speedup by interpolation.
-
-        Args:
-            masks: any.
-            space: the draft lengths, and the stop rules where no others are given.
-            stops: the stop rules.
-        """
+    def best_drafts(self, masks: Sequence[SkipMask], space: SearchSpace) -> list[tuple[SpeculativeConfig, float]]:
+        """Return each mask with its best draft length and stop rule of a space, and the true speedup by interpolation."""
         lengths = range(space.skip_length[0], space.skip_length[1] + 1)
-        stops = stops or _stops(tuple(space.stops))
+        stops = _stops(tuple(space.stops))
         losses = np.clip(self.losses(masks), _GRID[0], _GRID[-1])
         low = np.clip(np.searchsorted(_GRID, losses, side="right") - 1, 0, len(_GRID) - 2)
         share = ((losses - _GRID[low]) / (_GRID[low + 1] - _GRID[low]))[:, None]
-        looked = np.array([0.0 if stop.kind == "length" else self.profile.confidence_seconds for stop in stops])
-        each = self._draft_seconds(masks)[:, None] + looked
+        confidence = np.array([0.0 if stop.kind == "length" else self.profile.confidence_seconds for stop in stops])
+        each = self._draft_seconds(masks)[:, None] + confidence
         seconds = []
         for length in lengths:
             drafted, verified = _tables(length, stops)
@@ -164,29 +152,29 @@ class Landscape:
             counts, times = (table[low] * (1 - share) + table[low + 1] * share for table in (drafted, verifying))
             seconds.append(counts * each + times)
         table = np.array(seconds)  # [lengths, masks, stops]
-        found = []
+        best = []
         for index, mask in enumerate(masks):
             length, stop = divmod(int(np.argmin(table[:, index])), len(stops))
             config = SpeculativeConfig("layer_skip", lengths[length], mask=mask.format(), stop=stops[stop])
-            found.append((config, float(self._plain_seconds / table[length, index, stop])))
-        return found
+            best.append((config, float(self._plain_seconds / table[length, index, stop])))
+        return best
 
     def best(self, space: SearchSpace) -> tuple[SpeculativeConfig, float]:
-        """The truly best configuration of a space.
+        """Return the best configuration of a space and its true speedup.
 
-        Every lookup is tried. Masks are improved one or two sub-layers at a time from nothing skipped and from the best
-        contiguous runs, with the best draft length and stop rule for each, until none of those steps helps.
+        Every prompt lookup is tried. Masks are improved by hill climbing from the empty mask and from the best contiguous
+        runs: one or two sub-layers at a time, with the best draft length and stop rule, until no step helps.
         """
-        found = [(SpeculativeConfig(), 1.0)]
+        candidates = [(SpeculativeConfig(), 1.0)]
         if "prompt_lookup" in space.arms:
-            found += [(config, self.speedup(config)) for config in space.lookups()]
+            candidates += [(config, self.speedup(config)) for config in space.lookups()]
         if "layer_skip" in space.arms:
             runs = _contiguous_masks(space)
             ranked = sorted(zip(runs, self.best_drafts(runs, space), strict=True), key=lambda pair: -pair[1][1])
             for start in (SkipMask.none(self.layers), *(mask for mask, _ in ranked[:3])):
                 config = self._climb(start, space)
-                found.append((config, self.speedup(config)))
-        return max(found, key=lambda pair: pair[1])
+                candidates.append((config, self.speedup(config)))
+        return max(candidates, key=lambda pair: pair[1])
 
     def _climb(self, mask: SkipMask, space: SearchSpace) -> SpeculativeConfig:
         ((config, speedup),) = self.best_drafts([mask], space)
@@ -199,7 +187,7 @@ class Landscape:
             mask, (config, speedup) = near[step], drafts[step]
 
     def _draft_seconds(self, masks: Sequence[SkipMask]) -> Floats:
-        """As the profile's own, for many masks at once."""
+        """Return :meth:`CostProfile.draft_seconds` of many masks at once: ``[masks]``."""
         attention, mlp = _flags(masks)
         blocks = (1 - attention * mlp).sum(axis=1)
         kept = (1 - attention) @ np.array(self.profile.attention_seconds) + (1 - mlp) @ np.array(self.profile.mlp_seconds)
@@ -212,12 +200,12 @@ class Landscape:
 
 @functools.lru_cache(1024)
 def _loss(landscape: Landscape, mask: str) -> float:
-    """Of one mask, which is asked about prompt by prompt."""
+    """Return the loss of one mask; cached, as every prompt needs it."""
     return float(landscape.losses([SkipMask.parse(mask, landscape.layers)])[0])
 
 
 def _contiguous_masks(space: SearchSpace) -> list[SkipMask]:
-    """Every run of layers, of attention alone and of MLPs alone; single skips are the shortest."""
+    """Return every contiguous run of layers, of attention only and of MLPs only, from length 1 on."""
     first, last = space.skippable[0], space.skippable[-1]
     runs = [set(range(start, end + 1)) for start in range(first, last + 1) for end in range(start, last + 1)]
     return [
@@ -228,32 +216,36 @@ def _contiguous_masks(space: SearchSpace) -> list[SkipMask]:
 
 
 def _neighbours(mask: SkipMask, space: SearchSpace) -> list[SkipMask]:
-    """The masks that differ in one or two sub-layers."""
+    """Return the masks that differ in one or two sub-layers."""
     bits = [(part, layer) for part in (0, 1) for layer in space.skippable]
     steps = [(bit,) for bit in bits] + [(bits[i], bits[j]) for i in range(len(bits)) for j in range(i)]
-    found = []
+    neighbours = []
     for step in steps:
         flags = [list(mask.attention), list(mask.mlp)]
         for part, layer in step:
             flags[part][layer] = not flags[part][layer]
-        found.append(SkipMask(tuple(flags[0]), tuple(flags[1])))
-    return found
+        neighbours.append(SkipMask(tuple(flags[0]), tuple(flags[1])))
+    return neighbours
 
 
 def _stops(kinds: tuple[str, ...]) -> tuple[StopRule, ...]:
-    """The stop rules that a space can propose; the adaptive ones are held, so they are the thresholds once more."""
-    found = [StopRule()] if "length" in kinds else []
-    held = next((kind for kind in ("threshold", "adaptive") if kind in kinds), None)
-    return (*found, *(StopRule(held, round(0.1 + 0.05 * step, 2)) for step in range(17) if held is not None))
+    """Return the stop rules that a space can propose. Adaptive thresholds stay constant here, so they equal thresholds."""
+    fixed = [StopRule()] if "length" in kinds else []
+    kind = next((kind for kind in ("threshold", "adaptive") if kind in kinds), None)
+    return (*fixed, *(StopRule(kind, round(0.1 + 0.05 * step, 2)) for step in range(17) if kind is not None))
 
 
 @functools.cache
 def _tables(length: int, stops: tuple[StopRule, ...]) -> tuple[Floats, Floats]:
-    """Expected counts by loss, ``[losses, stops]`` and ``[length + 1, losses, stops]``; no landscape changes them."""
+    """Return the expected counts of :func:`expected_rounds` by loss, averaged over prompts; the same for all landscapes.
+
+    Returns:
+        ``[losses, stops]`` and ``[length + 1, losses, stops]``.
+    """
     difficulty, _, weights = population(0.0)
     loss = np.maximum(_GRID, 1e-9)[:, None, None] * difficulty[None, None, :]
     thresholds = np.array([threshold_of(stop) for stop in stops])[None, :, None]
-    drafted, verified = expected_rounds(Chances.of_skipping(loss, thresholds), length)
+    drafted, verified = expected_rounds(RoundProbabilities.of_layer_skip(loss, thresholds), length)
     return drafted @ weights, verified @ weights
 
 

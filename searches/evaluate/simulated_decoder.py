@@ -1,8 +1,8 @@
-"""What would a search see of a decoder of which everything is known? A bench and an oracle on a planted landscape.
+"""Simulated decoder with known costs and acceptance: a bench and a speedup predictor on a :class:`Landscape`.
 
-The bench plays a decoder on a machine that is noisy and drifts, round by round, as the real one would be measured. The
-oracle knows no more than a scan does, the rounds of a few prompts, and errs about what they cost, alike on masks that are
-alike, as one that had misjudged a sub-layer would: whoever follows it blindly follows its error.
+The bench decodes round by round on a machine whose clock is noisy and drifts, in the same way as real decoders are measured.
+The predictor knows as much as a scan, the rounds of a few prompts. Its errors in costs are correlated between similar masks,
+as if the cost of a sub-layer had been mismeasured. A search that trusts the predictor blindly inherits that error.
 """
 
 from __future__ import annotations
@@ -18,34 +18,39 @@ from typing import Any
 import numpy as np
 
 from layerskip import DecodeStats, PromptSet, Round, SkipMask, SpeculativeConfig
-from layerskip.costs.cost_model import NO_AIDS, Aids, CostProfile
+from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
 from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
 from searches.evaluate.expected_rounds import Floats, threshold_of
 from searches.evaluate.landscape import Landscape
 from searches.evaluate.workload import Workload
-from searches.predict.oracle import Choices, Prediction
+from searches.predict.predictor import DraftChoices, Prediction
 from searches.predict.preparation import ScanSettings, scanned_stops
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE
 
+PREFILL_STEPS = 4  # time of a prefill in steps of plain decoding
 _MEMORY = 2**30
 _STALL = 1.8
 _SCANNING = ScanSettings()
+# Time per mask in steps of plain decoding: screening its first drafted token, and scanning it on four prompts.
 _SCREENED_STEPS, _SCANNED_STEPS = 10, 30
-"""What asking about a mask's first drafted token takes in steps of plain decoding, and scanning it whole on four prompts."""
+
+
+def _ignore(seconds: float) -> None:
+    """Default of ``spend``."""
 
 
 class Machine:
-    """A clock that is wrong: every timing by chance, and all of them together ever more and less.
+    """Noisy clock of a simulated machine. Timings have independent errors and a common drift.
 
     Args:
-        seed: of its errors.
-        noise: standard deviation of a timing's own error, on a log scale.
-        drift: standard deviation of what timings near each other share, on a log scale.
-        persistence: how much of that is left at the next timing.
-        stalls: the share of timings that something else on the machine makes 1.8 times as long.
+        seed: seed of all errors.
+        noise: standard deviation of the independent error of a timing, on a log scale.
+        drift: standard deviation of the error that neighbouring timings share, on a log scale.
+        persistence: correlation of the drift of one timing with that of the next.
+        stalls: share of timings that other work on the machine makes 1.8 times as long.
     """
 
     def __init__(
@@ -53,41 +58,43 @@ class Machine:
     ) -> None:
         self._random = np.random.default_rng([seed, 11])
         self._noise, self._drift, self._persistence, self._stalls = noise, drift, persistence, stalls
-        self._pace = drift * self._random.normal()
+        self._drifted = drift * self._random.normal()
 
     def time(self, seconds: float) -> float:
-        """What is measured of something that takes so long."""
+        """Return the measured time of something that takes ``seconds``."""
         fresh, error = self._random.normal(size=2)
-        self._pace = self._persistence * self._pace + math.sqrt(1 - self._persistence**2) * self._drift * fresh
+        self._drifted = self._persistence * self._drifted + math.sqrt(1 - self._persistence**2) * self._drift * fresh
         stalled = self._stalls > 0 and self._random.random() < self._stalls
-        return seconds * math.exp(self._pace + self._noise * error) * (_STALL if stalled else 1.0)
+        return seconds * math.exp(self._drifted + self._noise * error) * (_STALL if stalled else 1.0)
 
 
 @dataclass(frozen=True)
 class SimulatedBench:
-    """A planted decoder, measured on a machine.
+    """Bench that measures a simulated decoder.
 
     Args:
-        landscape: the truth.
-        machine: what times it; drifts on from comparison to comparison.
+        landscape: costs and acceptance of the decoder.
+        machine: the clock; its drift continues from one comparison to the next.
+        spend: called with the measured seconds of every row.
     """
 
     landscape: Landscape
     machine: Machine
+    spend: Callable[[float], None] = _ignore
 
     @property
     def layers(self) -> int:
-        """The landscape's."""
+        """Number of decoder layers."""
         return self.landscape.layers
 
     @property
     def conditions(self) -> Any:
-        """Nothing: simulated samples are not kept."""
+        """None: simulated samples are not cached."""
         return None
 
     @property
     def exact(self) -> bool:
-        """Nothing rounds here."""
+        """Always true: nothing is rounded."""
         return True
 
     def compare(
@@ -99,10 +106,10 @@ class SimulatedBench:
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Decode with each, in an order drawn anew for every prompt.
+        """Decode every prompt with every configuration, in a new random order for each prompt.
 
         Raises:
-            ConfigError: a configuration asks for a draft model.
+            ConfigError: a configuration is neither plain decoding, layer skipping nor prompt lookup.
         """
         entries = {BASELINE: SpeculativeConfig(), **configs}
         order = random.Random(seed)
@@ -111,6 +118,7 @@ class SimulatedBench:
                 names = [name for name in entries if name not in without]
                 order.shuffle(names)
                 row = {name: self._decode(item, entries[name]) for name in names}
+                self.spend(sum(sample.prefill_seconds + sample.decode_seconds for sample in row.values()))
                 yield {name: replace(row[name], lossless=Losslessness(int(not repeat))) for name in entries if name in row}
 
     def _decode(self, item: PromptItem, config: SpeculativeConfig) -> Sample:
@@ -121,9 +129,9 @@ class SimulatedBench:
         return Sample(
             item.id,
             item.category,
-            work.tokens + 1,  # prefill gives the first
+            work.tokens + 1,  # prefill gives the first token
             work.tokens,
-            self.machine.time(4 * costs[0]),
+            self.machine.time(PREFILL_STEPS * costs[0]),
             self.machine.time(seconds),
             _MEMORY,
             DecodeStats(tuple(rounds)),
@@ -131,38 +139,39 @@ class SimulatedBench:
 
 
 def draw_rounds(landscape: Landscape, item: PromptItem, work: Workload, config: SpeculativeConfig) -> list[Round]:
-    """The rounds of decoding a prompt: the same every time, and alike for configurations that are alike.
+    """Return the rounds of decoding a prompt: always the same for one configuration, and similar for similar ones.
 
-    How hard a token is belongs to its place in the output, so that what one draft has right a better one has, too. Behind a
-    wrong token a draft goes its own way, and only how long it goes on matters.
+    The difficulty of a token belongs to its position in the output, so a better draft is right wherever a worse one is.
+    After a wrong token a draft departs from the output, and only the number of further drafted tokens matters.
     """
     if config.kind == "none":
         return [Round(0, 0, 1)] * work.tokens
-    ease, luck, found, further = _draws(landscape.seed, item.id, work.tokens)
-    chances = landscape.chances(config, np.array(work.difficulty), np.array(work.copying))
-    drafts, right, sure = float(chances.drafts), float(chances.right), float(chances.sure)
+    ease, luck, matched, further = _draws(landscape.seed, item.id, work.tokens)
+    chances = landscape.probabilities(config, np.array(work.difficulty), np.array(work.copying))
+    drafts, accepted_rate, continues = float(chances.drafts), float(chances.accepted), float(chances.continues)
     if config.kind == "layer_skip":
-        confidence = ease ** (1 / right - 1)
-        good = (luck < confidence).tolist()
-        on = (confidence >= threshold_of(config.stop)).tolist()
+        confidence = ease ** (1 / accepted_rate - 1)
+        right = (luck < confidence).tolist()
+        confident = (confidence >= threshold_of(config.stop)).tolist()
     else:
-        good, on = (luck < right).tolist(), [True] * work.tokens
+        right, confident = (luck < accepted_rate).tolist(), [True] * work.tokens
     rounds = []
     start = 0
     while start < work.tokens:
         left = work.tokens - start
-        limit = min(config.draft_length, left - 1) if found[start] < drafts else 0
+        limit = min(config.draft_length, left - 1) if matched[start] < drafts else 0
         drafted = accepted = 0
         while drafted < limit:
             place = start + drafted
             drafted += 1
-            if not good[place]:
-                if on[place]:
-                    more = limit if sure >= 1 else 1 + int(math.log(further[start]) / math.log(max(sure, 1e-300)))
+            if not right[place]:
+                if confident[place]:
+                    endless = continues >= 1
+                    more = limit if endless else 1 + int(math.log(further[start]) / math.log(max(continues, 1e-300)))
                     drafted = min(limit, drafted + more)
                 break
             accepted += 1
-            if not on[place]:
+            if not confident[place]:
                 break
         rounds.append(Round(drafted, accepted, accepted + 1))
         start += accepted + 1
@@ -171,22 +180,22 @@ def draw_rounds(landscape: Landscape, item: PromptItem, work: Workload, config: 
 
 @functools.lru_cache(4096)
 def _draws(seed: int, prompt_id: str, tokens: int) -> Floats:
-    """``[4, tokens]`` uniform draws that belong to a prompt, whoever decodes it."""
+    """Return ``[4, tokens]`` uniform draws of a prompt, shared by all configurations."""
     words = hashlib.sha256(prompt_id.encode()).digest()[8:16]
     return 1.0 - np.random.default_rng([seed, *words]).random((4, tokens))  # never 0
 
 
-class SimulatedOracle:
-    """Foretells a planted decoder's speedups as scans do: from the rounds of a few prompts, with an error in what they cost.
+class SimulatedPredictor:
+    """Predict speedups of a simulated decoder as scans do: from the rounds of a few prompts, with an error in the costs.
 
     Args:
-        landscape: the truth.
-        space: the draft lengths to choose from, and the kinds of stop rules.
-        prompts: whose rounds are replayed; the truth about them is not the truth about all.
-        settings: the thresholds, and how many positions the first question about a mask is answered from.
-        error: standard deviation of a prediction's error, on a log scale; masks err alike as far as they skip alike.
-        bias: mean of the error of every mask that skips anything, on the same scale.
-        spend: told how many seconds each question would have taken.
+        landscape: costs and acceptance of the decoder.
+        space: draft lengths and kinds of stop rules to choose from.
+        prompts: prompts whose rounds are replayed. The best configuration of these is not the best of all prompts.
+        settings: thresholds, and the number of positions that screening looks at.
+        error: standard deviation of the error of a prediction, on a log scale. Similar masks have similar errors.
+        bias: mean error of all masks that skip anything, on the same scale.
+        spend: called with the seconds that each question would have taken.
     """
 
     def __init__(
@@ -197,34 +206,34 @@ class SimulatedOracle:
         settings: ScanSettings = _SCANNING,
         error: float = 0.02,
         bias: float = 0.02,
-        spend: Callable[[float], None] = lambda _: None,
+        spend: Callable[[float], None] = _ignore,
     ) -> None:
         self._landscape, self._error, self._bias, self._spend = landscape, error, bias, spend
         self._works = [(item, landscape.work(item)) for item in prompts]
-        self._choices = Choices((space.skip_length[0], space.skip_length[1]), scanned_stops(space, settings.thresholds))
-        self._misjudged = np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))
-        luck = [(_draws(landscape.seed, item.id, work.tokens)[:2], work.difficulty) for item, work in self._works]
-        every = np.concatenate([np.vstack((draws, np.full(draws.shape[1], hard))) for draws, hard in luck], axis=1)
+        self._choices = DraftChoices((space.skip_length[0], space.skip_length[1]), scanned_stops(space, settings.thresholds))
+        self._sublayer_errors = np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))
+        draws = [(_draws(landscape.seed, item.id, work.tokens)[:2], work.difficulty) for item, work in self._works]
+        every = np.concatenate([np.vstack((draw, np.full(draw.shape[1], hard))) for draw, hard in draws], axis=1)
         places = np.linspace(0, every.shape[1] - 1, settings.screened_rows).round().astype(int)
         self._positions = every[:, places]
 
     @property
     def layers(self) -> int:
-        """The landscape's."""
+        """Number of decoder layers."""
         return self._landscape.layers
 
     @property
     def prompts(self) -> frozenset[str]:
-        """Those whose rounds are replayed."""
+        """Ids of the prompts whose rounds are replayed."""
         return frozenset(item.id for item, _ in self._works)
 
     @property
     def profile(self) -> CostProfile:
-        """The true one: what it gets wrong is in the error."""
+        """The true costs; ``error`` and ``bias`` stand for the errors of a measured profile."""
         return self._landscape.profile
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
-        """The share of some positions where the first drafted token is right."""
+        """Return the share of a sample of positions where the first drafted token is right, for every mask."""
         self._spend(len(masks) * _SCREENED_STEPS * self.profile.verify_seconds[0])
         return self._agreements(masks)
 
@@ -234,41 +243,42 @@ class SimulatedOracle:
         return [float(np.mean(luck < ease ** np.expm1(loss * difficulty))) for loss in losses]
 
     def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
-        """Each mask with the draft length and stop rule that suit it best."""
+        """Predict each mask with its best draft length and stop rule."""
         self._spend(len(masks) * _SCANNED_STEPS * len(self._works) / 4 * self.profile.verify_seconds[0])
         verified = len(self.profile.verify_seconds) - 1
-        found = []
+        predictions = []
         for mask, agreement in zip(masks, self._agreements(masks), strict=True):
-            choices = self._choices.every(self._choices.lengths[1], verified)
+            choices = self._choices.combinations(self._choices.lengths[1], verified)
             configs = [
                 SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop) for _, (length, stop, _) in choices
             ]
             speedup, config = max(((self.speedup(config), config) for config in configs), key=lambda pair: pair[0])
-            found.append(Prediction(config, speedup, agreement))
-        return found
+            predictions.append(Prediction(config, speedup, agreement))
+        return predictions
 
-    def foretells(self, config: SpeculativeConfig) -> bool:
-        """Layer skipping by any stop rule, and prompt lookups."""
+    def can_predict(self, config: SpeculativeConfig) -> bool:
+        """Return whether this is lossless layer skipping or prompt lookup without siblings."""
         return config.kind in ("layer_skip", "prompt_lookup") and not config.siblings and config.lossless
 
-    def aids(self, mask: SkipMask) -> Aids:
-        """Skips are empty here."""
-        return NO_AIDS
+    def extras(self, mask: SkipMask) -> DraftExtras:
+        """Return no extras: skips are empty."""
+        return NO_EXTRAS
 
-    def knows(self, config: SpeculativeConfig) -> bool:
-        """Skips are empty here."""
+    def matches(self, config: SpeculativeConfig) -> bool:
+        """Return whether a configuration has neither bridges nor a draft head."""
         return not config.bridge and not config.draft_head
 
     def speedup(self, config: SpeculativeConfig) -> float:
-        """What is foretold of one configuration."""
-        costs, each = self.profile.verify_seconds, self._landscape.draft_seconds(config)
-        rounds = [found for item, work in self._works for found in draw_rounds(self._landscape, item, work, config)]
+        """Predict the speedup of one configuration over plain decoding."""
+        costs, draft_seconds = self.profile.verify_seconds, self._landscape.draft_seconds(config)
+        rounds = [r for item, work in self._works for r in draw_rounds(self._landscape, item, work, config)]
         plain = sum(work.tokens for _, work in self._works) * costs[0]
-        return plain / sum(each * r.drafted + costs[r.drafted] for r in rounds) * self._factor(config)
+        return plain / sum(draft_seconds * r.drafted + costs[r.drafted] for r in rounds) * self._error_factor(config)
 
-    def _factor(self, config: SpeculativeConfig) -> float:
+    def _error_factor(self, config: SpeculativeConfig) -> float:
         mask = SkipMask.parse(config.mask, self.layers)
         skipped = np.array([mask.attention, mask.mlp], float)
         if not skipped.any():
             return 1.0
-        return math.exp(self._bias + self._error * float((self._misjudged * skipped).sum()) / math.sqrt(skipped.sum()))
+        error = float((self._sublayer_errors * skipped).sum()) / math.sqrt(skipped.sum())
+        return math.exp(self._bias + self._error * error)

@@ -1,4 +1,4 @@
-"""What do prompts ask of a planted decoder? Workload of all kinds: how hard to draft, and how much of it copies the prompt."""
+"""Workloads of simulated prompts: how hard a prompt is to draft for, and how much of its output copies the prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from layerskip.prompts import PromptItem, PromptSet
 from searches.evaluate.expected_rounds import TOKENS, Floats
 
-# Kind of work: how difficult for a draft, on a log scale, and how much of its output copies the prompt, on a logit scale.
+# Kind of work: mean difficulty (log scale) and mean share of the output that copies the prompt (logit scale).
 CATEGORIES = {
     "chat": (0.2, -1.5),
     "code": (-0.3, 0.2),
@@ -26,12 +26,12 @@ _NODES = 9  # of the quadrature over prompts
 
 @dataclass(frozen=True)
 class Workload:
-    """What a prompt asks of a decoder.
+    """What one prompt demands of a simulated decoder.
 
     Args:
-        difficulty: multiplies what a mask loses.
-        copying: from 0 to 1; how well the prompt foretells the output.
-        tokens: decoded ones.
+        difficulty: factor on the loss of a skip mask.
+        copying: how well the prompt predicts the output, from 0 to 1.
+        tokens: number of decoded tokens.
     """
 
     difficulty: float
@@ -40,25 +40,25 @@ class Workload:
 
     @classmethod
     def of(cls, item: PromptItem, seed: int, shift: float) -> Workload:
-        """What a prompt asks; the same prompt always asks the same.
+        """Draw the workload of a prompt. The same prompt and seed always give the same workload.
 
         Args:
             item: the prompt.
-            seed: of the decoder.
-            shift: of how much outputs copy their prompts, on a logit scale.
+            seed: seed of the simulated decoder.
+            shift: added to the copying of all prompts, on a logit scale.
         """
         difficulty, copying = CATEGORIES[item.category]
         random = np.random.default_rng([seed, *hashlib.sha256(item.id.encode()).digest()[:8]])
-        one, other = random.normal(size=2)
+        harder, more_copied = random.normal(size=2)
         return cls(
-            float(np.exp(difficulty + _DIFFICULTY_SPREAD * one)),
-            float(_logistic(shift + copying + _COPYING_SPREAD * other)),
+            float(np.exp(difficulty + _DIFFICULTY_SPREAD * harder)),
+            float(_logistic(shift + copying + _COPYING_SPREAD * more_copied)),
             int(random.choice(TOKENS)),
         )
 
 
 def draw_prompts(count: int, seed: int) -> PromptSet:
-    """Prompts of all kinds of work, as they come."""
+    """Draw prompts of all kinds of work at random."""
     random = np.random.default_rng([seed, 7])
     kinds = random.choice(list(CATEGORIES), size=count)
     return PromptSet(tuple(PromptItem(f"{seed}-{i}", str(kind), f"prompt {i}") for i, kind in enumerate(kinds)), "planted")
@@ -66,9 +66,10 @@ def draw_prompts(count: int, seed: int) -> PromptSet:
 
 @functools.cache
 def population(shift: float) -> tuple[Floats, Floats, Floats]:
-    """Nodes of difficulty and copying, and their weights: every kind of work as often, normal within.
+    """Return quadrature nodes over all possible prompts: difficulty, copying and weights, each ``[kinds * nodes]``.
 
-    No drafter feels both difficulty and copying, so that both may run over the same nodes.
+    All kinds of work are equally frequent, and prompts are normal within a kind. No drafter depends on both difficulty and
+    copying, so one set of nodes serves both.
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
     kinds = np.array(list(CATEGORIES.values()))

@@ -1,4 +1,4 @@
-"""What does a mask draft with? The bridges and the draft head that a bridge_spec asks for, from the bridge_store that has them."""
+"""The bridges, draft head and costs of masks that draft with one bridge spec."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from layerskip import SkipMask, SpeculativeConfig
-from layerskip.costs.cost_model import NO_AIDS, Aids
+from layerskip.costs.cost_model import NO_EXTRAS, DraftExtras
 from layerskip.models.bridge import Bridges
 from layerskip.scan.scan import Scan, Scanner
 from searches.space.bridge_spec import BridgeSpec
@@ -15,51 +15,48 @@ from searches.training.bridge_store import BridgeStore
 
 
 class BridgedDrafts:
-    """Masks that all draft in one way.
+    """Drafts of masks with one bridge spec.
 
     Args:
-        bridge_spec: the way.
-        bridge_store: where bridges and draft heads come from; without it the bridge_spec asks for none.
+        bridge_store: the source of bridges and draft heads; None if the spec has none.
 
     Attributes:
-        tokens: ``[K]`` long, that masks draft from; None for the whole vocabulary.
+        tokens: ``[K]`` int64, the tokens of the draft head; None for the whole vocabulary.
     """
 
     def __init__(self, bridge_spec: BridgeSpec, bridge_store: BridgeStore | None) -> None:
-        self.bridge_spec, self._bridge_store = bridge_spec, bridge_store
+        self.bridge_spec, self._store = bridge_spec, bridge_store
         self.tokens: Tensor | None = None if bridge_store is None else bridge_store.tokens(bridge_spec.tokens)
 
     def folders(self, mask: SkipMask) -> tuple[str, str]:
-        """Those of a mask's bridges and of the draft head; empty where there are none."""
-        if self._bridge_store is None:
+        """Return the folders of a mask's bridges and of the draft head; empty if there are none."""
+        if self._store is None:
             return "", ""
-        return self._bridge_store.bridge(mask, self.bridge_spec), self._bridge_store.head(self.bridge_spec.tokens)
+        return self._store.bridge(mask, self.bridge_spec), self._store.head(self.bridge_spec.tokens)
 
     def scan(
         self, scanner: Scanner, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None
     ) -> list[Scan]:
-        """Scan masks that draft so; arguments are those of :meth:`~layerskip.scan.scan.Scanner.scan`."""
-        bridge_store, bridges = self._bridge_store, None
-        if bridge_store is not None:
-            bridges = [bridge_store.load(bridge_store.bridge(mask, self.bridge_spec), mask) for mask in masks]
+        """Scan masks with their bridges; arguments are those of :meth:`~layerskip.scan.scan.Scanner.scan`."""
+        store, bridges = self._store, None
+        if store is not None:
+            bridges = [store.load(store.bridge(mask, self.bridge_spec), mask) for mask in masks]
         return scanner.scan(masks, depth=depth, floor=floor, bridges=bridges, tokens=self.tokens)
 
-    def lasting(self, mask: SkipMask) -> bool:
-        """Whether what a scan says of a mask is so on any day: its bridges may only have found no memory today."""
-        return self._bridge_store is None or not self._bridge_store.lacks(mask, self.bridge_spec)
+    def reproducible(self, mask: SkipMask) -> bool:
+        """Whether another process would scan the mask alike: its bridges are not missing for lack of memory here."""
+        return self._store is None or not self._store.failed(mask, self.bridge_spec)
 
-    def aids(self, mask: SkipMask) -> Aids:
-        """What a mask drafts with, as it is charged for."""
-        return NO_AIDS if self._bridge_store is None else self._bridge_store.aids(mask, self.bridge_spec)
+    def extras(self, mask: SkipMask) -> DraftExtras:
+        """Return the bridges and the draft head of a mask's draft, as costs count them."""
+        return NO_EXTRAS if self._store is None else self._store.extras(mask, self.bridge_spec)
 
-    def trained_aids(self, bridges: Bridges) -> Aids:
-        """The same with bridges that were trained since."""
-        return Aids.of(
-            bridges.shape, 0 if self._bridge_store is None else self._bridge_store.left_out(self.bridge_spec.tokens)
-        )
+    def trained_extras(self, bridges: Bridges) -> DraftExtras:
+        """Return the same for bridges that were trained since."""
+        return DraftExtras.of(bridges.shape, 0 if self._store is None else self._store.left_out(self.bridge_spec.tokens))
 
-    def fits(self, config: SpeculativeConfig) -> bool:
-        """Whether a self-draft's bridges and draft head are those of the bridge_spec."""
-        if self._bridge_store is None or not (config.bridge or config.draft_head):
+    def matches(self, config: SpeculativeConfig) -> bool:
+        """Whether a self-draft's bridges and draft head are those of the spec."""
+        if self._store is None or not (config.bridge or config.draft_head):
             return self.bridge_spec == BridgeSpec() and not config.bridge and not config.draft_head
-        return self._bridge_store.bridge_spec(config) == self.bridge_spec
+        return self._store.bridge_spec(config) == self.bridge_spec

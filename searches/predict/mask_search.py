@@ -1,8 +1,8 @@
-"""Which masks are worth asking about? Few of very many, found by asking about others.
+"""Search for promising masks among very many; each candidate is screened by its first drafted tokens.
 
-Structure first, as random masks skip half of all sub-layers and never recover: every sub-layer left out alone, contiguous
-runs, the cheapest losses added up one by one, a knapsack over them (after KnapSpec, arXiv 2602.20217), published masks
-stretched to the model's depth; then flips and swaps around the best.
+Random masks skip half of all sub-layers and never recover, so structured candidates come first: every sub-layer skipped
+alone, a knapsack over their losses (after KnapSpec, arXiv 2602.20217), published masks rescaled to the model's depth,
+contiguous runs of layers, and the cheapest losses added one by one. Then come flips and swaps around the best mask.
 """
 
 from __future__ import annotations
@@ -17,215 +17,216 @@ from importlib import resources
 import numpy as np
 
 from layerskip import SkipMask, SpeculativeConfig
-from searches.predict.oracle import Oracle
+from searches.predict.predictor import SpeedupPredictor
 from searches.space.search_space import SearchSpace
 
-_AT_ONCE = 8  # masks asked about together
-_CLOSE = 0.99  # speedups that no profile tells apart
-_PATIENCE = 2  # steps without a gain before a greedy search ends
-_RUNS = 3  # contiguous runs whose ends are moved
+_BATCH = 8  # masks screened together
+_CLOSE = 0.99  # speedups closer than this cannot be distinguished by a cost profile
+_PATIENCE = 2  # steps without a gain after which the greedy search ends
+_BEST_RUNS = 3  # runs whose ends are moved
 _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
+_LOSS_STEP = 0.005  # resolution of log agreement in a knapsack
 
 Runs = dict[tuple[int, int], float]
-"""What contiguous runs of whole layers are worth, by their first layer and the one behind their last."""
+"""Expected speedups of contiguous runs of whole layers, by first layer and end (exclusive)."""
 
 
 class MaskSearch:
-    """Asks about masks, each once, until so many are asked; keeps what each is worth."""
+    """Screens masks, each once, within a budget.
+
+    Args:
+        on_best: called with every configuration that is the best so far.
+
+    Attributes:
+        left: the number of masks that may still be screened.
+        scores: the expected speedup of every screened mask.
+        agreements: how often its first drafted token is the target's.
+    """
 
     def __init__(
         self,
-        oracle: Oracle,
+        predictor: SpeedupPredictor,
         space: SearchSpace,
-        most: int,
+        budget: int,
         on_mask: Callable[[], None],
         on_best: Callable[[SpeculativeConfig], None] = lambda _: None,
     ) -> None:
-        self.oracle, self.layers, self.skippable = oracle, oracle.layers, space.skippable
+        self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
-        self._lengths, self._left = (space.skip_length[0], space.skip_length[1]), most
-        self._on_mask, self.on_best = on_mask, on_best
+        self._lengths, self.left = (space.skip_length[0], space.skip_length[1]), budget
+        self._on_mask, self._on_best = on_mask, on_best
 
-    def ask(self, masks: Iterable[SkipMask]) -> list[float]:
-        """What the masks are worth; those that there is no budget left for are worth nothing."""
+    def screen(self, masks: Iterable[SkipMask]) -> list[float]:
+        """Return the masks' expected speedups; 0 for those that the budget does not cover."""
         masks = list(masks)
-        new = [mask for mask in dict.fromkeys(masks) if mask not in self.scores][: self._left]
-        self._left -= len(new)
-        for first in range(0, len(new), _AT_ONCE):
-            some = new[first : first + _AT_ONCE]
-            for mask, agreement in zip(some, self.oracle.agreements(some), strict=True):
+        new = [mask for mask in dict.fromkeys(masks) if mask not in self.scores][: self.left]
+        self.left -= len(new)
+        for first in range(0, len(new), _BATCH):
+            batch = new[first : first + _BATCH]
+            for mask, agreement in zip(batch, self.predictor.agreements(batch), strict=True):
                 self.agreements[mask] = agreement
-                self.scores[mask], length = expected_speedup(self.oracle, mask, agreement, self._lengths)
+                self.scores[mask], length = expected_speedup(self.predictor, mask, agreement, self._lengths)
                 self._on_mask()
                 if mask == self.best:
-                    self.on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
+                    self._on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
         return [self.scores.get(mask, 0.0) for mask in masks]
 
     @property
-    def left(self) -> int:
-        """How many masks may still be asked about."""
-        return self._left
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether the budget is spent."""
-        return self._left <= 0
-
-    @property
     def best(self) -> SkipMask:
-        """The mask that is worth most."""
+        """The screened mask with the greatest expected speedup."""
         return max(self.scores, key=lambda mask: self.scores[mask])
 
     def explore(self, also: Sequence[SkipMask] = ()) -> Iterator[SkipMask]:
-        """Ask about all that may pay, and about some masks beside; after each part but the last, the best so far."""
-        self.ask([SkipMask.none(self.layers)])  # alone, as it may be all that there is to find
-        self.ask(self.single(*part) for part in self.sublayers())
-        self.ask(_knapsacks(self))
+        """Screen candidates of every kind, and further masks; yield the best so far after each part but the last."""
+        self.screen([SkipMask.none(self.layers)])  # alone, since a small budget may allow no more
+        self.screen(self.single(*part) for part in self.sublayers())
+        self.screen(_knapsacks(self))
         yield self.best
-        self.ask(also)
-        self.ask(published_masks(self.layers, self.skippable))
-        _ask_runs(self)
+        self.screen(also)
+        self.screen(published_masks(self.layers, self.skippable))
+        _screen_all_runs(self)
         yield self.best
         _add_greedily(self)
         yield self.best
-        _change_best(self)
+        _improve_best(self)
 
-    def foremost(self, most: int) -> list[SkipMask]:
-        """The most promising masks, best first."""
+    def best_masks(self, most: int) -> list[SkipMask]:
+        """Return the screened masks with the greatest expected speedups, best first."""
         return sorted(self.scores, key=lambda mask: -self.scores[mask])[:most]
 
     def single(self, kind: str, layer: int) -> SkipMask:
-        """The mask that skips one sub-layer."""
+        """Return the mask that skips one sub-layer."""
         return flip(SkipMask.none(self.layers), kind, layer)
 
     def sublayers(self) -> list[tuple[str, int]]:
-        """All that may be skipped."""
+        """Return the kind and layer of every sub-layer that may be skipped."""
         return [(kind, layer) for layer in self.skippable for kind in ("attention", "mlp")]
 
-    def near(self, mask: SkipMask) -> list[SkipMask]:
-        """Flips of single sub-layers, and of pairs among those that promise most: a skipped and a kept one are a swap."""
+    def neighbours(self, mask: SkipMask) -> list[SkipMask]:
+        """Return the mask with single sub-layers flipped, and with pairs of the most promising ones flipped.
+
+        A pair of a skipped and a kept sub-layer is a swap.
+        """
         skipped = [part for part in self.sublayers() if getattr(mask, part[0])[part[1]]]
         kept = [part for part in self.sublayers() if part not in skipped]
-        cheapest = sorted(kept, key=lambda part: self.price(*part))[:_SHORTLIST]
-        dearest = sorted(skipped, key=lambda part: -self.price(*part))[:_SHORTLIST]
+        cheapest = sorted(kept, key=lambda part: self.loss_per_second(*part))[:_SHORTLIST]
+        dearest = sorted(skipped, key=lambda part: -self.loss_per_second(*part))[:_SHORTLIST]
         pairs = itertools.combinations([*dearest, *cheapest], 2)
         return [flip(mask, *part) for part in self.sublayers()] + [flip(flip(mask, *one), *other) for one, other in pairs]
 
-    def price(self, kind: str, layer: int) -> float:
-        """Agreement lost per second saved when one sub-layer is left out."""
-        saved = self.oracle.profile.saved_seconds(kind)[layer]
+    def loss_per_second(self, kind: str, layer: int) -> float:
+        """Return the loss of one skipped sub-layer per second that it saves."""
+        saved = self.predictor.profile.saved_seconds(kind)[layer]
         return self.loss(kind, layer) / saved if saved > 0 else math.inf
 
     def loss(self, kind: str, layer: int) -> float:
-        """Log agreement lost when one sub-layer is left out; they add up where sub-layers do not interact."""
+        """Return the log agreement that one skipped sub-layer loses. Losses add up if sub-layers do not interact."""
         agreement = self.agreements.get(self.single(kind, layer), 0.0)
         return -math.log(max(agreement, 1e-6))
 
 
-def expected_speedup(oracle: Oracle, mask: SkipMask, agreement: float, lengths: tuple[int, int]) -> tuple[float, int]:
-    """The best speedup over draft lengths, and the shortest that is close to it, if every drafted token were accepted with
-    the same chance.
+def expected_speedup(
+    predictor: SpeedupPredictor, mask: SkipMask, agreement: float, lengths: tuple[int, int]
+) -> tuple[float, int]:
+    """Return the best expected speedup over draft lengths, and the shortest draft length that comes close to it.
 
-    Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost of
-    verification.
+    Every drafted token is assumed to be accepted with the same probability.
+
+    Source: Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost
+    of verification.
     """
-    profile, aids = oracle.profile, oracle.aids(mask)
+    profile, extras = predictor.profile, predictor.extras(mask)
     shortest, longest = lengths
-    found = {}
+    speedups = {}
     for length in range(shortest, min(longest, profile.longest) + 1):
         tokens = sum(agreement**accepted for accepted in range(length + 1))
-        found[length] = tokens * profile.verify_seconds[0] / profile.round(mask, length, aids)
-    best = max(found.values(), default=0.0)
-    return best, min((length for length, speedup in found.items() if speedup >= _CLOSE * best), default=shortest)
+        speedups[length] = tokens * profile.verify_seconds[0] / profile.round_cost(mask, length, extras)
+    best = max(speedups.values(), default=0.0)
+    return best, min((length for length, speedup in speedups.items() if speedup >= _CLOSE * best), default=shortest)
 
 
 def published_masks(layers: int, skippable: Sequence[int]) -> list[SkipMask]:
-    """What published systems skip, stretched or shrunk to a depth; protected layers are kept."""
+    """Return the masks of published systems rescaled to a number of layers, without the protected layers."""
     text = resources.files("searches").joinpath("data/published_masks.json").read_text(encoding="utf-8")
-    found = [SkipMask.parse(row["mask"], row["layers"]).rescale(layers) for row in json.loads(text)["masks"]]
-    return [
-        SkipMask(
-            tuple(skip and i in skippable for i, skip in enumerate(mask.attention)),
-            tuple(skip and i in skippable for i, skip in enumerate(mask.mlp)),
-        )
-        for mask in found
-    ]
+    rescaled = [SkipMask.parse(row["mask"], row["layers"]).rescale(layers) for row in json.loads(text)["masks"]]
+    attention, mlp = (
+        [{i for i in skippable if getattr(mask, kind)[i]} for mask in rescaled] for kind in ("attention", "mlp")
+    )
+    return [SkipMask.of(layers, *skipped) for skipped in zip(attention, mlp, strict=True)]
 
 
 def flip(mask: SkipMask, kind: str, layer: int) -> SkipMask:
-    """The mask with one sub-layer skipped instead of kept, or kept instead of skipped."""
+    """Return the mask with one sub-layer skipped instead of kept, or kept instead of skipped."""
     flags = list(getattr(mask, kind))
     flags[layer] = not flags[layer]
     return replace(mask, **{kind: tuple(flags)})
 
 
 def run(layers: int, first: int, length: int) -> SkipMask:
-    """The mask that skips ``length`` whole layers from ``first`` on."""
+    """Return the mask that skips ``length`` whole layers from ``first`` on."""
     flags = tuple(first <= layer < first + length for layer in range(layers))
     return SkipMask(flags, flags)
 
 
-def _ask_runs(search: MaskSearch) -> None:
-    """Contiguous runs of whole layers: all that there are, where the budget holds them and two masks a sub-layer beside.
+def _screen_all_runs(search: MaskSearch) -> None:
+    """Screen all contiguous runs of whole layers, if the budget covers them and two further masks per sub-layer.
 
-    Where it does not, every other start with ever doubled lengths, then the best with their ends moved. A long run may pay
-    where none of its parts does, so none is left out for what shorter ones are worth. Far apart starts come first, so that a
-    budget which does not reach for all has looked everywhere.
+    A smaller budget covers runs of doubling lengths from spaced starts, and the best of them with their ends moved. A long
+    run may pay off when none of its parts does, so no run is left out because shorter ones score low. Starts far apart come
+    first, so that a budget that does not cover all of them has covered the whole depth.
     """
     end = search.skippable[-1] + 1
-    found: Runs = {}
+    runs: Runs = {}
     every = [(first, last) for first in search.skippable for last in range(first + 1, end + 1)]
     if len(every) <= search.left - 2 * len(search.sublayers()):
-        ask_runs(search, found, every)
+        screen_runs(search, runs, every)
         return
-    enough = search.left // 2  # for what comes behind
+    reserve = search.left // 2  # for the parts that follow
     for offset in (0, 4, 2, 6):
         for first in search.skippable[offset::8]:
             doubled = ((first, min(end, first + 2**power)) for power in range(1, (end - first).bit_length() + 1))
-            ask_runs(search, found, doubled, enough)
-    move_ends(search, found, search.left // 2)
+            screen_runs(search, runs, doubled, reserve)
+    move_ends(search, runs, search.left // 2)
 
 
-def ask_runs(search: MaskSearch, found: Runs, runs: Iterable[tuple[int, int]], enough: int = 0) -> None:
-    """Ask about contiguous runs of whole layers.
+def screen_runs(search: MaskSearch, runs: Runs, new: Iterable[tuple[int, int]], reserve: int = 0) -> None:
+    """Screen contiguous runs of whole layers.
 
     Args:
-        search: asks.
-        found: what runs are worth, by where they begin and, exclusively, end; those that are asked about are added.
-        runs: to ask about; those that reach into protected layers are left out.
-        enough: so much of the budget stays unspent.
+        runs: the expected speedups of runs; extended by the new ones.
+        new: first layers and exclusive ends to screen; runs that reach into protected layers are left out.
+        reserve: the part of the budget to leave unspent.
     """
     begin, end = search.skippable[0], search.skippable[-1] + 1
-    new = [(a, b) for a, b in dict.fromkeys(runs) if begin <= a < b <= end and (a, b) not in found]
-    new = new[: max(0, search.left - enough)]
-    found.update(zip(new, search.ask(run(search.layers, a, b - a) for a, b in new), strict=True))
+    new = [(a, b) for a, b in dict.fromkeys(new) if begin <= a < b <= end and (a, b) not in runs]
+    new = new[: max(0, search.left - reserve)]
+    runs.update(zip(new, search.screen(run(search.layers, a, b - a) for a, b in new), strict=True))
 
 
-def move_ends(search: MaskSearch, found: Runs, enough: int = 0) -> None:
-    """Move the ends of the best runs by one, again and again, until that makes none better; arguments as of ``ask_runs``."""
-    for _, (first, last) in sorted(((score, ends) for ends, score in found.items()), reverse=True)[:_RUNS]:
+def move_ends(search: MaskSearch, runs: Runs, reserve: int = 0) -> None:
+    """Move the ends of the best runs by one layer until none improves; arguments are those of :func:`screen_runs`."""
+    for _, (first, last) in sorted(((score, ends) for ends, score in runs.items()), reverse=True)[:_BEST_RUNS]:
         best = None
         while (first, last) != best:
             best = first, last
-            near = [(first + i, last + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
-            ask_runs(search, found, near, enough)
-            first, last = max((ends for ends in near if ends in found), key=lambda ends: found[ends])
+            moved = [(first + i, last + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+            screen_runs(search, runs, moved, reserve)
+            first, last = max((ends for ends in moved if ends in runs), key=lambda ends: runs[ends])
 
 
 def _knapsacks(search: MaskSearch) -> list[SkipMask]:
-    """For several budgets of lost agreement: the sub-layers that save most time within it, if losses added up.
+    """Return, for several budgets of lost agreement, the sub-layers that save most time within it if losses add up.
 
-    KnapSpec (arXiv 2602.20217) weighs sub-layers by their time at a context, too, but runs them: for every sum of saved
-    time it keeps the hidden states that are most like the whole model's. Here nothing more is run: the weight is what each
-    loses when it is left out alone, the value its time.
+    KnapSpec (arXiv 2602.20217) also weighs sub-layers by their time at a context, but runs them: for every sum of saved time
+    it keeps the hidden states most similar to the whole model's. Here nothing more is run. The weight of a sub-layer is its
+    loss when it is skipped alone, and the value is its time.
     """
     items = [(kind, layer, search.loss(kind, layer)) for kind, layer in search.sublayers()]
-    step = 0.005
-    weights = [max(0, round(loss / step)) for _, _, loss in items]
-    capacity = round(-math.log(1 - max(_BUDGETS)) / step)
-    values = [search.oracle.profile.saved_seconds(kind)[layer] for kind, layer, _ in items]
+    weights = [max(0, round(loss / _LOSS_STEP)) for _, _, loss in items]
+    capacity = round(-math.log(1 - max(_BUDGETS)) / _LOSS_STEP)
+    values = [search.predictor.profile.saved_seconds(kind)[layer] for kind, layer, _ in items]
     best = np.zeros(capacity + 1)
     taken = np.zeros((len(items), capacity + 1), dtype=bool)
     for number, (weight, value) in enumerate(zip(weights, values, strict=True)):
@@ -236,7 +237,7 @@ def _knapsacks(search: MaskSearch) -> list[SkipMask]:
         best = np.maximum(best, with_it)
     masks = []
     for budget in _BUDGETS:
-        left, mask = round(-math.log(1 - budget) / step), SkipMask.none(search.layers)
+        left, mask = round(-math.log(1 - budget) / _LOSS_STEP), SkipMask.none(search.layers)
         for number in reversed(range(len(items))):
             if taken[number, left]:
                 kind, layer, _ = items[number]
@@ -246,13 +247,13 @@ def _knapsacks(search: MaskSearch) -> list[SkipMask]:
 
 
 def _add_greedily(search: MaskSearch) -> None:
-    """From nothing skipped: again and again the best of the few cheapest sub-layers left."""
-    order = sorted(search.sublayers(), key=lambda part: search.price(*part))
+    """Skip one more sub-layer at a time: the best of the few remaining ones with the least loss per second."""
+    order = sorted(search.sublayers(), key=lambda part: search.loss_per_second(*part))
     mask = SkipMask.none(search.layers)
     best, misses = 0.0, 0
-    while order and misses < _PATIENCE and not search.exhausted:
+    while order and misses < _PATIENCE and search.left:
         candidates = order[:_SHORTLIST]
-        scores = search.ask([flip(mask, *part) for part in candidates])
+        scores = search.screen([flip(mask, *part) for part in candidates])
         score, chosen = max(zip(scores, candidates, strict=True))
         misses = 0 if score > best else misses + 1
         best = max(best, score)
@@ -260,10 +261,10 @@ def _add_greedily(search: MaskSearch) -> None:
         order.remove(chosen)
 
 
-def _change_best(search: MaskSearch) -> None:
-    """Ask about what is near the best, until nothing near it is better."""
-    while not search.exhausted:
+def _improve_best(search: MaskSearch) -> None:
+    """Screen the neighbours of the best mask until none is better."""
+    while search.left:
         before = search.best
-        search.ask(search.near(before))
+        search.screen(search.neighbours(before))
         if search.best == before:
             return

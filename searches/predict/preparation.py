@@ -1,6 +1,6 @@
-"""What is learnt before the first trial: the target's own continuations, what everything costs, and an oracle over both.
+"""Preparation of a study before its first trial: continuations of the target, a cost profile, and a speedup predictor.
 
-All of it is kept: continuations and cost profiles in the outputs folder for every study, scans in the study's own folder.
+All results are stored: continuations and cost profiles in the outputs folder for all studies, scans in the study's folder.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from tqdm import tqdm
 from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
 from layerskip.costs.cost_model import CostProfile
 from layerskip.costs.profile import profile_costs
-from layerskip.device.memory import out_of_memory, release
+from layerskip.earlier_names import CONTINUATIONS
 from layerskip.files import digest, write_json
 from layerskip.models.environment import machine
 from layerskip.scan.scan import Scanner
-from layerskip.texts.continuations import Continuation, OnUse, continue_prompts
-from searches.app.checks import InputError, check_flag, check_list, check_number, check_whole
+from layerskip.texts.continuations import Continuation, ReportCost, continue_prompts
+from searches.app.checks import check_flag, check_list, check_number, check_whole
 from searches.app.file_lock import exclusive
-from searches.predict.oracle import Choices
+from searches.app.memory import within_memory
+from searches.predict.predictor import DraftChoices
 from searches.predict.proposals import ProposalSettings
-from searches.predict.scan_oracle import ScanOracle, masks_at_once
+from searches.predict.scan_predictor import ScanPredictor, masks_at_once
 from searches.space.search_space import SearchSpace
 
-_CONTEXT_STEP = 64
-"""Contexts are rounded to it, so that like prompt sets share a profile."""
-_RECIPE = 2  # of counts; what another counted is scanned anew
-_PROFILED = 2  # of what is kept of a profile; earlier ones did not say what they took
-_LEAST_ROWS = 16  # below them scanning is no faster than decoding
+_CONTEXT_STEP = 64  # contexts are rounded to multiples of it, so that similar prompt sets share a cost profile
+_SCAN_VERSION = 2  # of the counts; those of another version are scanned again
+_PROFILE_VERSION = 2  # of stored profiles; version 1 lacked the seconds that they took
+_LEAST_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
 
 
 @dataclass(frozen=True)
 class ScanSettings:
-    """How much is foretold.
+    """How much is predicted before the first trial.
 
     Args:
-        enabled: whether anything is.
-        prompts: tune prompts whose continuations are scanned, others with another seed; None takes all.
-        screened_rows: positions of them that the first question about a mask is answered from.
-        max_rows: rows per pass, which bounds the memory of a scan; None takes 256 on a CPU and 2048 elsewhere.
-        text_bytes: which the target's own states of the continuations may take; what it holds, and the first, are scanned.
-            Passes hold the keys and values among them once more.
-        thresholds: of the stop rules ``threshold`` and ``adaptive``, tried with every scanned mask.
+        enabled: whether masks are scanned at all.
+        prompts: the number of tune prompts whose continuations are scanned, chosen by the seed; None for all.
+        screened_rows: the number of their positions on which masks are screened.
+        max_rows: rows per pass, which bound the memory of a scan; None for 256 on a CPU and 2048 elsewhere.
+        text_bytes: budget for the target's own states of the continuations. Those that fit, and always the first, are
+            scanned. Passes hold the keys and values among the states once more.
+        thresholds: of the stop rules ``threshold`` and ``adaptive`` that every scanned mask is combined with.
         profile_repeats: how often every part of a round is timed.
-        profile_error: it goes on, up to four times as often, while a median's standard error is more than this share of it.
-        proposals: how many masks are asked about, scanned and enqueued.
+        profile_error: timing continues, up to four times as often, while the standard error of a median exceeds this
+            fraction of it.
+        proposals: how many masks are screened, scanned and enqueued.
     """
 
     enabled: bool = True
@@ -74,15 +75,14 @@ class ScanSettings:
         check_flag("scan.enabled", self.enabled)
         check_list("scan.thresholds", self.thresholds, or_empty=False)
         for value in self.thresholds:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise InputError(f"scan.thresholds: {value!r} is not a number from 0 to 1")
+            check_number("scan.thresholds", value, 1, or_zero=True)
 
     def rows(self, device: torch.device) -> int:
-        """Rows per pass on a device, if its memory holds them."""
+        """Return the rows per pass on a device, if its memory suffices."""
         return self.max_rows or (256 if device.type == "cpu" else 2048)
 
 
-def prepare_oracle(
+def prepare_predictor(
     target: Target,
     prompts: PromptSet,
     sampling: Sampling,
@@ -92,35 +92,37 @@ def prepare_oracle(
     outputs: Path,
     folder: Path,
     seed: int,
-    on_use: OnUse = lambda *_: None,
-) -> ScanOracle | None:
-    """An oracle for a study; None, said in a line, for a model that decodes but cannot be scanned.
+    report_cost: ReportCost = lambda *_: None,
+) -> ScanPredictor | None:
+    """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned.
 
     Args:
-        outputs: continuations and profiles are kept in it.
-        folder: scans are kept in it.
-        on_use: hears of the continuations and of the profile.
+        space: the draft lengths, stop rules and siblings to predict.
+        outputs: folder of continuations and profiles.
+        folder: of scans.
+        report_cost: called with the name and the seconds of every continuation and of the profile.
     """
-    scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed, on_use)
+    scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed, report_cost)
     if scanner is None:
         return None
     depth, continuations = scanner.depth, scanner.continuations
     longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.arms else depth
     parts = space.bridged, scanner.runners > 0
-    profile = cost_profile(target, continuations, longest, sampling, settings, outputs, *parts, on_use=on_use)
+    profile = cost_profile(target, continuations, longest, sampling, settings, outputs, *parts, report_cost=report_cost)
     stops = scanned_stops(space, settings.thresholds)
-    asked = {
+    identity = {
         "target": target.digest,
-        "continuations": [dataclasses.astuple(continuation) for continuation in continuations],
+        CONTINUATIONS: [dataclasses.astuple(continuation) for continuation in continuations],
         "sampling": sampling.to_dict(),
         "choices": [list(space.skip_length), [stop.to_dict() for stop in stops], scanner.runners],
         "screened_rows": settings.screened_rows,
-        "machine": machine(target),  # another one may round near-ties otherwise, and takes other times
-        "recipe": _RECIPE,
+        "machine": machine(target),  # another machine may round near-ties differently, and has other costs
+        "recipe": _SCAN_VERSION,
     }
-    kept = folder / f"scans-{digest(asked)[:16]}"
-    choices = Choices((space.skip_length[0], space.skip_length[1]), stops, tuple(range(scanner.runners + 1)))
-    return ScanOracle(scanner, scanner.sample(settings.screened_rows), profile, choices, kept)
+    choices = DraftChoices((space.skip_length[0], space.skip_length[1]), stops, tuple(range(scanner.runners + 1)))
+    return ScanPredictor(
+        scanner, scanner.sample(settings.screened_rows), profile, choices, folder / f"scans-{digest(identity)[:16]}"
+    )
 
 
 def open_scanner(
@@ -132,17 +134,16 @@ def open_scanner(
     settings: ScanSettings,
     outputs: Path,
     seed: int,
-    on_use: OnUse = lambda *_: None,
+    report_cost: ReportCost = lambda *_: None,
 ) -> Scanner | None:
-    """A scanner of the target's continuations of prompts; None, said in a line, for a model that cannot be scanned.
+    """Return a scanner of the target's continuations of prompts; print a line and return None if it cannot be scanned.
 
-    Args:
-        outputs: continuations are kept in it.
-        on_use: hears of them.
+    Arguments are those of :func:`prepare_predictor`.
     """
     with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
-        kept = outputs / "continuations"
-        continuations = continue_prompts(target, prompts, sampling, max_new_tokens, seed, kept, bar.update, on_use)
+        continuations = continue_prompts(
+            target, prompts, sampling, max_new_tokens, seed, outputs / "continuations", bar.update, report_cost
+        )
     continuations = tuple(
         continuation for continuation in continuations if continuation.starts > 0 and continuation.limit(0) > 0
     )
@@ -164,49 +165,34 @@ def make_scanner(
     siblings: int,
     settings: ScanSettings,
 ) -> Scanner | None:
-    """A scanner with as many rows per pass as there is memory for; None, said in a line, where there is for none.
-
-    Args:
-        depth: drafted tokens that it scans.
-        siblings: beside each of them, at most.
-
-    Raises:
-        UnsupportedModel: it cannot be scanned.
-    """
+    """Return a scanner with as many rows per pass as memory allows; print a line and return None if it allows too few."""
     rows = settings.rows(target.device)
-    while True:
-        try:
-            scanner = _checked(Scanner(target, continuations, sampling, depth, rows, siblings, settings.text_bytes))
-            break
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-        release()
+
+    def checked_scanner() -> Scanner:
+        """Check that a scanner agrees with decoding, and that its longest passes fit into memory."""
+        scanner = Scanner(target, continuations, sampling, depth, rows, siblings, settings.text_bytes)
+        scanner.check()
+        # A mask that skips the first layer shares no pass with the target.
+        scanner.scan([SkipMask.of(target.layers, {0}, set())] * masks_at_once(rows), depth=2)
+        return scanner
+
+    while (scanner := within_memory(checked_scanner)) is None:
         fewer = rows // 2 if rows > _LEAST_ROWS else 0
-        print(f"scan: out of memory with scan.max_rows={rows}; {f'{fewer} are tried' if fewer else 'nothing is scanned'}")
+        print(f"scan: out of memory with scan.max_rows={rows}; {f'trying {fewer}' if fewer else 'nothing is scanned'}")
         if not fewer:
             return None
         rows = fewer
     if len(scanner.continuations) < len(continuations):
-        print(
-            f"scan: scan.text_bytes={settings.text_bytes} holds {len(scanner.continuations)} of {len(continuations)} continuations"
-        )
-    return scanner
-
-
-def _checked(scanner: Scanner) -> Scanner:
-    """A scanner that sees what decoding does, and whose longest passes fit."""
-    scanner.check()
-    # What skips the first layer takes nothing over from the target.
-    scanner.scan([SkipMask.of(scanner.target.layers, {0}, set())] * masks_at_once(scanner.max_rows), depth=2)
+        held = f"{len(scanner.continuations)} of {len(continuations)} continuations"
+        print(f"scan: scan.text_bytes={settings.text_bytes} holds {held}")
     return scanner
 
 
 def scanned_stops(space: SearchSpace, thresholds: Sequence[float]) -> tuple[StopRule, ...]:
-    """The stop rules that every scanned mask is tried with."""
+    """Return the stop rules that every scanned mask is combined with."""
     kinds = [kind for kind in ("threshold", "adaptive") if kind in space.stops]
-    without = [StopRule()] if "length" in space.stops else []
-    return (*without, *(StopRule(kind, value) for kind in kinds for value in dict.fromkeys(map(float, thresholds))))
+    plain = [StopRule()] if "length" in space.stops else []
+    return (*plain, *(StopRule(kind, value) for kind in kinds for value in dict.fromkeys(map(float, thresholds))))
 
 
 def cost_profile(
@@ -218,35 +204,38 @@ def cost_profile(
     outputs: Path,
     bridged: bool = False,
     branching: bool = False,
-    on_use: OnUse = lambda *_: None,
+    report_cost: ReportCost = lambda *_: None,
 ) -> CostProfile:
-    """The profile of a target at the context that continuations have, measured unless it is kept in the outputs folder.
+    """Return the cost profile of a target at the mean context of its continuations; measure it if it is not stored.
 
-    ``on_use`` hears of it. Other arguments are those of :func:`~layerskip.costs.profile.profile_costs`.
+    Args:
+        longest: the most drafted tokens whose verification is timed.
+        bridged: whether bridges and draft heads are timed.
+        branching: whether trees are timed.
     """
     repeats, error = settings.profile_repeats, float(settings.profile_error)
     mean = statistics.fmean(len(continuation.prompt) + len(continuation.tokens) / 2 for continuation in continuations)
     context = _CONTEXT_STEP * max(1, round(mean / _CONTEXT_STEP))
-    asked = {
+    identity = {
         "target": target.digest,
         "context": context,
         "longest": longest,
         "repeats": repeats,
         "error": error,
-        "parts": [field.name for field in dataclasses.fields(CostProfile)],  # earlier profiles knew other parts
+        "parts": [field.name for field in dataclasses.fields(CostProfile)],  # profiles of earlier versions have other parts
         "sampling": sampling.to_dict(),
         "machine": machine(target),
         "bridged": bridged,
         "branching": branching,
-        "recipe": _PROFILED,
+        "recipe": _PROFILE_VERSION,
     }
-    name = digest(asked)[:16]
+    name = digest(identity)[:16]
     file = outputs / "profiles" / f"{name}.json"
-    with exclusive(file):  # two at once would time each other
+    with exclusive(file):  # two at the same time would disturb each other
         if file.exists():
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            on_use(f"profile {name}", float(kept["seconds"]), 0.0)
-            return CostProfile.from_dict(kept["profile"])
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            report_cost(f"profile {name}", float(stored["seconds"]), 0.0)
+            return CostProfile.from_dict(stored["profile"])
         start = time.monotonic()
         with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
             profile = profile_costs(
@@ -261,6 +250,6 @@ def cost_profile(
                 branching=branching,
             )
         seconds = time.monotonic() - start
-        write_json(file, {"asked": asked, "profile": profile.to_dict(), "seconds": seconds})
-    on_use(f"profile {name}", seconds, seconds)
+        write_json(file, {"asked": identity, "profile": profile.to_dict(), "seconds": seconds})
+    report_cost(f"profile {name}", seconds, seconds)
     return profile

@@ -1,7 +1,7 @@
-"""What does a study decode with first? What is foretold to be fastest, for the price of a few passes.
+"""Proposals of the configurations that a study tries first: those with the greatest predicted speedups.
 
-Every mask is first asked how often its first drafted token is the target's (:mod:`searches.predict.mask_search`); the most promising
-are scanned whole.
+All candidate masks are screened by how often their first drafted token is the target's
+(:mod:`searches.predict.mask_search`). Only the most promising ones are scanned in full.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from dataclasses import dataclass, replace
 
 from layerskip import SkipMask, SpeculativeConfig
 from searches.app.checks import check_whole
-from searches.predict.mask_search import MaskSearch, Runs, ask_runs, move_ends
-from searches.predict.oracle import Oracle, Prediction
+from searches.predict.mask_search import MaskSearch, Runs, move_ends, screen_runs
+from searches.predict.predictor import Prediction, SpeedupPredictor
 from searches.space.search_space import SearchSpace
 
-_NEAR = 4  # masks near the best one that are scanned before what is best is asked again
-_EARLY_SHARE = 3  # of the scans one at most may come before the search has ended
-_EARLY = 2  # first layers of runs that are bridged
-_STEPS = (8, 4, 2)  # between the lengths of those
-_APART = 6  # layers between where other runs begin, and between single sub-layers
-_DOUBLED = range(8)  # powers of two that those runs are long, up to the last layer
+_NEIGHBOURS = 4  # neighbours of the best mask that are scanned before its neighbours are listed again
+_EARLY_SCANS = 3  # the inverse of the largest share of scans that may come before the search has ended
+_EARLY_LAYERS = 2  # first layers of the runs that are bridged
+_STEPS = (8, 4, 2)  # between the lengths of those runs
+_SPACING = 6  # layers between the starts of other runs, and between single sub-layers
+_POWERS = range(8)  # of two: lengths of other runs, up to the last layer
 
 
 @dataclass(frozen=True)
 class ProposalSettings:
-    """How much is foretold before anything is decoded.
+    """How much is predicted before anything is decoded.
 
     Args:
-        screened: the most masks asked about their first drafted token; None takes all contiguous runs of layers, and beside
-            them four for each sub-layer that may be skipped, 200 at least.
-        scanned: the most of them that are scanned whole.
-        enqueued: the best of those become trials.
-        lookups: so many prompt lookups, foretold to be the fastest, do too.
+        screened: the most masks to screen by their first drafted token; None covers all contiguous runs of layers and four
+            further masks for each sub-layer that may be skipped, at least 200.
+        scanned: the most of them to scan in full.
+        enqueued: the number of best masks that become trials.
+        lookups: the number of best prompt lookups that become trials.
     """
 
     screened: int | None = None
@@ -46,148 +46,146 @@ class ProposalSettings:
             if value is not None or name != "screened":
                 check_whole(f"scan.proposals.{name}", value)
 
-    def asked(self, space: SearchSpace) -> int:
-        """The most masks asked about, in a space."""
+    def budget(self, space: SearchSpace) -> int:
+        """Return the most masks of a space to screen."""
         layers = len(space.skippable)
         return self.screened if self.screened is not None else max(200, 8 * layers) + layers * (layers + 1) // 2
 
 
 def propose(
-    oracle: Oracle,
+    predictor: SpeedupPredictor,
     space: SearchSpace,
     settings: ProposalSettings,
     on_mask: Callable[[], None] = lambda: None,
     also: Sequence[SkipMask] = (),
     on_best: Callable[[SpeculativeConfig], None] | None = None,
 ) -> list[Prediction]:
-    """The masks that are foretold to be fastest, best first.
+    """Propose the masks with the greatest predicted speedups, best first.
 
     Args:
-        oracle: foretells.
-        space: which layers may be skipped, and how far drafts may go.
-        settings: how much to foretell.
-        on_mask: called for every mask that is asked about.
-        also: further masks to ask about.
-        on_best: called with what is foretold to be fastest, scan by scan, and with what the first drafted tokens make look
-            faster than that. For who listens some of the scans come early, as soon as a part of the search ends.
+        on_best: called with the best configuration after each scan, and with one that screening expects to be faster. If it
+            is given, some scans come early, after each part of the search.
     """
-    listener = on_best or (lambda _: None)
-    scans = _Scans(oracle, settings.scanned, listener)
+    on_better = on_best or (lambda _: None)
+    scans = _Scans(predictor, settings.scanned, on_better)
 
-    def look(config: SpeculativeConfig) -> None:
-        if not scans.found or search.scores[search.best] > scans.found[scans.best].speedup:
-            listener(config)
+    def on_screened(config: SpeculativeConfig) -> None:
+        if not scans.predictions or search.scores[search.best] > scans.predictions[scans.best].speedup:
+            on_better(config)
 
-    search = MaskSearch(oracle, space, settings.asked(space), on_mask, look)
+    search = MaskSearch(predictor, space, settings.budget(space), on_mask, on_screened)
     for best in search.explore(also):
-        if on_best is not None and len(scans.found) < settings.scanned // _EARLY_SHARE:
+        if on_best is not None and len(scans.predictions) < settings.scanned // _EARLY_SCANS:
             scans.add([best])
     return _refined(search, scans, settings)
 
 
 def propose_bridged(
-    oracle: Oracle, space: SearchSpace, settings: ProposalSettings, on_mask: Callable[[], None] = lambda: None
+    predictor: SpeedupPredictor, space: SearchSpace, settings: ProposalSettings, on_mask: Callable[[], None] = lambda: None
 ) -> list[Prediction]:
-    """The masks that are foretold to be fastest with what stands in for what they skip, best first.
+    """Propose the masks with the greatest predicted speedups with bridges, best first.
 
-    One long early run with one bridge is worth more than scattered skips, whatever these are worth when they are empty; so
-    runs from the first layers that may be skipped are asked about, of every other length. That is so of the models that were
-    looked at; of another one, later runs and single sub-layers are asked about, too, far apart. Then the ends of the best
-    runs are moved. The space's own masks are asked about before all.
+    One long early run with one bridge is faster than scattered skips, whatever these reach without bridges. So the search
+    screens runs of every other length from the first layers that may be skipped. That held for the models that were
+    examined; for others, it screens later runs and single sub-layers far apart, too. Then it moves the ends of the best
+    runs. The space's own masks are screened first.
     """
-    search = MaskSearch(oracle, space, settings.asked(space), on_mask)
-    search.ask(SkipMask.parse(mask, space.layers) for mask in space.masks)
-    end, found = space.skippable[-1] + 1, Runs()
-    # Lengths that are far apart come first, so that a small budget has looked at long runs, too.
+    search = MaskSearch(predictor, space, settings.budget(space), on_mask)
+    search.screen(SkipMask.parse(mask, space.layers) for mask in space.masks)
+    end, runs = space.skippable[-1] + 1, Runs()
+    # Lengths far apart come first, so that a small budget covers long runs, too.
     lengths = dict.fromkeys(length for step in _STEPS for length in range(_STEPS[-1], end, step))
-    enough = search.left // 2
-    ask_runs(search, found, ((first, first + length) for length in lengths for first in space.skippable[:_EARLY]), enough)
-    others = space.skippable[::_APART]
-    ask_runs(search, found, ((first, min(end, first + 2**power)) for power in _DOUBLED for first in others), enough // 2)
-    search.ask(search.single(kind, layer) for layer in others for kind in ("attention", "mlp"))
-    move_ends(search, found)
-    return _scanned(search, settings)
+    early = ((first, first + length) for length in lengths for first in space.skippable[:_EARLY_LAYERS])
+    reserve = search.left // 2
+    screen_runs(search, runs, early, reserve)
+    others = space.skippable[::_SPACING]
+    screen_runs(search, runs, ((first, min(end, first + 2**power)) for power in _POWERS for first in others), reserve // 2)
+    search.screen(search.single(kind, layer) for layer in others for kind in ("attention", "mlp"))
+    move_ends(search, runs)
+    return _best_first(predictor.predict(search.best_masks(settings.scanned)), settings)
 
 
-def propose_lookups(oracle: Oracle, space: SearchSpace, most: int) -> list[Prediction]:
-    """The prompt lookups that are foretold to be fastest, best first; the text alone decides what they draft."""
-    configs = [config for config in space.lookups() if oracle.foretells(config)]
-    found = [Prediction(config, oracle.speedup(config), 0.0) for config in configs]
-    return sorted(found, key=lambda prediction: -prediction.speedup)[:most]
+def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace, most: int) -> list[Prediction]:
+    """Propose the prompt lookups with the greatest predicted speedups, best first. Their drafts depend on the text alone."""
+    configs = [config for config in space.lookups() if predictor.can_predict(config)]
+    predictions = [Prediction(config, predictor.speedup(config), 0.0) for config in configs]
+    return sorted(predictions, key=lambda prediction: -prediction.speedup)[:most]
 
 
 def propose_all(
-    oracle: Oracle,
+    predictor: SpeedupPredictor,
     space: SearchSpace,
     settings: ProposalSettings,
     on_mask: Callable[[], None] = lambda: None,
     also: Sequence[SkipMask] = (),
-    bridged: Sequence[Oracle] = (),
-    narrowed: Sequence[Oracle] = (),
+    bridged: Sequence[SpeedupPredictor] = (),
+    narrowed: Sequence[SpeedupPredictor] = (),
 ) -> list[SpeculativeConfig]:
-    """What a study tries first: lookups, as they are many times faster where the text repeats itself, then masks, best
-    first.
+    """Propose the configurations that a study tries first: lookups, then masks, best first.
 
-    Arguments are those of :func:`propose`, and oracles of masks that are bridged, and of empty ones that draft from few
-    tokens.
+    Lookups come first because they are many times faster where the text repeats itself.
+
+    Args:
+        bridged: predictors of masks with bridges.
+        narrowed: predictors of masks without bridges that draft from a reduced vocabulary.
     """
     with_bridges = [found for other in bridged for found in propose_bridged(other, space, settings, on_mask)]
-    few = [prediction for other in narrowed for prediction in propose(other, space, settings, on_mask, also)]
-    found = propose(oracle, space, settings, on_mask, also)
-    # As many of each make: what is foretold of one make may err otherwise than of another.
-    every = (*found, *_best_first(with_bridges, settings), *_best_first(few, settings))
+    with_head = [found for other in narrowed for found in propose(other, space, settings, on_mask, also)]
+    plain = propose(predictor, space, settings, on_mask, also)
+    # Equally many of each group, because prediction errors may differ between groups.
+    every = (*plain, *_best_first(with_bridges, settings), *_best_first(with_head, settings))
     ranked = sorted(every, key=lambda prediction: -prediction.speedup)
-    configs = [prediction.config for prediction in (*propose_lookups(oracle, space, settings.lookups), *ranked)]
-    if found and space.siblings and not oracle.foretells(branching := replace(found[0].config, siblings=space.siblings)):
-        configs.insert(configs.index(found[0].config) + 1, branching)
+    configs = [prediction.config for prediction in (*propose_lookups(predictor, space, settings.lookups), *ranked)]
+    if plain and space.siblings:
+        branching = replace(plain[0].config, siblings=space.siblings)
+        if not predictor.can_predict(branching):  # trees that cannot be predicted are tried with the best mask
+            configs.insert(configs.index(plain[0].config) + 1, branching)
     return configs
 
 
-def _scanned(search: MaskSearch, settings: ProposalSettings) -> list[Prediction]:
-    """What is foretold of the most promising masks, best first."""
-    return _best_first(search.oracle.predict(search.foremost(settings.scanned)), settings)
-
-
 def _refined(search: MaskSearch, scans: _Scans, settings: ProposalSettings) -> list[Prediction]:
-    """The same, where a part of the scans is left for masks near the best one: whole scans see what few positions do not."""
-    foremost = search.foremost(settings.scanned)
-    first = foremost[: -(-len(foremost) * 2 // 3)]
-    for begin in range(0, len(first), _NEAR):
-        scans.add(first[begin : begin + _NEAR])
+    """Scan the most promising masks, then neighbours of the best one with the last third of the scans; best first.
+
+    Full scans rank masks that screening on few positions cannot.
+    """
+    promising = search.best_masks(settings.scanned)
+    first = promising[: -(-len(promising) * 2 // 3)]
+    for begin in range(0, len(first), _NEIGHBOURS):
+        scans.add(first[begin : begin + _NEIGHBOURS])
     while scans.left:
-        search.ask(near := search.near(scans.best))
-        asked = sorted((mask for mask in near if mask in search.scores), key=lambda mask: -search.scores[mask])
-        some = [mask for mask in (*asked, *foremost) if mask not in scans.found][:_NEAR]
-        if not some:
+        search.screen(neighbours := search.neighbours(scans.best))
+        screened = sorted((mask for mask in neighbours if mask in search.scores), key=lambda mask: -search.scores[mask])
+        new = [mask for mask in (*screened, *promising) if mask not in scans.predictions][:_NEIGHBOURS]
+        if not new:
             break
-        scans.add(some)
-    return _best_first(scans.found.values(), settings)
+        scans.add(new)
+    return _best_first(scans.predictions.values(), settings)
 
 
 class _Scans:
-    """What whole scans foretell, of so many masks at most; says what is best after each."""
+    """Full scans within a budget; reports the best configuration after each."""
 
-    def __init__(self, oracle: Oracle, most: int, on_best: Callable[[SpeculativeConfig], None]) -> None:
-        self.found: dict[SkipMask, Prediction] = {}
-        self._oracle, self._most, self._on_best = oracle, most, on_best
+    def __init__(self, predictor: SpeedupPredictor, budget: int, on_best: Callable[[SpeculativeConfig], None]) -> None:
+        self.predictions: dict[SkipMask, Prediction] = {}
+        self._predictor, self._budget, self._on_best = predictor, budget, on_best
 
     @property
     def left(self) -> int:
-        """How many masks may still be scanned."""
-        return self._most - len(self.found)
+        """The number of masks that may still be scanned."""
+        return self._budget - len(self.predictions)
 
     @property
     def best(self) -> SkipMask:
-        """The one that is foretold to be fastest."""
-        return max(self.found, key=lambda mask: self.found[mask].speedup)
+        """The scanned mask with the greatest predicted speedup."""
+        return max(self.predictions, key=lambda mask: self.predictions[mask].speedup)
 
     def add(self, masks: Sequence[SkipMask]) -> None:
-        """Scan those that were not yet, as far as scans are left."""
-        new = [mask for mask in masks if mask not in self.found][: self.left]
+        """Scan the masks that are new, within the budget."""
+        new = [mask for mask in masks if mask not in self.predictions][: self.left]
         if new:
-            self.found.update(zip(new, self._oracle.predict(new), strict=True))
-            self._on_best(self.found[self.best].config)
+            self.predictions.update(zip(new, self._predictor.predict(new), strict=True))
+            self._on_best(self.predictions[self.best].config)
 
 
-def _best_first(found: Iterable[Prediction], settings: ProposalSettings) -> list[Prediction]:
-    return sorted(found, key=lambda prediction: -prediction.speedup)[: settings.enqueued]
+def _best_first(predictions: Iterable[Prediction], settings: ProposalSettings) -> list[Prediction]:
+    return sorted(predictions, key=lambda prediction: -prediction.speedup)[: settings.enqueued]

@@ -1,8 +1,8 @@
-"""Would other texts, or another seed, have chosen the same mask?
+"""How far the choice of a mask depends on the prompts and on the seed.
 
-Scanned masks are ranked again and again on resampled continuations: each resample draws as many continuations as there are, with
-replacement, and picks the mask that is foretold to be fastest on them. Studies that differ in their seed alone leave what
-they chose beside their exports. How alike two choices are is set against what chance gives for masks of their sizes.
+Scanned masks are ranked on many resamples of the continuations: each draws as many continuations as there are, with
+replacement, and picks the mask with the greatest predicted speedup on them. Studies that differ only in their seed leave
+their choices beside their exports. The overlap of two choices is compared with that of random masks of the same sizes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from layerskip import SkipMask
 from layerskip.files import digest, write_json
 
 _CHOICE = "choice.json"
+_LEAST_PAIRS = 200  # random pairs; fewer estimate chance poorly
 
 
 @dataclass(frozen=True)
 class Stability:
-    """How much a choice of mask owes to the prompts.
+    """How far the choice of a mask depends on the prompts.
 
     Args:
-        share: resamples that picked the mask that all prompts together pick.
+        share: of the resamples that pick the mask that all prompts pick.
         overlap: mean Jaccard index of the skipped sub-layers of two picks; 1.0 for two that skip nothing.
-        chance: the same for masks of the same sizes drawn at random.
+        chance: the same for random masks of the same sizes.
     """
 
     share: float
@@ -40,12 +41,7 @@ class Stability:
 
 @dataclass(frozen=True)
 class SeedStability:
-    """How much it owes to the seed.
-
-    Args:
-        seeds: how many chose.
-        overlap, chance: as in :class:`Stability`, over all pairs of seeds.
-    """
+    """How far the choice of a mask depends on the seed: as :class:`Stability`, over all pairs of a number of seeds."""
 
     seeds: int
     overlap: float
@@ -53,66 +49,60 @@ class SeedStability:
 
 
 def stability(
-    masks: Sequence[SkipMask], seconds: np.ndarray, baseline: np.ndarray, sublayers: int, resamples: int = 200, seed: int = 0
+    masks: Sequence[SkipMask], seconds: np.ndarray, baseline: np.ndarray, sublayers: int, resamples: int = 200
 ) -> Stability:
     """Rank masks on resampled continuations.
 
     Args:
-        masks: M of them.
-        seconds: ``[M, P]``: what decoding each of P continuations is foretold to take with each mask, at its best.
-        baseline: ``[P]``: what plain decoding takes.
-        sublayers: how many may be skipped.
+        seconds: ``[M, P]``, the predicted seconds of each mask at its best for each of P continuations.
+        baseline: ``[P]``, the seconds of plain decoding.
     """
-    drawn = np.random.default_rng(seed).integers(len(baseline), size=(resamples, len(baseline)))
+    drawn = np.random.default_rng(0).integers(len(baseline), size=(resamples, len(baseline)))
     speedups = baseline[drawn].sum(1) / seconds[:, drawn].sum(2)
     picks = [masks[best] for best in speedups.argmax(0)]
     chosen = masks[int((baseline.sum() / seconds.sum(1)).argmax())]
-    source = random.Random(seed)
+    source = random.Random(0)
     pairs = [(one, other) for one, other in (source.sample(picks, 2) for _ in range(resamples))]
     share = float(np.mean([pick == chosen for pick in picks]))
-    return Stability(share, *_alike(pairs, sublayers, source))
+    return Stability(share, *_overlaps(pairs, sublayers, source))
 
 
-def across_seeds(
-    folder: Path, settings: Mapping[str, Any], mask: SkipMask, sublayers: int, seed: int = 0
-) -> SeedStability | None:
-    """Leave a study's choice in its folder, and compare it with those of studies beside it that asked the same.
+def seed_stability(folder: Path, settings: Mapping[str, Any], mask: SkipMask, sublayers: int) -> SeedStability | None:
+    """Store a study's choice in its folder, and compare it with those of sibling studies that differ only in their seed.
 
     Args:
-        folder: the study's.
-        settings: all that changes what it measured; ``seed`` among them.
-        mask: what it chose.
-        sublayers: how many may be skipped.
+        settings: everything that changes its measurements, ``seed`` among them.
+        sublayers: the number of sub-layers that may be skipped.
 
     Returns:
-        None where no other seed has chosen yet.
+        None if no other seed has chosen yet.
     """
     like = digest({name: value for name, value in settings.items() if name != "seed"})
     write_json(folder / _CHOICE, {"like": like, "seed": settings["seed"], "mask": mask.format(), "layers": mask.layers})
     rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.parent.glob(f"*/{_CHOICE}"))]
     chosen = {row["seed"]: SkipMask.parse(row["mask"], row["layers"]) for row in rows if row["like"] == like}
-    chosen[settings["seed"]] = mask  # whatever a study of another name chose with this seed
+    chosen[settings["seed"]] = mask  # a study of another name may have stored another choice with this seed
     if len(chosen) < 2:
         return None
     pairs = [*itertools.combinations(chosen.values(), 2)]
-    repeats = -(-200 // len(pairs))  # few pairs are no measure of chance
-    return SeedStability(len(chosen), *_alike(pairs * repeats, sublayers, random.Random(seed)))
+    repeats = -(-_LEAST_PAIRS // len(pairs))
+    return SeedStability(len(chosen), *_overlaps(pairs * repeats, sublayers, random.Random(0)))
 
 
-def _alike(pairs: Sequence[tuple[SkipMask, SkipMask]], sublayers: int, source: random.Random) -> tuple[float, float]:
-    """Mean overlap of pairs, and of pairs of the same sizes drawn at random."""
+def _overlaps(pairs: Sequence[tuple[SkipMask, SkipMask]], sublayers: int, source: random.Random) -> tuple[float, float]:
+    """Return the mean overlap of pairs, and that of random pairs of the same sizes."""
     sizes = [(one.skipped, other.skipped) for one, other in pairs]
-    overlap = float(np.mean([_overlap(_skips(one), _skips(other)) for one, other in pairs]))
-    return overlap, float(np.mean([_overlap(*(_drawn(size, sublayers, source) for size in pair)) for pair in sizes]))
+    overlap = float(np.mean([_jaccard(_skips(one), _skips(other)) for one, other in pairs]))
+    return overlap, float(np.mean([_jaccard(*(_draw(size, sublayers, source) for size in pair)) for pair in sizes]))
 
 
 def _skips(mask: SkipMask) -> frozenset[int]:
     return frozenset(itertools.compress(itertools.count(), (*mask.attention, *mask.mlp)))
 
 
-def _drawn(size: int, sublayers: int, source: random.Random) -> frozenset[int]:
+def _draw(size: int, sublayers: int, source: random.Random) -> frozenset[int]:
     return frozenset(source.sample(range(sublayers), min(size, sublayers)))
 
 
-def _overlap(one: frozenset[int], other: frozenset[int]) -> float:
+def _jaccard(one: frozenset[int], other: frozenset[int]) -> float:
     return len(one & other) / len(one | other) if one | other else 1.0

@@ -1,4 +1,4 @@
-"""What did a study find? Drawn: its history, what skipping costs where, which masks came up, and held-out intervals."""
+"""The plots of a study's report: search history, acceptance, skipped sub-layers, held-out intervals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SkipMask, SpeculativeConfig
-from layerskip.mask import count
+from layerskip.mask import count_skipped
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration
 from searches.study.study import finished
@@ -33,13 +33,14 @@ _COLORS = {
     "cross_tokenizer": "tab:cyan",
     "cascade": "tab:red",
 }
+_OTHER = "black"  # of kinds that were registered since
 
 
 def draw(study: optuna.Study, finals: Finals | None, layers: int, path: Path, singles: np.ndarray | None = None) -> None:
-    """Save the report's picture: history, speedup against acceptance, skip heatmap, held-out intervals.
+    """Save the plots of a study, which may still run, to one picture.
 
-    Args:
-        singles: ``[2, layers]``, what scans said of single skips; drawn where no trial skipped anything.
+    ``singles``, ``[2, layers]``, is the agreement with one attention or MLP sub-layer skipped, from scans. It is drawn if no
+    trial skipped anything.
     """
     trials = [t for t in finished(study) if "measurement" in t.user_attrs]
     figure = Figure(figsize=(14, 9), layout="constrained")
@@ -57,6 +58,7 @@ def _speedup(trial: FrozenTrial) -> float:
 
 
 def _history(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
+    """Speedup of each trial, in order."""
     for kind, color in _COLORS.items():
         for state, marker in ((TrialState.COMPLETE, "o"), (TrialState.PRUNED, "x")):
             chosen = [t for t in trials if configuration(t).kind == kind and t.state == state]
@@ -73,8 +75,9 @@ def _history(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
 
 
 def _acceptance(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
+    """Speedup against acceptance rate."""
     drafted = [t for t in trials if configuration(t).kind != "none"]
-    colors = [_COLORS[configuration(t).kind] for t in drafted]
+    colors = [_COLORS.get(configuration(t).kind, _OTHER) for t in drafted]
     rates = [t.user_attrs["measurement"]["acceptance_rate"] for t in drafted]
     axes.scatter(rates, [_speedup(t) for t in drafted], c=colors)
     axes.axhline(1.0, color="0.6", lw=0.8)
@@ -83,14 +86,14 @@ def _acceptance(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
 
 
 def _heatmap(axes: Axes, trials: Sequence[FrozenTrial], layers: int, singles: np.ndarray | None) -> None:
-    """Mean speedup of the trials that skipped a sub-layer; without any, the scans' agreement; grey where neither is."""
+    """Mean speedup of the trials that skipped a sub-layer, or else the agreement from scans; unknown cells are grey."""
     skips = [(SkipMask.parse(configuration(t).mask, layers), _speedup(t)) for t in trials if _skips(configuration(t))]
     cells = np.full((2, layers), np.nan)
     for row, part in enumerate(("attention", "mlp")):
         for layer in range(layers):
-            found = [value for mask, value in skips if getattr(mask, part)[layer]]
-            if found:
-                cells[row, layer] = np.mean(found)
+            speedups = [speedup for mask, speedup in skips if getattr(mask, part)[layer]]
+            if speedups:
+                cells[row, layer] = np.mean(speedups)
     title = "Mean speedup of the trials that skipped a sub-layer"
     if not skips and singles is not None:
         cells, title = singles, "First drafted token right, one sub-layer skipped (scan)"
@@ -103,10 +106,11 @@ def _heatmap(axes: Axes, trials: Sequence[FrozenTrial], layers: int, singles: np
 
 
 def _skips(config: SpeculativeConfig) -> bool:
-    return config.kind == "layer_skip" and sum(count(config.mask)) > 0
+    return config.kind == "layer_skip" and sum(count_skipped(config.mask)) > 0
 
 
 def _intervals(axes: Axes, finals: Finals | None) -> None:
+    """Held-out speedup of each finalist with its interval, and its speedup in the search."""
     axes.set(title="Held-out speedup, 95 % interval (bar: in the search)", xlabel="speedup over plain decoding")
     axes.axvline(1.0, color="0.6", lw=0.8)
     if finals is None:
@@ -114,10 +118,10 @@ def _intervals(axes: Axes, finals: Finals | None) -> None:
         return
     shown = list(reversed(finals.finalists))
     for place, finalist in enumerate(shown):
-        found: dict[str, Any] = finalist.held_out
-        reach = [[found["speedup"] - found["speedup_low"]], [found["speedup_high"] - found["speedup"]]]
-        color = _COLORS[finalist.config.kind]
-        axes.errorbar(found["speedup"], place, xerr=reach, fmt="o", color=color, capsize=4)
+        held_out: dict[str, Any] = finalist.held_out
+        speedup, low, high = (held_out[name] for name in ("speedup", "speedup_low", "speedup_high"))
+        color = _COLORS.get(finalist.config.kind, _OTHER)
+        axes.errorbar(speedup, place, xerr=[[speedup - low], [high - speedup]], fmt="o", color=color, capsize=4)
         axes.plot(finalist.search_speedup, place, "|", color="black", ms=12)
     labels = [textwrap.shorten(f.config.label(), 80, placeholder="...") for f in shown]
     axes.set_yticks(range(len(shown)), [textwrap.fill(label, 32) for label in labels], fontsize=8)

@@ -1,4 +1,4 @@
-"""What did a study find? A table to read, of a finished or a running study; :mod:`searches.report.study_plots` draws it."""
+"""The report of a finished or a running study as Markdown; :mod:`searches.report.study_plots` draws its plots."""
 
 from __future__ import annotations
 
@@ -7,77 +7,70 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import LEAST_RESAMPLED
-from searches.app.time_ledger import FITS, KEPT_SECONDS, SHARED, seconds_of
-from searches.predict.prediction_error import SCANNED
+from searches.app.earlier_names import PREPARATION_SECONDS
+from searches.app.time_ledger import FITS, KEPT_SECONDS, SHARED, recorded_seconds
+from searches.predict.prediction_error import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
 from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration, is_lossless
-from searches.study.objective import MEASURING, OUT_OF_MEMORY
-from searches.study.pruning import HOPELESS
-from searches.study.study import BETWEEN, FORESIGHT_SECONDS, finished
+from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
+from searches.study.pruning import CANNOT_WIN
+from searches.study.study import OVERHEAD_SECONDS, finished
 from searches.tracking.names import DRIFTED
 
-matplotlib.use("Agg")
-
-_LEAST_OF_A_KIND = 3  # prompts; of two, an interval reaches from nothing to everything
+_LEAST_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
 
 
 def summary(
     study: optuna.Study,
     finals: Finals | None,
-    stable: Stability | None = None,
+    stability: Stability | None = None,
     seeds: SeedStability | None = None,
     scan_seconds: float | None = None,
 ) -> str:
-    """The report as Markdown: the verdict, the finalists on held-out prompts, and the best trials."""
+    """Return the report: the cost of the search, the verdict, the finalists on held-out prompts, and the best trials.
+
+    ``finals`` is None while the study runs; ``scan_seconds`` is the mean time to scan a mask.
+    """
     trials = finished(study)
-    idle = [trial for trial in trials if "measurement" not in trial.user_attrs]
-    stopped = len(trials) - len(idle) - len(_measured(trials))
-    lines = [
-        f"# Study {study.study_name}",
-        "",
-        f"{len(trials)} trials: {stopped} stopped early, {len(idle)} not run{_reasons(idle)}.",
-        "",
-    ]
-    if stable is not None:
-        lines += [
-            f"Of the scanned masks, {stable.share:.0%} of resampled text sets choose the same; two choices share "
-            f"{stable.overlap:.2f} of what they skip, where chance gives {stable.chance:.2f}.",
-            "",
-        ]
-    whole = _measured(trials)
-    took = [trial.user_attrs.get(MEASURING, trial.user_attrs["seconds"]) for trial in whole]
-    if scan_seconds is not None and took:
-        cost = SCANNED * scan_seconds / statistics.fmean(took)
-        lines += [f"Scanning a mask took {scan_seconds:.1f} seconds: {SCANNED} cost as much as {cost:.1f} whole trials.", ""]
+    notes = [_trial_counts(trials)]
+    if stability is not None:
+        notes.append(
+            f"{stability.share:.0%} of resampled text sets choose the same scanned mask. "
+            f"Two choices share {stability.overlap:.2f} of what they skip; chance gives {stability.chance:.2f}."
+        )
+    seconds = [trial.user_attrs.get(MEASURING_SECONDS, trial.user_attrs["seconds"]) for trial in _measured(trials)]
+    if scan_seconds is not None and seconds:
+        cost = SCANNED_MASKS * scan_seconds / statistics.fmean(seconds)
+        notes.append(
+            f"Scanning a mask took {scan_seconds:.1f} seconds: {SCANNED_MASKS} cost as much as {cost:.1f} whole trials."
+        )
     if seeds is not None:
-        lines += [
-            f"The best masks of {seeds.seeds} seeds share {seeds.overlap:.2f} of what they skip, where chance gives "
-            f"{seeds.chance:.2f}.",
-            "",
-        ]
-    fits = seconds_of(study, FITS)
-    if fits:
-        lines += [f"Fitting what stands in for skips took {sum(fits.values()):.0f} seconds, {len(fits)} times.", ""]
+        notes.append(
+            f"The best masks of {seeds.seeds} seeds share {seeds.overlap:.2f} of what they skip; "
+            f"chance gives {seeds.chance:.2f}."
+        )
+    if fits := recorded_seconds(study, FITS):
+        notes.append(f"Fitting bridges took {sum(fits.values()):.0f} seconds, {len(fits)} times.")
     if len(trials) > 1:
-        lines += [f"Optuna, MLflow and Hydra took {overhead_seconds(trials):.2f} seconds a trial.", ""]
-    drifted = sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials)
-    if drifted:
-        lines += [f"The machine's pace moved: {drifted} prompts were measured again.", ""]
+        notes.append(f"Optuna, MLflow and Hydra took {overhead_seconds(trials):.2f} seconds per trial.")
+    if drifted := sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials):
+        notes.append(f"The machine's speed changed on {drifted} prompts, which were measured again.")
+    if finals is not None and finals.drifted:
+        unsteady = f"; it changed again on {finals.unsteady}" if finals.unsteady else ""
+        notes.append(
+            f"The machine's speed changed on {finals.drifted} held-out prompts, which were measured again{unsteady}."
+        )
     if finals is not None:
-        if finals.drifted:
-            still = f"; it still did on {finals.unsteady}" if finals.unsteady else ""
-            lines += [
-                f"The machine's pace moved on {finals.drifted} held-out prompts, which were measured again{still}.",
-                "",
-            ]
-        lines += [verdict(finals), "", *_finals_table(finals), "", *_winner(finals, search_seconds(study, finals)), ""]
+        notes.append(verdict(finals))
+    lines = [f"# Study {study.study_name}", "", *(line for note in notes for line in (note, ""))]
+    if finals is not None:
+        lines += [*_finals_table(finals), "", *_winner(finals, search_seconds(study, finals)), ""]
     lines += ["## Best trials (tune prompts)", "", *_trials_table(trials)]
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
     if changed:
@@ -86,21 +79,26 @@ def summary(
 
 
 def _measured(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """Whole trials; of a configuration that was known well enough, nothing was measured once more."""
+    """The trials that were measured to the end."""
     return [trial for trial in trials if trial.state == TrialState.COMPLETE and "measurement" in trial.user_attrs]
 
 
 def search_seconds(study: optuna.Study, finals: Finals) -> float:
-    """What the search took: foretelling before it, all that was fitted and written for it, here or before, its trials,
-    interrupted ones included, what Optuna and MLflow took between them, and measuring its finalists."""
-    spent = [trial.user_attrs for trial in study.get_trials(deepcopy=False)]
-    trials = sum(each.get("seconds", 0.0) + each.get(BETWEEN, 0.0) - each.get(KEPT_SECONDS, 0.0) for each in spent)
-    kept = sum(sum(seconds_of(study, kind).values()) for kind in (FITS, SHARED))
-    return float(study.user_attrs.get(FORESIGHT_SECONDS, 0.0) + kept + trials + finals.seconds)
+    """Return the seconds of the whole search.
+
+    They are those of predictions, of all fits and texts that the study used (also if an earlier study made them), of all
+    trials (interrupted ones included), of Optuna and MLflow between trials, and of the finals.
+    """
+    attributes = [trial.user_attrs for trial in study.get_trials(deepcopy=False)]
+    trials = sum(
+        each.get("seconds", 0.0) + each.get(OVERHEAD_SECONDS, 0.0) - each.get(KEPT_SECONDS, 0.0) for each in attributes
+    )
+    shared = sum(sum(recorded_seconds(study, kind).values()) for kind in (FITS, SHARED))
+    return float(study.user_attrs.get(PREPARATION_SECONDS, 0.0) + shared + trials + finals.seconds)
 
 
 def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
-    """Median time from one trial's start to the next one's that was not spent on foretelling or decoding."""
+    """Return the median time from the end of a trial to the start of the next."""
     ordered = sorted(trials, key=lambda trial: trial.number)
     starts = [(trial.datetime_start, trial.user_attrs.get("seconds", 0.0)) for trial in ordered]
     pairs = [(start, seconds, following) for (start, seconds), (following, _) in itertools.pairwise(starts)]
@@ -108,62 +106,69 @@ def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
     return max(0.0, statistics.median(gaps)) if gaps else 0.0
 
 
-def _reasons(idle: Sequence[FrozenTrial]) -> str:
-    """Why trials were not run, with how many each."""
-    said = [str(trial.user_attrs.get("reason", "")) for trial in idle]
-    hopeless, beyond = sum(reason.startswith(HOPELESS) for reason in said), said.count(OUT_OF_MEMORY)
-    found = {"hopeless": hopeless, "out of memory": beyond, "known already": len(said) - hopeless - beyond}
-    return f" ({', '.join(f'{count} {name}' for name, count in found.items() if count)})" if idle else ""
+def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
+    """The number of trials, of those that were stopped early, and of those that were not run, with the reasons."""
+    reasons = [str(trial.user_attrs.get("reason", "")) for trial in trials if "measurement" not in trial.user_attrs]
+    stopped = len(trials) - len(reasons) - len(_measured(trials))
+    pruned, memory = sum(reason.startswith(CANNOT_WIN) for reason in reasons), reasons.count(OUT_OF_MEMORY)
+    counts = {"cannot win": pruned, OUT_OF_MEMORY: memory, "measured before": len(reasons) - pruned - memory}
+    why = f" ({', '.join(f'{count} {name}' for name, count in counts.items() if count)})" if reasons else ""
+    return f"{len(trials)} trials: {stopped} stopped early, {len(reasons)} not run{why}."
 
 
 def _winner(finals: Finals, seconds: float) -> list[str]:
-    """What the winner is worth by kind of work, against what the search thought of it and what the search cost; where plain
-    decoding wins, what the fastest of the others is worth."""
+    """The speedup by category of the winner, or of the fastest finalist if plain decoding wins; the cost of the search."""
     cost = f"The search took {seconds:.0f} seconds"
     if finals.winner.config.kind == "none":
-        kept = [finalist for finalist in finals.finalists if finalist.keeps]
+        kept = [finalist for finalist in finals.finalists if finalist.keeps_output]
         if not kept:
             return [f"{cost}."]
-        return [f"The fastest finalist, {kept[0].config.label()}:", _worth(kept[0]), f"{cost}."]
-    found = finals.winner.held_out
-    saved = 1 / found["baseline_tokens_per_second"] - 1 / found["tokens_per_second"]
-    return [_worth(finals.winner), f"{cost}, which {seconds / saved:,.0f} generated tokens pay back."]
+        return [f"The fastest finalist, {kept[0].config.label()}:", _details(kept[0]), f"{cost}."]
+    held_out = finals.winner.held_out
+    saved = 1 / held_out["baseline_tokens_per_second"] - 1 / held_out["tokens_per_second"]
+    return [_details(finals.winner), f"{cost}. {seconds / saved:,.0f} generated tokens pay it back."]
 
 
-def _worth(finalist: Finalist) -> str:
-    """A finalist by kind of work, and against what the search thought of it."""
-    found = finalist.held_out
-    kinds = ", ".join(f"{name} {value:.2f}{_range(found, name)}" for name, value in found["speedup_by_category"].items())
-    before, now = finalist.search_speedup, found["speedup"]
-    return f"By kind of work: {kinds}.\nFrom the search to held-out prompts its speedup went from {before:.2f} to {now:.2f}."
+def _details(finalist: Finalist) -> str:
+    """A finalist's speedup by category, and its speedup in the search."""
+    held_out = finalist.held_out
+    categories = held_out["speedup_by_category"].items()
+    shown = ", ".join(f"{name} {value:.2f}{_interval(held_out, name)}" for name, value in categories)
+    return (
+        f"By kind of work: {shown}.\n"
+        f"Its speedup was {finalist.search_speedup:.2f} in the search and {held_out['speedup']:.2f} on held-out prompts."
+    )
 
 
-def _range(found: Mapping[str, Any], kind: str) -> str:
-    """A kind's interval, where it has prompts enough to know one."""
-    if found["prompts_by_category"][kind] < _LEAST_OF_A_KIND:
+def _interval(held_out: Mapping[str, Any], category: str) -> str:
+    """The interval of a category that has enough prompts for one."""
+    if held_out["prompts_by_category"][category] < _LEAST_OF_A_CATEGORY:
         return ""
-    low, high = found["interval_by_category"][kind]
+    low, high = held_out["interval_by_category"][category]
     return f" ({low:.2f} to {high:.2f})"
 
 
 def verdict(finals: Finals) -> str:
-    """One sentence: who won, by how much, and how sure that is."""
-    winner = finals.winner
+    """Return one sentence: the winner, its speedup and the interval, or the reason why plain decoding wins."""
+    winner, count = finals.winner, len(finals.finalists)
     if winner.config.kind == "none":
-        if finals.baseline["prompts"] < LEAST_RESAMPLED:
-            few = f"{finals.baseline['prompts']} held-out prompts"
-            return f"No drafting wins, as {few} cannot show that anything is faster: {LEAST_RESAMPLED} are the least."
-        fast = [one for one in finals.finalists if one.low > 1.0]
-        if fast:
-            why = "its output is not that of plain decoding" if fast[0].stayed else "it had left by then"
-            return f"No drafting wins: {fast[0].config.label()} is faster, but {why}."
-        sure = f"for all {len(finals.finalists)} finalists at once, " if len(finals.finalists) > 1 else ""
-        return f"No drafting wins: {sure}no held-out interval lies wholly above the speed of plain decoding."
+        prompts = finals.baseline["prompts"]
+        if prompts < LEAST_RESAMPLED:
+            return (
+                f"No drafting wins: {prompts} held-out prompts cannot show that anything is faster; "
+                f"{LEAST_RESAMPLED} are the least."
+            )
+        faster = [finalist for finalist in finals.finalists if finalist.low > 1.0]
+        if faster:
+            why = "its output differs from plain decoding" if faster[0].stayed else "it was dropped before the end"
+            return f"No drafting wins: {faster[0].config.label()} is faster, but {why}."
+        together = f"for all {count} finalists together, " if count > 1 else ""
+        return f"No drafting wins: {together}no held-out interval lies wholly above the speed of plain decoding."
     held_out = winner.held_out
+    together = f", lower end {winner.low:.2f} for all {count} finalists together" if count > 1 else ""
     return (
         f"{winner.config.label()} wins: {held_out['speedup']:.2f} x plain decoding on held-out prompts "
-        f"(95 % interval {held_out['speedup_low']:.2f} to {held_out['speedup_high']:.2f}, "
-        f"for all {len(finals.finalists)} finalists at once from {winner.low:.2f} on), "
+        f"(95 % interval {held_out['speedup_low']:.2f} to {held_out['speedup_high']:.2f}{together}), "
         f"output {_output(winner.config, held_out)}."
     )
 
@@ -176,12 +181,13 @@ _VERDICTS = {
 }
 
 
-def _output(config: SpeculativeConfig, found: Mapping[str, Any]) -> str:
-    """What became of the output, in words."""
-    return _VERDICTS[found["losslessness"]["verdict"]] if config.lossless else "LOSSY"
+def _output(config: SpeculativeConfig, measured: Mapping[str, Any]) -> str:
+    """How the output compares with that of plain decoding."""
+    return _VERDICTS[measured["losslessness"]["verdict"]] if config.lossless else "LOSSY"
 
 
 def _finals_table(finals: Finals) -> list[str]:
+    """Plain decoding and the finalists on held-out prompts."""
     rows = [("no drafting", 1.0, finals.baseline, _output(SpeculativeConfig(), finals.baseline))]
     rows += [(f.config.label(), f.search_speedup, f.held_out, _output(f.config, f.held_out)) for f in finals.finalists]
     lines = [
@@ -190,26 +196,23 @@ def _finals_table(finals: Finals) -> list[str]:
         "| configuration | speedup | 95 % interval | tokens/s | acceptance | tokens/round | in the search | output |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for label, before, found, output in rows:
+    for label, search_speedup, figures, output in rows:
         lines.append(
-            f"| {label} | {found['speedup']:.3f} | {found['speedup_low']:.3f} to {found['speedup_high']:.3f} "
-            f"| {found['tokens_per_second']:.1f} | {found['acceptance_rate']:.2f} | {found['tokens_per_round']:.2f} "
-            f"| {before:.3f} | {output} |"
+            f"| {label} | {figures['speedup']:.3f} | {figures['speedup_low']:.3f} to {figures['speedup_high']:.3f} "
+            f"| {figures['tokens_per_second']:.1f} | {figures['acceptance_rate']:.2f} | {figures['tokens_per_round']:.2f} "
+            f"| {search_speedup:.3f} | {output} |"
         )
     return lines
 
 
 def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
-    lines = [
-        "| trial | configuration | speedup | tokens/s | acceptance | tokens/round |",
-        "|---|---|---|---|---|---|",
-    ]
-    whole = _measured(trials)
-    kept = [t for t in whole if is_lossless(t.user_attrs["measurement"]) or not configuration(t).lossless]
+    """The fastest trials that were measured to the end and kept the output."""
+    lines = ["| trial | configuration | speedup | tokens/s | acceptance | tokens/round |", "|---|---|---|---|---|---|"]
+    kept = [t for t in _measured(trials) if is_lossless(t.user_attrs["measurement"]) or not configuration(t).lossless]
     for trial in sorted(kept, key=lambda t: -(t.value or 0.0))[:most]:
-        found = trial.user_attrs["measurement"]
+        figures = trial.user_attrs["measurement"]
         lines.append(
-            f"| {trial.number} | {configuration(trial).label()} | {trial.value:.3f} | {found['tokens_per_second']:.1f} "
-            f"| {found['acceptance_rate']:.2f} | {found['tokens_per_round']:.2f} |"
+            f"| {trial.number} | {configuration(trial).label()} | {trial.value:.3f} | {figures['tokens_per_second']:.1f} "
+            f"| {figures['acceptance_rate']:.2f} | {figures['tokens_per_round']:.2f} |"
         )
     return lines

@@ -33,7 +33,7 @@ class BridgeSpec:
 def bridge_specs(
     bridges: Sequence[str], ranks: Sequence[int], heads: Sequence[int], widths: Sequence[int] = ()
 ) -> list[BridgeSpec]:
-    """All specs that can be made of these kinds and sizes. The first has no bridges and the whole vocabulary."""
+    """Return all specs that can be made of these kinds and sizes. The first has no bridges and the whole vocabulary."""
     found = [
         BridgeSpec(bridge, rank, tokens, width)
         for bridge in bridges
@@ -48,17 +48,13 @@ class BridgeSource(Protocol):
     """Provides the folders of bridges and draft heads; :class:`searches.training.bridge_store.BridgeStore` implements it."""
 
     def bridge(self, mask: SkipMask, bridge_spec: BridgeSpec) -> str:
-        """The folder of a mask's bridges; empty if the spec has none or they would not improve the draft."""
-        ...
+        """Return the folder of a mask's bridges; empty if the spec has none or they would not improve the draft."""
 
     def head(self, size: int) -> str:
-        """The folder of a draft head of ``size`` tokens of the target; empty for the whole vocabulary."""
-        ...
+        """Return the folder of a draft head of ``size`` tokens of the target; empty for the whole vocabulary."""
 
-    def head_of(self, draft: str, size: int) -> str:
-        """The folder of a draft head of ``size`` tokens of a draft model; empty for its whole vocabulary."""
-        ...
+    def draft_model_head(self, draft: str, size: int) -> str:
+        """Return the folder of a draft head of ``size`` tokens of a draft model; empty for its whole vocabulary."""
 
     def bridge_spec(self, config: SpeculativeConfig) -> BridgeSpec:
-        """The spec of a configuration whose folders came from here."""
-        ...
+        """Return the spec of a configuration whose folders came from here."""

@@ -1,4 +1,4 @@
-"""How a trial chooses a cascade: a prompt lookup, and another drafter behind it."""
+"""How a trial chooses a cascade: a prompt lookup, and another drafter after it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from searches.space.prompt_lookup import lookup
 
 
 def make_cascade(choices: Choices, *members: SpeculativeConfig) -> SpeculativeConfig:
-    """A cascade with the costs that the choices know."""
+    """Return a cascade with the costs that the choices know."""
     costs = () if choices.draft_cost is None else choices.draft_cost(members)
     return SpeculativeConfig("cascade", members=members, verify_cost=choices.verify_cost, draft_cost=costs)
 
 
 def after_lookup(choices: Choices, seconds: Iterable[SpeculativeConfig]) -> list[SpeculativeConfig]:
-    """The first of some configurations, behind a lookup; an empty list if the study has no cascades."""
+    """Return the first of some configurations after a lookup; an empty list if the study has no cascades."""
     if "cascade" not in registry.arms(choices):
         return []
     (shortest,) = clip((2, choices.ngram))

@@ -16,15 +16,14 @@ Params = dict[str, int | float | str]
 DraftCost = Callable[[Sequence[SpeculativeConfig]], tuple[float, ...]]
 """The cost that each member of a cascade has for one drafted token, in steps of plain decoding; empty if unknown."""
 
+_RUNTIME = {"runtime": True}  # measured or made by the program, not configured
 _RANGES = (
     *("skip_length", "lookup_length", "ngram", "tree_length", "tree_tokens"),
     *("candidates", "lookahead_length", "window", "model_length"),
 )
 _KNOWN = {"stops": STOPS, "bridges": BRIDGES}
-_LISTS = (
-    *(*_KNOWN, "ranks", "widths", "draft_heads", "datastores"),
-    *("eagle_heads", "medusa_heads", "drafts", "cross_drafts", "masks"),
-)
+_FILLED = ("stops", "bridges", "ranks", "widths", "draft_heads")
+_LISTS = (*_FILLED, "datastores", "eagle_heads", "medusa_heads", "drafts", "cross_drafts", "masks")
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,9 @@ class Choices:
         verify_cost: the cost of verification in cascades; empty if it was not measured.
         draft_cost: the cost of drafting by members of cascades; None if it is not measured.
         bridge_store: the source of bridges and draft heads; without it there are none.
-
-    Raises:
-        InputError: a field is out of range.
     """
 
-    layers: int
+    layers: int = field(metadata=_RUNTIME)
     kinds: Sequence[str] | None = None
     protect_first: int = 2
     protect_last: int = 2
@@ -96,18 +92,14 @@ class Choices:
     masks: Sequence[str] = ()
     ranges: Mapping[str, Range] = field(default_factory=dict)
     allow_lossy: bool = False
-    trees: bool = True
-    verify_cost: tuple[float, ...] = ()
-    draft_cost: DraftCost | None = field(default=None, repr=False, compare=False)
-    bridge_store: BridgeSource | None = field(default=None, repr=False, compare=False)
-    _bits: tuple[int, ...] = field(init=False, repr=False)
+    trees: bool = field(default=True, metadata=_RUNTIME)
+    verify_cost: tuple[float, ...] = field(default=(), metadata=_RUNTIME)
+    draft_cost: DraftCost | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
+    bridge_store: BridgeSource | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
 
     def __post_init__(self) -> None:
         for name in _LISTS:
-            check_list(f"space.{name}", getattr(self, name), _KNOWN.get(name))
-        for name in ("stops", "bridges", "ranks", "widths", "draft_heads"):
-            if not getattr(self, name):
-                raise InputError(f"space.{name}: is empty")
+            check_list(f"space.{name}", getattr(self, name), _KNOWN.get(name), or_empty=name not in _FILLED)
         for name, least in (("ranks", 0), ("widths", 1), ("draft_heads", 0)):
             for value in getattr(self, name):
                 check_whole(f"space.{name}", value, least)
@@ -120,20 +112,19 @@ class Choices:
         check_flag("allow_lossy", self.allow_lossy)
         for name in ("siblings", "protect_first", "protect_last"):
             check_whole(f"space.{name}", getattr(self, name), 0)
-        object.__setattr__(self, "_bits", tuple(range(self.protect_first, self.layers - self.protect_last)))
         for mask in self.masks:
             try:
                 parsed = SkipMask.parse(str(mask), self.layers)
             except MaskError as error:
                 raise InputError(f"space.masks: {mask!r}: {error}") from None
-            outside = [i for i in range(self.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in self._bits]
+            outside = [i for i in range(self.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in self.skippable]
             if outside:
                 raise InputError(f"space.masks: {mask!r} skips layer {outside[0]}, which is protected")
 
     @property
     def skippable(self) -> tuple[int, ...]:
         """The layers that are not protected."""
-        return self._bits
+        return tuple(range(self.protect_first, self.layers - self.protect_last))
 
     @property
     def models(self) -> dict[str, Sequence[str]]:
@@ -146,13 +137,13 @@ class Choices:
         return {"eagle": self.eagle_heads, "medusa": self.medusa_heads}
 
     def range(self, name: str, default: Range) -> Range:
-        """The range of a parameter of a kind that was added: from ``ranges``, or else its default."""
+        """Return the range of a parameter of a kind that was added: from ``ranges``, or else its default."""
         low, high = self.ranges.get(name, default)
         return low, high
 
 
 def clip(*wanted: tuple[int, Range]) -> list[int]:
-    """Each value, or the nearest end of its range."""
+    """Return each value, or the nearest end of its range."""
     return [min(max(value, low), high) for value, (low, high) in wanted]
 
 

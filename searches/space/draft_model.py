@@ -11,7 +11,7 @@ import optuna
 from layerskip import SpeculativeConfig
 from searches.space.choices import Choices, Params, clip
 from searches.space.registry import SearchedKind, register
-from searches.space.stop_rules import stop_params, suggest_stop
+from searches.space.shared_parameters import stop_params, suggest_stop
 
 _PREFIXES = {"draft_model": "", "cross_tokenizer": "cross_"}
 
@@ -26,7 +26,7 @@ def _suggest(kind: str, choices: Choices, trial: optuna.trial.BaseTrial) -> Spec
         return found
     tokens = int(trial.suggest_categorical(f"{prefix}model_draft_head", tuple(choices.draft_heads)))
     store = choices.bridge_store
-    return replace(found, draft_head=store.head(tokens) if kind == "draft_model" else store.head_of(draft, tokens))
+    return replace(found, draft_head=store.head(tokens) if kind == "draft_model" else store.draft_model_head(draft, tokens))
 
 
 def _params(kind: str, choices: Choices, config: SpeculativeConfig) -> Params:
@@ -50,10 +50,6 @@ def _available(kind: str, choices: Choices) -> bool:
 for _kind in _PREFIXES:
     register(
         SearchedKind(
-            _kind,
-            partial(_suggest, _kind),
-            partial(_params, _kind),
-            partial(_starts, _kind),
-            partial(_available, _kind),
+            _kind, partial(_suggest, _kind), partial(_params, _kind), partial(_starts, _kind), partial(_available, _kind)
         )
     )

@@ -8,20 +8,17 @@ import optuna
 
 from layerskip import SpeculativeConfig, StopRule
 from searches.space.choices import Choices, Params, clip
-from searches.space.head_trees import head_tree_params, suggest_head_tree, widest
 from searches.space.registry import SearchedKind, register
-from searches.space.stop_rules import stop_params, suggest_stop
+from searches.space.shared_parameters import head_tree_params, stop_params, suggest_head_tree, suggest_stop, widest
 
 
 def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-    """A trial's drafts; chains where the target cannot verify trees."""
+    """Return a trial's drafts; chains where the target cannot verify trees."""
     head = str(trial.suggest_categorical("eagle_head", tuple(choices.eagle_heads)))
     length = trial.suggest_int("eagle_length", *choices.model_length)
     chain = SpeculativeConfig("eagle", length, head=head, candidates=1)
-    if not choices.trees:
-        return replace(chain, stop=suggest_stop(trial, "eagle", choices.stops))
-    width = trial.suggest_int("eagle_candidates", *widest(choices))
-    if not trial.suggest_int("eagle_tree", 0, 1):
+    width = trial.suggest_int("eagle_candidates", *widest(choices)) if choices.trees else 1
+    if width == 1 or not trial.suggest_int("eagle_tree", 0, 1):
         return replace(chain, stop=suggest_stop(trial, "eagle", choices.stops))
     return suggest_head_tree(choices, trial, replace(chain, candidates=width))
 
@@ -41,7 +38,7 @@ def _starts(choices: Choices) -> list[SpeculativeConfig]:
         for head in choices.eagle_heads
         if choices.trees
     ]
-    # Tokens behind one that the head was unsure of are seldom accepted.
+    # Tokens after one that the head was unsure of are seldom accepted.
     stop = StopRule("threshold", 0.5) if "threshold" in choices.stops else StopRule(choices.stops[0])
     (length,) = clip((5, choices.model_length))
     chains = [SpeculativeConfig("eagle", length, candidates=1, head=head, stop=stop) for head in choices.eagle_heads]

@@ -16,11 +16,11 @@ from searches.app.checks import InputError
 from searches.space.bridge_spec import RANKED, BridgeSpec
 from searches.space.choices import LEAST_PROBABILITY, Choices, Params, clip
 from searches.space.registry import SearchedKind, register
-from searches.space.stop_rules import stop_params, suggest_stop
+from searches.space.shared_parameters import stop_params, suggest_stop
 
 
 def suggest_skip(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-    """A trial's self-draft; fits its bridges now unless they exist."""
+    """Return a trial's self-draft. Its bridges are fitted now unless they exist."""
     attention = {i for i in choices.skippable if trial.suggest_int(f"attention_{i}", 0, 1)}
     mlp = {i for i in choices.skippable if trial.suggest_int(f"mlp_{i}", 0, 1)}
     mask = SkipMask.of(choices.layers, attention, mlp)
@@ -37,19 +37,12 @@ def suggest_skip(choices: Choices, trial: optuna.trial.BaseTrial) -> Speculative
     rank = int(trial.suggest_categorical("bridge_rank", tuple(choices.ranks))) if bridge in RANKED else 0
     width = int(trial.suggest_categorical("bridge_width", tuple(choices.widths))) if bridge == "mlp" else 0
     tokens = int(trial.suggest_categorical("draft_head", tuple(choices.draft_heads)))
-    return with_bridges(choices, skip, BridgeSpec(bridge, rank, tokens, width))
-
-
-def with_bridges(choices: Choices, config: SpeculativeConfig, bridge_spec: BridgeSpec) -> SpeculativeConfig:
-    """A configuration with the bridges and the draft head of a spec."""
-    assert choices.bridge_store is not None
-    mask = SkipMask.parse(config.mask, choices.layers)
     store = choices.bridge_store
-    return replace(config, bridge=store.bridge(mask, bridge_spec), draft_head=store.head(bridge_spec.tokens))
+    return replace(skip, bridge=store.bridge(mask, BridgeSpec(bridge, rank, tokens, width)), draft_head=store.head(tokens))
 
 
 def skip_params(choices: Choices, config: SpeculativeConfig) -> Params:
-    """The choices that lead to a self-draft."""
+    """Return the choices that lead to a self-draft."""
     mask = SkipMask.parse(config.mask, choices.layers)
     found: Params = {f"attention_{i}": int(mask.attention[i]) for i in choices.skippable}
     found |= {f"mlp_{i}": int(mask.mlp[i]) for i in choices.skippable}
@@ -69,14 +62,14 @@ def skip_params(choices: Choices, config: SpeculativeConfig) -> Params:
 
 
 def skip_starts(choices: Choices, masks: Iterable[str]) -> list[SpeculativeConfig]:
-    """Self-drafts of some masks, with a draft length and a stop rule that suit most models."""
+    """Return self-drafts of some masks, with a draft length and a stop rule that suit most models."""
     stop = StopRule("adaptive", 0.6) if "adaptive" in choices.stops else StopRule(choices.stops[0])
     (length,) = clip((4, choices.skip_length))
     return [SpeculativeConfig("layer_skip", length, mask=mask, stop=stop) for mask in masks]
 
 
 def structured_masks(choices: Choices) -> Iterable[str]:
-    """Early single skips, early contiguous runs, and every third or fourth sub-layer."""
+    """Yield early single skips, early contiguous runs, and masks of every third or fourth sub-layer."""
     bits, count = choices.skippable, len(choices.skippable)
     early = bits[count // 6]
     yield f"attention:{early}"

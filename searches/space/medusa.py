@@ -6,8 +6,8 @@ import optuna
 
 from layerskip import SpeculativeConfig
 from searches.space.choices import Choices, Params, clip
-from searches.space.head_trees import head_tree_params, suggest_head_tree, widest
 from searches.space.registry import SearchedKind, register
+from searches.space.shared_parameters import head_tree_params, suggest_head_tree, widest
 
 
 def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:

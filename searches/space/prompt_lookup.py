@@ -6,8 +6,8 @@ import optuna
 
 from layerskip import SpeculativeConfig
 from searches.space.choices import Choices, Params, clip
-from searches.space.ngrams import ngram_params, suggest_ngram
 from searches.space.registry import SearchedKind, register
+from searches.space.shared_parameters import ngram_params, suggest_ngram
 
 
 def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
@@ -26,13 +26,13 @@ def params(choices: Choices, config: SpeculativeConfig) -> Params:
 
 
 def lookup(choices: Choices, length: int, longest: int) -> SpeculativeConfig:
-    """A lookup of this draft length and longest n-gram, or the nearest ones in their ranges."""
+    """Return a lookup of this draft length and longest n-gram, or the nearest ones in their ranges."""
     length, longest = clip((length, choices.lookup_length), (longest, choices.ngram))
     return SpeculativeConfig("prompt_lookup", length, ngram_min=choices.ngram[0], ngram_max=longest)
 
 
 def every_lookup(choices: Choices) -> list[SpeculativeConfig]:
-    """Every prompt lookup that the choices allow."""
+    """Return every prompt lookup that the choices allow."""
     first, last = choices.ngram
     sizes = [(low, high) for high in range(first, last + 1) for low in range(first, high + 1)]
     lengths = range(choices.lookup_length[0], choices.lookup_length[1] + 1)

@@ -35,7 +35,7 @@ class SearchedKind:
         params: the choices that lead to a configuration; the reverse of ``suggest``.
         starts: configurations to try first, the most promising ones first.
         available: whether the choices have what this kind needs, such as a trained head.
-        after_lookup: whether a cascade may put it behind a prompt lookup.
+        after_lookup: whether a cascade may put it after a prompt lookup.
     """
 
     kind: str
@@ -62,8 +62,7 @@ def load_kinds() -> None:
 
 
 def all_kinds() -> tuple[str, ...]:
-    """The names of all kinds that studies can search."""
-    load_kinds()
+    """Return the names of all kinds that studies can search."""
     return (*(kind for kind in _FIRST if kind in _KINDS), *sorted(_KINDS.keys() - set(_FIRST)))
 
 
@@ -73,7 +72,7 @@ def searched(kind: str) -> SearchedKind:
 
 
 def arms(choices: Choices) -> tuple[str, ...]:
-    """The kinds that a trial chooses from."""
+    """Return the kinds that a trial chooses from."""
     chosen = {"none", *(all_kinds() if choices.kinds is None else choices.kinds)}
     if not choices.trees:
         chosen = {kind for kind in chosen if not kinds()[kind].trees_only}
@@ -83,5 +82,5 @@ def arms(choices: Choices) -> tuple[str, ...]:
 
 
 def seconds(choices: Choices) -> tuple[str, ...]:
-    """The kinds that a cascade may put behind a prompt lookup."""
+    """Return the kinds that a cascade may put after a prompt lookup."""
     return tuple(kind for kind in arms(choices) if searched(kind).after_lookup)

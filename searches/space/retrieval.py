@@ -8,8 +8,8 @@ import optuna
 
 from layerskip import SpeculativeConfig
 from searches.space.choices import LEAST_PROBABILITY, Choices, Params, clip
-from searches.space.ngrams import ngram_params, suggest_ngram
 from searches.space.registry import SearchedKind, register
+from searches.space.shared_parameters import ngram_params, suggest_ngram
 
 
 def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:

@@ -12,7 +12,6 @@ import optuna
 from layerskip import AcceptRule, SpeculativeConfig
 from searches.app.checks import InputError, check_list
 from searches.space import registry
-from searches.space.cascade import make_cascade
 from searches.space.choices import Choices, Params
 from searches.space.prompt_lookup import every_lookup
 
@@ -45,7 +44,7 @@ class SearchSpace(Choices):
 
     @property
     def seconds(self) -> tuple[str, ...]:
-        """The kinds that may stand behind the lookup of a cascade."""
+        """The kinds that may follow the lookup of a cascade."""
         return registry.seconds(self)
 
     @property
@@ -54,12 +53,8 @@ class SearchSpace(Choices):
         reduced = any(self.draft_heads) and not {"layer_skip", *self.models}.isdisjoint(self.arms)
         return reduced or ("layer_skip" in self.arms and set(self.bridges) != {"none"})
 
-    def cascade(self, *members: SpeculativeConfig) -> SpeculativeConfig:
-        """A cascade with the costs that are known."""
-        return make_cascade(self, *members)
-
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-        """The configuration that a trial proposes."""
+        """Return the configuration that a trial proposes."""
         config = registry.searched(str(trial.suggest_categorical("kind", self.arms))).suggest(self, trial)
         if not self.allow_lossy or config.kind == "none":
             return config
@@ -69,7 +64,7 @@ class SearchSpace(Choices):
         return replace(config, accept=AcceptRule(rule))
 
     def params(self, config: SpeculativeConfig) -> Params:
-        """The choices that lead to a configuration; the reverse of :meth:`suggest`."""
+        """Return the choices that lead to a configuration; the reverse of :meth:`suggest`."""
         found = dict(registry.searched(config.kind).params(self, config))
         if self.allow_lossy and config.kind != "none":
             found["accept"] = config.accept.kind
@@ -78,5 +73,8 @@ class SearchSpace(Choices):
         return found | {"kind": config.kind}
 
     def lookups(self) -> list[SpeculativeConfig]:
-        """Every prompt lookup of the space; an empty list if it has none."""
+        """Return every prompt lookup of the space; an empty list if it has none."""
         return every_lookup(self) if "prompt_lookup" in self.arms else []
+
+
+registry.load_kinds()

@@ -1,6 +1,6 @@
-"""What is a configuration measured on? The seam between a search and the machine that decodes.
+"""The interface between a search and the decoder that it measures.
 
-A search sees samples, paired prompt by prompt with plain decoding; where they come from is the bench's own business.
+A search sees samples, paired prompt by prompt with plain decoding. They come from a model, or from a simulated decoder.
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ class Bench(Protocol):
 
     @property
     def layers(self) -> int:
-        """How many decoder layers there are to skip."""
-        ...
+        """Number of decoder layers of the target."""
 
     @property
     def exact(self) -> bool:
-        """Whether outputs have to be equal token for token, as in float32."""
-        ...
+        """Whether outputs must equal plain decoding's token for token, as in float32."""
 
     @property
     def conditions(self) -> Any:
-        """What decides the samples beside configurations, prompts and seed, as plain values."""
-        ...
+        """Everything that samples depend on, except configurations, prompts and seed, as plain values."""
 
     def compare(
         self,
@@ -56,25 +53,17 @@ class Bench(Protocol):
             configs: by name; none of them is called ``baseline``.
             prompts: at least one.
             repeats: how often every prompt is decoded.
-            seed: of orders and draws.
-            without: configurations that are measured no more; it may grow from prompt to prompt.
-            before: prompts that whoever learns from one for the next decodes first, unmeasured.
+            without: configurations that are no longer measured; it may grow from prompt to prompt.
+            before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
 
         Yields:
-            After every prompt one sample per name, ``baseline`` among them.
+            After each prompt one sample per name, ``baseline`` included.
         """
-        ...
 
 
 @dataclass(frozen=True)
 class ModelBench:
-    """The real decoder on a real model.
-
-    Args:
-        target: the model.
-        sampling: how tokens are chosen.
-        max_new_tokens: per prompt and turn.
-    """
+    """Measures on a real model; ``max_new_tokens`` is per prompt and turn."""
 
     target: Target
     sampling: Sampling
@@ -82,19 +71,19 @@ class ModelBench:
 
     @property
     def layers(self) -> int:
-        """The target's."""
+        """Number of decoder layers of the target."""
         return self.target.layers
 
     @property
     def exact(self) -> bool:
-        """In float32."""
+        """Whether the target computes in float32."""
         return self.target.dtype == "float32"
 
     @property
     def conditions(self) -> Any:
-        """The target, how it is decoded, the machine and this program."""
-        how = self.sampling.to_dict(), self.max_new_tokens
-        return [self.target.digest, *how, machine(self.target), digest(program_sources())]
+        """The target, the sampling, the machine and the source code of this program."""
+        decoding = self.sampling.to_dict(), self.max_new_tokens
+        return [self.target.digest, *decoding, machine(self.target), digest(program_sources())]
 
     def compare(
         self,
@@ -105,50 +94,49 @@ class ModelBench:
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Decode with each, in an order drawn anew for every prompt; raises as :func:`build_drafter`."""
+        """Decode with each configuration, in a random order for each prompt; raises like :func:`build_drafter`."""
         entries = {BASELINE: SpeculativeConfig(), **configs}
         contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
         task = Task(self.sampling, self.max_new_tokens, seed)
         return interleave(self.target, prompts, contenders, task, repeats, without, before)
 
 
-def go_on(
+def resumed_rows(
     bench: Bench,
     configs: Mapping[str, SpeculativeConfig],
     prompts: PromptSet,
     seed: int,
-    kept: ResultLog,
-    about: str,
+    log: ResultLog,
+    prefix: str,
     without: Collection[str] = (),
 ) -> Iterator[Row]:
-    """Rows of prompts, in order; only what is not kept is measured, and whoever learns has learnt from the others by then.
+    """Yield one row per prompt, in order; only rows that are not in the log are measured.
+
+    Drafters that learn from prompt to prompt decode the logged prompts first, unmeasured.
 
     Args:
-        bench: what they are measured on.
-        configs: by name, as of :meth:`Bench.compare`.
+        configs: by name, as for :meth:`Bench.compare`.
         prompts: each is decoded once.
-        seed: of orders and draws.
-        kept: rows of a run that was interrupted; takes those that are measured now.
-        about: what tells these rows from other ones of the same prompts that are kept.
-        without: configurations that are measured no more; it may grow from prompt to prompt.
+        log: rows of an interrupted run; takes the new ones.
+        prefix: distinguishes these rows in the log from others of the same prompts.
     """
     known, missing = (
-        PromptSet(tuple(item for item in prompts if (f"{about} {item.id}" in kept) is there)) for there in (True, False)
+        PromptSet(tuple(item for item in prompts if (f"{prefix} {item.id}" in log) is logged)) for logged in (True, False)
     )
     measured: Iterator[Row] = bench.compare(configs, missing, 1, seed, without, known) if len(missing) else iter(())
     for item in prompts:
-        yield kept_row(measured, kept, f"{about} {item.id}")
+        yield logged_row(measured, log, f"{prefix} {item.id}")
 
 
-def kept_row(measured: Iterator[Row], kept: ResultLog, name: str) -> Row:
-    """The row of a name; unless it is kept, it is the next one that is measured."""
-    if name not in kept:
+def logged_row(measured: Iterator[Row], log: ResultLog, name: str) -> Row:
+    """Return the row of a name from the log; if it is missing, take the next measured row and log it."""
+    if name not in log:
         start = monotonic()
-        samples = {who: sample.to_dict() for who, sample in next(measured).items()}
-        kept.add(name, {"samples": samples, "seconds": monotonic() - start})
-    return {who: Sample.from_dict(fields) for who, fields in kept[name]["samples"].items()}
+        samples = {contender: sample.to_dict() for contender, sample in next(measured).items()}
+        log.add(name, {"samples": samples, "seconds": monotonic() - start})
+    return {contender: Sample.from_dict(fields) for contender, fields in log[name]["samples"].items()}
 
 
-def seconds_of(kept: ResultLog) -> float:
-    """What the rows took that are kept, checking their outputs included."""
-    return sum(float(kept[name]["seconds"]) for name in kept)
+def logged_seconds(log: ResultLog) -> float:
+    """Return the seconds that measuring the rows of a log took, including the check of their outputs."""
+    return sum(float(log[name]["seconds"]) for name in log)

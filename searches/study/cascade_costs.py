@@ -1,4 +1,4 @@
-"""What do drafts and their verification cost here? Measured once for a study or a benchmark, and told to its cascades."""
+"""The costs that cascades choose by: verification and drafting, measured once for a study or a benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layerskip import Sampling, SpeculativeConfig, Target
 from layerskip.costs.cost_model import in_steps
 from layerskip.costs.draft_timing import draft_costs
 from layerskip.costs.verify_timing import time_verification
-from layerskip.device.memory import out_of_memory, release
+from searches.app.memory import within_memory
 from searches.space.choices import DraftCost
 
 _VERIFY_COST = "verify_cost"
@@ -21,62 +21,54 @@ Configs = Sequence[SpeculativeConfig]
 
 
 @dataclass(frozen=True)
-class Timer:
-    """Measures costs, in steps of plain decoding.
-
-    Args:
-        target: the model.
-        sampling: how tokens are chosen.
-        context: tokens before those that are drafted.
-        seed: of orders and draws.
-    """
+class CostTimer:
+    """Measures costs, in steps of plain decoding, after ``context`` tokens."""
 
     target: Target
     sampling: Sampling
     context: int
     seed: int
 
-    def verifying(self) -> tuple[float, ...]:
-        """What verifying 1, 2, ... drafted tokens takes."""
+    def verify_costs(self) -> tuple[float, ...]:
+        """Return the costs of verifying 1, 2, ... drafted tokens."""
         return in_steps(time_verification(self.target, self.context, sampling=self.sampling, seed=self.seed))
 
-    def drafting(self, members: Configs, known: dict[str, float]) -> tuple[float, ...]:
-        """What each member of a cascade takes for a drafted token; what is measured is added to ``known``."""
+    def draft_costs(self, members: Configs, known: dict[str, float]) -> tuple[float, ...]:
+        """Return the cost of one drafted token for each member of a cascade; new measurements are added to ``known``."""
         return draft_costs(self.target, members, self.context, self.sampling, self.seed, known)
 
 
 def verify_cost(study: optuna.Study, measure: Callable[[], Sequence[float]]) -> tuple[float, ...]:
-    """What the study's cascades know of the cost of verification: what was measured first, as other numbers would make other
-    configurations. Those of a version of this program that told them nothing go on knowing nothing."""
+    """Return the verification costs that a study's cascades use.
+
+    They are measured once and stored with the study, since other numbers would make other configurations. A study of an
+    earlier version with cascades without costs continues without them.
+    """
     if _VERIFY_COST not in study.user_attrs:
         study.set_user_attr(_VERIFY_COST, [] if _has_cascades(study) else list(measure()))
     return tuple(study.user_attrs[_VERIFY_COST])
 
 
 def draft_cost(study: optuna.Study, measure: Callable[[Configs, dict[str, float]], tuple[float, ...]]) -> DraftCost:
-    """The same of what their members take to draft, measured as one is first asked for."""
+    """Return a function from a cascade's members to their drafting costs, which are measured on first use and stored."""
     if _DRAFT_COST not in study.user_attrs:
         study.set_user_attr(_DRAFT_COST, None if _has_cascades(study) else {})
 
-    def told(members: Configs) -> tuple[float, ...]:
+    def costs_of(members: Configs) -> tuple[float, ...]:
         known = study.user_attrs[_DRAFT_COST]
         if known is None:
             return ()
         before = len(known)
-        try:
-            found = measure(members, known)
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            release()
-            return ()  # whoever decodes so will find out
+        costs = within_memory(lambda: measure(members, known))
+        if costs is None:
+            return ()  # the trial that decodes this cascade will report it
         if len(known) > before:
             study.set_user_attr(_DRAFT_COST, known)
-        return found
+        return costs
 
-    return told
+    return costs_of
 
 
 def _has_cascades(study: optuna.Study) -> bool:
-    known = (trial.user_attrs.get("config", {}) for trial in study.get_trials(deepcopy=False))
-    return any(config.get("kind") == "cascade" for config in known)
+    configs = (trial.user_attrs.get("config", {}) for trial in study.get_trials(deepcopy=False))
+    return any(config.get("kind") == "cascade" for config in configs)

@@ -1,9 +1,11 @@
-"""Has the machine's pace moved? Plain decoding, which is measured beside everything else, and all beside it tell together.
+"""Detection of drift: windows in which the machine was slower or faster than usual.
 
-A window in which the machine was slower slows everybody down, a stall only whom it hits. Were plain decoding's stalls alone
-measured again, its time would lose what the others' keep, and every speedup with it: so a row of samples is judged by the
-mean of all that are in it, and replaced as a whole. A window as long as a trial shows in none of its rows, which are slow
-alike: it is told by what plain decoding did on the same prompts in the trials before.
+Plain decoding is measured with every candidate, and all samples of a prompt form a row. A slow window slows down the whole
+row; a stall slows down one sample. If stalls of plain decoding alone were measured again, its time would drop while
+candidates kept their stalls, and every speedup would be biased. A row is therefore judged by the mean over all its samples,
+and replaced as a whole.
+
+A window as long as a trial slows down all its rows alike. It shows in plain decoding on the same prompts in earlier trials.
 """
 
 from __future__ import annotations
@@ -18,68 +20,67 @@ from scipy.stats import theilslopes
 from layerskip.measure.measurement import Sample
 from searches.study.bench import BASELINE
 
-_RECENT = 3  # trials: a machine that stays slower is the usual one after two
+_RECENT = 3  # trials; a machine that stays slower is the usual one after two
 _FEWEST = 3  # rows of a window, of which one may have stalled
 
 
-def moved(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[bool]:
-    """Whether those who decoded a prompt were all in all off their usual pace.
+def drifted_rows(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[bool]:
+    """Return for each row whether the machine had drifted while it was measured.
 
     Args:
-        rows: samples by name, each row of one prompt.
-        drift: by what share, in the geometric mean over a row, seconds per round may be off what the other rows lead to
-            expect.
+        rows: samples by name; each row is of one prompt.
+        drift: tolerated share by which seconds per round may differ from what the other rows predict, in the geometric mean
+            over the row.
     """
-    found: list[list[float]] = [[] for _ in rows]
+    offsets: list[list[float]] = [[] for _ in rows]
     for name in dict.fromkeys(name for row in rows for name in row):
         places = [place for place, row in enumerate(rows) if name in row and row[name].stats.rounds]
-        for place, off in zip(places, _offsets([rows[place][name] for place in places]), strict=True):
-            found[place].append(off)
-    return [bool(offs) and abs(statistics.fmean(offs)) > math.log1p(drift) for offs in found]
+        for place, offset in zip(places, _offsets([rows[place][name] for place in places]), strict=True):
+            offsets[place].append(offset)
+    return [bool(row) and abs(statistics.fmean(row)) > math.log1p(drift) for row in offsets]
 
 
-def moved_since(trials: Sequence[FrozenTrial], rows: Sequence[Mapping[str, Sample]], drift: float) -> bool:
-    """Whether plain decoding was off its pace in the latest trials, in the median over rows, by more than ``drift``.
+def drifted_since(trials: Sequence[FrozenTrial], rows: Sequence[Mapping[str, Sample]], drift: float) -> bool:
+    """Return whether the machine has drifted since the latest trials.
 
     Args:
-        trials: before this one, in order.
-        rows: samples of this trial, each row of one prompt.
+        trials: earlier trials, in order.
+        rows: samples of this trial; each row is of one prompt.
+        drift: tolerated share by which plain decoding's tokens/s may differ from those trials, in the median over rows.
     """
-    before: dict[str, list[float]] = {}
+    earlier: dict[str, list[float]] = {}
     for trial in [trial for trial in trials if "table" in trial.user_attrs][-_RECENT:]:
         table = trial.user_attrs["table"]
         for prompt, rate in zip(table["prompt_id"], table["baseline_tokens_per_second"], strict=True):
             if rate:
-                before.setdefault(prompt, []).append(rate)
-    plain = [row[BASELINE] for row in rows]
-    offs = [
-        math.log(one.tokens_per_second / statistics.median(before[one.prompt_id]))
-        for one in plain
-        if one.prompt_id in before and one.tokens_per_second
+                earlier.setdefault(prompt, []).append(rate)
+    offsets = [
+        math.log(plain.tokens_per_second / statistics.median(earlier[plain.prompt_id]))
+        for plain in (row[BASELINE] for row in rows)
+        if plain.prompt_id in earlier and plain.tokens_per_second
     ]
-    return len(offs) >= _FEWEST and abs(statistics.median(offs)) > math.log1p(drift)
+    return len(offsets) >= _FEWEST and abs(statistics.median(offsets)) > math.log1p(drift)
 
 
 def _offsets(samples: Sequence[Sample]) -> list[float]:
-    """How far, on a log scale, each sample's seconds per round are off what is usual, drafting left out: a cascade may draft
-    dearly on one prompt and for nothing on the next.
+    """Return the log ratio of each sample's seconds per round to the expected ones.
 
-    A round is slower behind a long prompt, and how long one is shows in its prefill; and it is slower where it verifies
-    more tokens, of which a lookup finds many on one prompt and hardly any on the next.
+    Drafting is left out: a cascade may draft at a high cost on one prompt and for nothing on the next. A round is slower
+    after a long prompt, whose length shows in the prefill. It is also slower if it verifies more tokens; a lookup finds many
+    on one prompt and few on another.
     """
-    paces = [(sample.decode_seconds - sample.draft_seconds) / len(sample.stats.rounds) for sample in samples]
-    lengths = [sample.prefill_seconds for sample in samples]
+    seconds = [(sample.decode_seconds - sample.draft_seconds) / len(sample.stats.rounds) for sample in samples]
+    prefill = [sample.prefill_seconds for sample in samples]
     verified = [statistics.fmean(round_.drafted for round_ in sample.stats.rounds) for sample in samples]
-    expected = _line(lengths, paces)
-    left = [pace - usual for pace, usual in zip(paces, expected, strict=True)]
-    expected = [usual + dearer for usual, dearer in zip(expected, _line(verified, left), strict=True)]
-    return [math.log(pace / usual) if pace > 0 and usual > 0 else 0.0 for pace, usual in zip(paces, expected, strict=True)]
+    expected = _fit(prefill, seconds)
+    rest = [own - usual for own, usual in zip(seconds, expected, strict=True)]
+    expected = [usual + extra for usual, extra in zip(expected, _fit(verified, rest), strict=True)]
+    return [math.log(own / usual) if own > 0 and usual > 0 else 0.0 for own, usual in zip(seconds, expected, strict=True)]
 
 
-def _line(causes: Sequence[float], effects: Sequence[float]) -> list[float]:
-    """What each cause leads to expect: on a line that few outliers do not move (Theil, Sen), or, where all are alike, the
-    median."""
-    if len(set(causes)) > 1:
-        slope, level, *_ = theilslopes(effects, causes)
-        return [float(level + slope * cause) for cause in causes]
-    return [statistics.median(effects)] * len(effects) if effects else []
+def _fit(xs: Sequence[float], ys: Sequence[float]) -> list[float]:
+    """Return the fitted ``ys`` of a Theil-Sen line, which few outliers do not move; their median if all ``xs`` are equal."""
+    if len(set(xs)) > 1:
+        slope, intercept, *_ = theilslopes(ys, xs)
+        return [float(intercept + slope * x) for x in xs]
+    return [statistics.median(ys)] * len(ys) if ys else []

@@ -1,12 +1,16 @@
-"""Which configuration wins? The best few of a search, beside plain decoding, on prompts that the search never saw.
+"""The finals: the best configurations of a search against plain decoding, on prompts that the search never saw.
 
-All are measured interleaved, prompt by prompt, and who learns from one learns for the next; prompts on which the machine's
-pace had moved are measured once more before the verdict. After every few prompts a configuration leaves whose paired
-interval lies wholly below the leader's pace; it ends when every prompt was decoded and one is left, or none that plain
-decoding does not surely beat, or the budget of repeats is spent. Those that cannot be told from the fastest by then, and
-seem hardly slower, tie with it, and the simplest of them wins: no model before a model, fewer skips, a shorter draft. A
-configuration beats plain decoding when the whole interval of its held-out speedup lies above 1, at a confidence that leaves
-95 % for all finalists together (Bonferroni); if none does, plain decoding wins.
+All finalists are measured interleaved, prompt by prompt. Drafters that learn keep what they have learnt. Rows with drift are
+measured once more before the verdict.
+
+A finalist is dropped when its paired interval lies wholly below the leader's speed; this is tested after every few prompts.
+Measuring ends when all prompts were decoded and one finalist is left, when all that are left are significantly slower than
+plain decoding, or when the repeats are used up.
+
+Finalists tie with the fastest if they cannot be distinguished from it and seem about as fast. The simplest of them wins: no
+model before a model, fewer skips, shorter drafts. A configuration beats plain decoding if the whole interval of its held-out
+speedup lies above 1, at a confidence that gives 95 % for all finalists together (Bonferroni). If none does, plain decoding
+wins.
 """
 
 from __future__ import annotations
@@ -19,21 +23,21 @@ from typing import Any
 import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
-from layerskip.attachments import digests
+from layerskip.attachments import attachment_digests
 from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, LEAST_RESAMPLED
 from searches.app.resume_log import ResultLog
-from searches.study.bench import BASELINE, Bench, Row, go_on, kept_row, seconds_of
-from searches.study.drift import moved
+from searches.study.bench import BASELINE, Bench, Row, logged_row, logged_seconds, resumed_rows
+from searches.study.drift import drifted_rows
 from searches.study.leaderboard import LeaderboardEntry, contenders, is_lossless
 from searches.study.objective import MeasureSettings
 
 _HELD_OUT_SEED = 1_000_003
-_KEPT = "finals-{}.jsonl"
-_BLOCK = 6  # prompts between two looks at who is behind
-_LOOKS = 1.25  # so many times the prompts of the last look are decoded before the next one
-_LEAVING = 0.999  # confidence at which a configuration leaves; well above the verdict's, as it is looked at again and again
-_LEVEL = 0.01  # few prompts cannot tell a tenth either, which simplicity is not worth
+_LOG = "finals-{}.jsonl"
+_BLOCK = 6  # prompts between two tests for slower finalists
+_GROWTH = 1.25  # rows at the next test, as a multiple of those at the last one
+_DROP_CONFIDENCE = 0.999  # well above the verdict's, as the test is repeated
+_TIE = 0.01  # share of speed that simplicity may cost; with few prompts, intervals alone would allow a tenth
 _SIMPLEST = (
     *("none", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip"),
     *("medusa", "eagle", "draft_model", "cross_tokenizer"),
@@ -42,14 +46,13 @@ _SIMPLEST = (
 
 @dataclass(frozen=True)
 class Finalist:
-    """A configuration, what the search thought of it, and what held-out prompts say.
+    """A configuration and its results on held-out prompts.
 
     Args:
-        config: the configuration.
-        search_speedup: pooled over its trials.
-        held_out: as :meth:`layerskip.Measurement.to_dict` gives it.
-        low: the lower end of its interval, where all finalists' intervals together hold with 95 %.
-        ties: whether it cannot be told from the fastest, and seems about as fast.
+        search_speedup: its speedup in the search, pooled over its trials.
+        held_out: its figures, as :meth:`layerskip.Measurement.to_dict` returns them.
+        low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
+        ties: whether it cannot be distinguished from the fastest and seems about as fast.
         stayed: whether it was measured to the end.
     """
 
@@ -61,26 +64,29 @@ class Finalist:
     stayed: bool = True
 
     @property
-    def keeps(self) -> bool:
-        """Whether it kept the output, or does not promise to."""
+    def keeps_output(self) -> bool:
+        """Whether the configuration kept the output, or is lossy by choice."""
         return is_lossless(self.held_out) or not self.config.lossless
 
     @property
     def eligible(self) -> bool:
-        """Whether it kept the output, and its interval, over enough prompts to be one, lies above 1."""
+        """Whether the configuration may win: it kept the output and is significantly faster, on enough prompts."""
         enough = self.held_out["prompts"] >= LEAST_RESAMPLED
-        return self.stayed and self.keeps and enough and self.low > 1.0
+        return self.stayed and self.keeps_output and enough and self.low > 1.0
 
     @property
     def complexity(self) -> tuple[int, int, bool, int, int, int]:
-        """What ties are settled by: the kind of drafter, how many there are, whether anything stands in for what they skip,
-        how much that is, whether they branch, and how far they draft."""
+        """Sort key that decides ties.
+
+        It is the kind of drafter, the number of drafters, whether they have bridges or draft heads, the number of skipped
+        sub-layers, siblings, and draft length.
+        """
         parts = self.config.members or (self.config,)
         return (
-            max(_SIMPLEST.index(part.kind) for part in parts),
+            max(_SIMPLEST.index(part.kind) if part.kind in _SIMPLEST else len(_SIMPLEST) for part in parts),
             len(parts),
             any(part.bridge or part.draft_head for part in parts),
-            sum(sum(mask.count(part.mask)) for part in parts),
+            sum(sum(mask.count_skipped(part.mask)) for part in parts),
             max(part.siblings for part in parts),
             max(part.draft_length for part in parts),
         )
@@ -88,15 +94,14 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Finals:
-    """What held-out prompts say.
+    """The results on held-out prompts.
 
     Args:
-        finalists: the fastest first.
-        baseline: plain decoding's own figures.
+        finalists: fastest first.
+        baseline: figures of plain decoding.
         seconds: that measuring took.
-        drifted: how often the pace on a prompt was off what is usual by more than ``measure.drift``, so that the prompt was
-            measured again.
-        unsteady: how often it still was.
+        drifted: number of rows that drifted by more than ``measure.drift`` and were measured again.
+        unsteady: number of these that drifted again.
     """
 
     finalists: tuple[Finalist, ...]
@@ -107,7 +112,7 @@ class Finals:
 
     @property
     def winner(self) -> Finalist:
-        """The simplest of those that are eligible and tie with the fastest that is; else plain decoding."""
+        """The simplest of the fastest eligible finalist and those that tie with it; else plain decoding."""
         eligible = [finalist for finalist in self.finalists if finalist.eligible]
         tied = [finalist for finalist in eligible[1:] if finalist.ties]
         plain = Finalist(SpeculativeConfig(), 1.0, self.baseline, 1.0)
@@ -124,137 +129,125 @@ def measure_finals(
     on_prompt: Callable[[], None] = lambda: None,
     also: Sequence[LeaderboardEntry] = (),
 ) -> Finals:
-    """Measure a study's finalists on held-out prompts.
+    """Measure the contenders of a study, and further ones, on held-out prompts; see :func:`measure_held_out`.
 
-    Args:
-        also: further finalists, with what the search knew of those that they were made of.
-
-    The others are those of :func:`compete`.
+    The entries of ``also`` have the speedups of the configurations that they were made from.
     """
-    chosen = {str(i): entry for i, entry in enumerate([*contenders(study, settings.finalists), *also])}
-    configs = {name: entry.config for name, entry in chosen.items()}
-    before = {name: entry.speedup for name, entry in chosen.items()}
-    found, _ = compete(configs, before, bench, prompts, settings, seed, folder, on_prompt)
+    entries = {str(i): entry for i, entry in enumerate([*contenders(study, settings.finalists), *also])}
+    configs = {name: entry.config for name, entry in entries.items()}
+    speedups = {name: entry.speedup for name, entry in entries.items()}
+    finals, _ = measure_held_out(configs, speedups, bench, prompts, settings, seed, folder, on_prompt)
     if folder is None:
-        return found
-    # Other finalists, of fewer trials, were measured for the same study.
-    return replace(found, seconds=sum(seconds_of(ResultLog(path)) for path in folder.glob(_KEPT.format("*"))))
+        return finals
+    # Finals of fewer trials, with other finalists, belong to the same search.
+    return replace(finals, seconds=sum(logged_seconds(ResultLog(path)) for path in folder.glob(_LOG.format("*"))))
 
 
-def compete(
+def measure_held_out(
     configs: Mapping[str, SpeculativeConfig],
-    before: Mapping[str, float],
+    expected: Mapping[str, float],
     bench: Bench,
     prompts: PromptSet,
     settings: MeasureSettings,
     seed: int,
     folder: Path | None = None,
     on_prompt: Callable[[], None] = lambda: None,
-    leaving: bool = True,
+    drop_slower: bool = True,
 ) -> tuple[Finals, list[Row]]:
     """Measure configurations on held-out prompts.
 
     Args:
-        configs: by name.
-        before: the speedup that each was expected to have.
-        bench: what they are measured on.
-        prompts: kinds of work in turn, as :meth:`~layerskip.PromptSet.take` gives them: who leads on the first kind need
-            not lead on all.
-        settings: how often, and when again.
-        seed: of orders and draws.
-        folder: keeps what was measured, prompt by prompt, and is not measured again; None keeps nothing.
-        on_prompt: called for every prompt, kept or measured.
-        leaving: whether who is surely behind is measured no more.
+        expected: speedup of each configuration in the search.
+        prompts: with categories in turn, as :meth:`~layerskip.PromptSet.take` returns them, since the leader of the first
+            category may not lead in all.
+        folder: keeps rows as they are measured, so that an interrupted call resumes; None keeps nothing.
+        drop_slower: whether configurations that are significantly slower than the leader are dropped.
 
     Returns:
-        the verdict, and the rows that it is drawn from.
+        The results and the rows that they were computed from.
     """
-    asked: list[Any] = [[[config.to_dict(), digests(config)] for config in configs.values()], prompts.digest, seed]
-    asked += [bench.conditions]
-    asked += [] if leaving else ["all to the end"]
-    kept = ResultLog(None if folder is None else folder / _KEPT.format(digest(asked)[:12]))
+    asked: list[Any] = [
+        [[config.to_dict(), attachment_digests(config)] for config in configs.values()],
+        prompts.digest,
+        seed,
+    ]
+    asked += [bench.conditions, *([] if drop_slower else ["all to the end"])]
+    log = ResultLog(None if folder is None else folder / _LOG.format(digest(asked)[:12]))
     rows: list[Row] = []
-    left, gone, looked = dict(configs), set[str](), 0
+    left, dropped, tested = dict(configs), set[str](), 0
     for repeat in range(settings.held_out_repeats):
-        for number, row in enumerate(go_on(bench, left, prompts, _seed(seed, repeat), kept, str(repeat), gone), 1):
+        for number, row in enumerate(resumed_rows(bench, left, prompts, _seed(seed, repeat), log, str(repeat), dropped), 1):
             rows.append(row)
             on_prompt()
-            last = number == len(prompts)  # behind it there may be another repeat to save
-            enough = leaving and len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
-            if enough and (last or (number % _BLOCK == 0 and len(rows) >= _LOOKS * looked)):
-                looked = len(rows)
-                gone |= {name for name in left if _is_behind(rows, left, name)}
-                left = {name: config for name, config in left.items() if name not in gone}
-        if leaving and _is_settled(rows, left):
+            is_last = number == len(prompts)  # another repeat may follow
+            enough = drop_slower and len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
+            if enough and (is_last or (number % _BLOCK == 0 and len(rows) >= _GROWTH * tested)):
+                tested = len(rows)
+                dropped |= {name for name in left if _is_slower_than_leader(rows, left, name)}
+                left = {name: config for name, config in left.items() if name not in dropped}
+        if drop_slower and _is_settled(rows, left):
             break
-    again = measure_again(bench, left, rows, prompts, settings, seed, kept)
+    again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
-    finalists, baseline = judge_rows(rows, configs, before, left), Measurement.of(rows, BASELINE, BASELINE).to_dict()
-    still = sum(off for place, off in enumerate(moved(rows, settings.drift)) if place in again)
-    found = Finals(finalists, baseline, seconds_of(kept), len(again), still)
-    return found, rows
+    finalists, baseline = judge_rows(rows, configs, expected, left), Measurement.of(rows, BASELINE, BASELINE).to_dict()
+    unsteady = sum(drifted for place, drifted in enumerate(drifted_rows(rows, settings.drift)) if place in again)
+    return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady), rows
 
 
 def judge_rows(
-    rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], before: Mapping[str, float], left: Collection[str]
+    rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], expected: Mapping[str, float], left: Collection[str]
 ) -> tuple[Finalist, ...]:
-    """What rows of held-out prompts say of configurations, the fastest first.
+    """Return the finalists with their results, fastest first.
 
     Args:
-        rows: plain decoding in each, beside those configurations that were measured on the prompt.
-        configs: by name.
-        before: the speedup that each was expected to have.
-        left: those that stayed to the end.
+        rows: each holds plain decoding and the configurations that were measured on a prompt.
+        left: names of the configurations that were measured to the end.
     """
-    found = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in configs}
+    measured = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in configs}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
-    finalists = [
-        Finalist(config, before[name], found[name].to_dict(), found[name].interval(confidence=confidence)[0])
+    finalists = {
+        name: Finalist(config, expected[name], measured[name].to_dict(), measured[name].interval(confidence=confidence)[0])
         for name, config in configs.items()
-    ]
-    stayed = [pair for pair in zip(finalists, configs, strict=True) if pair[1] in left]
-    fastest = max(stayed, key=lambda pair: _order(pair[0]), default=(None, BASELINE))[1]
-    finalists = [
+    }
+    stayed = [name for name in configs if name in left]
+    fastest = max(stayed, key=lambda name: (finalists[name].eligible, finalists[name].held_out["speedup"]), default=BASELINE)
+    judged = [
         replace(finalist, stayed=name in left, ties=name in left and (name == fastest or _ties(rows, fastest, name)))
-        for name, finalist in zip(configs, finalists, strict=True)
+        for name, finalist in finalists.items()
     ]
-    finalists.sort(key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"]))
-    return tuple(finalists)
+    return tuple(sorted(judged, key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"])))
 
 
-def _order(finalist: Finalist) -> tuple[bool, float]:
-    return finalist.eligible, finalist.held_out["speedup"]
-
-
-def measure_again(
+def remeasure_drifted(
     bench: Bench,
     configs: Mapping[str, SpeculativeConfig],
     rows: Sequence[Row],
     prompts: PromptSet,
     settings: MeasureSettings,
     seed: int,
-    kept: ResultLog,
+    log: ResultLog,
 ) -> dict[int, Row]:
-    """Once more, by their places, the rows that the machine's pace had moved in; whoever learns has learnt from prompts
-    before, as many as in a trial."""
-    found: dict[int, Row] = {}
-    for place, off in enumerate(moved(rows, settings.drift)):
-        if off:
+    """Measure once more the rows with drift, and return the new ones by their places.
+
+    Drafters that learn first decode the prompts before, as many as in a trial.
+    """
+    again: dict[int, Row] = {}
+    for place, drifted in enumerate(drifted_rows(rows, settings.drift)):
+        if drifted:
             repeat, number = divmod(place, len(prompts))
             item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warming) : number])
-            name = f"{repeat} {item.id} again"
             measured = bench.compare(configs, PromptSet((item,)), 1, _seed(seed, repeat) + number, (), before)
-            found[place] = kept_row(measured, kept, name)
-    return found
+            again[place] = logged_row(measured, log, f"{repeat} {item.id} again")
+    return again
 
 
 def _seed(seed: int, repeat: int) -> int:
-    """Draws and orders other than any trial's, and other ones in each repeat."""
+    """A seed that differs from those of all trials and of the other repeats."""
     return seed + _HELD_OUT_SEED + 7919 * repeat
 
 
-def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:
-    """Whether a configuration's paired interval lies wholly below the pace of the leader, which kept the output."""
+def _is_slower_than_leader(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:
+    """Whether a configuration is significantly slower than the fastest of those that kept the output."""
     measured = {other: Measurement.of(rows, BASELINE, other) for other in configs}
     changed = {other: measured[other].lossless.verdict == "different" and configs[other].lossless for other in configs}
     leader = max(configs, key=lambda other: (not changed[other], measured[other].speedup))
@@ -262,17 +255,17 @@ def _is_behind(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], na
 
 
 def _is_settled(rows: Sequence[Row], left: Collection[str]) -> bool:
-    """Whether more repeats would tell nothing new: nobody can win any more, or one alone, who is surely ahead or behind."""
+    """Whether more repeats would change nothing: none can win, or one is left that is significantly faster or slower."""
     slower = all(_is_slower(rows, BASELINE, name) for name in left)
     return slower or (len(left) == 1 and all(_is_slower(rows, name, BASELINE) for name in left))
 
 
 def _is_slower(rows: Sequence[Row], other: str, name: str) -> bool:
-    """Whether a configuration is surely slower than another one, or than plain decoding."""
-    return Measurement.of(rows, other, name).interval(confidence=_LEAVING)[1] < 1.0
+    """Whether a configuration is significantly slower than another one, or than plain decoding."""
+    return Measurement.of(rows, other, name).interval(confidence=_DROP_CONFIDENCE)[1] < 1.0
 
 
 def _ties(rows: Sequence[Row], fastest: str, name: str) -> bool:
-    """Whether a configuration cannot be told from the fastest on the prompts that both decoded, and seems about as fast."""
-    found = Measurement.of([row for row in rows if name in row and fastest in row], fastest, name)
-    return found.speedup >= 1 - _LEVEL and found.interval()[1] >= 1.0
+    """Whether a configuration ties with the fastest on the prompts that both decoded."""
+    measured = Measurement.of([row for row in rows if name in row and fastest in row], fastest, name)
+    return measured.speedup >= 1 - _TIE and measured.interval()[1] >= 1.0

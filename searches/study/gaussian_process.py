@@ -1,7 +1,8 @@
-"""How does a Gaussian process search a space that forks? Over the parameters of one kind of drafter, the one that leads.
+"""A Gaussian-process sampler for a search space with one branch per kind of drafter.
 
-Optuna's own models what all trials share, which beside plain decoding is the kind alone. What a prior foretold instead of
-running it counts as measured, else it would be proposed for ever.
+Optuna's ``GPSampler`` models only the parameters that all trials share. In this space that is the kind alone. This sampler
+models the parameters of the leading kind. Pruned trials count with their predicted speedup, since they would be suggested
+again and again otherwise.
 """
 
 from __future__ import annotations
@@ -15,35 +16,33 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from searches.tracking.names import PREDICTED
 
-_KIND = "kind"  # the parameter that the space forks at; studies without it do not
+_KIND = "kind"  # the parameter that chooses the branch; some studies do not have it
 
 
 class GaussianProcess(optuna.samplers.BaseSampler):
-    """Optuna's Gaussian process over the trials of the leading kind; TPE for what these do not all have.
+    """Optuna's ``GPSampler`` over the trials of the leading kind, and TPE for parameters that not all of these have.
 
-    Args:
-        n_startup_trials: so many trials of a kind are TPE's.
-        seed: of both.
+    TPE also samples the first ``n_startup_trials`` of a kind.
     """
 
     def __init__(self, n_startup_trials: int, seed: int) -> None:
         self._startup, self._seed = n_startup_trials, seed
-        self._rest = optuna.samplers.TPESampler(seed=seed, n_startup_trials=n_startup_trials)
+        self._tpe = optuna.samplers.TPESampler(seed=seed, n_startup_trials=n_startup_trials)
 
     def reseed_rng(self) -> None:
-        """As Optuna asks of samplers that are copied."""
-        self._rest.reseed_rng()
+        """Reseed the random number generator, as Optuna requires of samplers that are copied."""
+        self._tpe.reseed_rng()
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """What all trials of the leading kind share and may choose; which kind comes next is TPE's choice."""
-        shared = intersection_search_space(leading(study))
+        """Return the parameters that all trials of the leading kind share; TPE chooses the kind itself."""
+        shared = intersection_search_space(trials_of_leading_kind(study))
         return {name: distribution for name, distribution in shared.items() if not distribution.single()}
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The process's choice; nothing while there are few trials."""
-        known = leading(study)
+        """Sample from the Gaussian process; return nothing while there are too few trials."""
+        known = trials_of_leading_kind(study)
         if not search_space or len(known) < self._startup:
             return {}
         process = optuna.samplers.GPSampler(seed=self._seed + trial.number, n_startup_trials=0)
@@ -55,12 +54,12 @@ class GaussianProcess(optuna.samplers.BaseSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """TPE's choice."""
-        return self._rest.sample_independent(study, trial, param_name, param_distribution)
+        """Sample with TPE."""
+        return self._tpe.sample_independent(study, trial, param_name, param_distribution)
 
 
-def leading(study: optuna.Study) -> list[FrozenTrial]:
-    """Trials of the kind whose best one is best, with what is known of them."""
+def trials_of_leading_kind(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the trials of the kind with the best trial, with their measured or predicted speedups as values."""
     valued = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
         value = trial.value if trial.state == TrialState.COMPLETE else trial.user_attrs.get(PREDICTED)
@@ -69,12 +68,13 @@ def leading(study: optuna.Study) -> list[FrozenTrial]:
     if not valued:
         return []
     _, best = max(valued, key=lambda pair: (pair[1].state == TrialState.COMPLETE, pair[0]))
-    alike = [(value, trial) for value, trial in valued if trial.params.get(_KIND) == best.params.get(_KIND)]
-    return [found for value, trial in alike if (found := _of_its_kind(trial, value)) is not None]
+    kind = best.params.get(_KIND)
+    converted = (_without_branch(trial, value) for value, trial in valued if trial.params.get(_KIND) == kind)
+    return [trial for trial in converted if trial is not None]
 
 
-def _of_its_kind(trial: FrozenTrial, value: float) -> FrozenTrial | None:
-    """A trial as one of its kind alone; None where a scan chose what lies beyond a sampler's choices, or between them."""
+def _without_branch(trial: FrozenTrial, value: float) -> FrozenTrial | None:
+    """A copy of a trial without its kind; None if a scan chose a value that is not among the sampler's choices."""
     params, distributions = _without_kind(trial.params), _without_kind(trial.distributions)
     try:
         return create_trial(params=params, distributions=distributions, value=value)
@@ -83,4 +83,4 @@ def _of_its_kind(trial: FrozenTrial, value: float) -> FrozenTrial | None:
 
 
 def _without_kind(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {name: found for name, found in parameters.items() if name != _KIND}
+    return {name: value for name, value in parameters.items() if name != _KIND}

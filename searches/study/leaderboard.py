@@ -1,9 +1,9 @@
-"""Who leads? Every configuration's replicates pooled, however many trials measured it.
+"""The leaderboard of a study: all measurements of a configuration pooled, however many trials made them.
 
-A sampler repeats itself and an incumbent is measured again, so one lucky trial must not decide: speedups are ratios of
-seconds over all prompts that were ever measured with a configuration, each at the mean of its replicates, hopeless and
-flagged rounds included. Prompts differ more than configurations do, so two of them are compared on the prompts that both
-decoded, and no prompt weighs more for having been decoded more often.
+Samplers repeat configurations, and the leader is measured again, so that one lucky trial does not decide. A speedup is a
+ratio of seconds over all prompts that a configuration was measured on. Each prompt counts with the mean of its replicates,
+pruned and drifted ones included, and weighs no more if it was decoded more often. Prompts differ more than configurations
+do. Two configurations are therefore compared on the prompts that both decoded.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 
-_OTHERS = 2  # contenders of other makes than the best few
-_NEAR = 0.1  # they may be so much slower than the leader
+_OTHER_DRAFTERS = 2  # contenders with other drafters than the best few
+_NEAR = 0.1  # share by which these may be slower than the leader
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass
 class LeaderboardEntry:
-    """What is known of one configuration.
+    """All measurements of one configuration.
 
     Args:
-        config: the configuration.
-        complete: trials that measured it to the end.
-        lossless: whether every one of them kept the output.
-        first: the number of the first trial that was about it.
-        last: that of the last trial that was about it, measured or not.
-        seconds: by prompt: what decoding took, what plain decoding would have taken at the pace of the same pairs, both
-            over all replicates, and how many these are.
+        complete: number of trials that measured it to the end.
+        lossless: whether all of them kept the output.
+        first: number of the first trial with this configuration.
+        last: number of the last trial with it, measured or not.
+        seconds: by prompt: seconds of decoding, seconds that plain decoding would have taken at the speed of the same pairs,
+            and the number of replicates; the first two are sums over the replicates.
     """
 
     config: SpeculativeConfig
@@ -45,81 +44,85 @@ class LeaderboardEntry:
     seconds: dict[str, tuple[float, float, int]] = field(default_factory=dict)
 
     @property
-    def keeps(self) -> bool:
-        """Whether it kept the output, or never meant to, which only a search that was allowed to proposes."""
+    def keeps_output(self) -> bool:
+        """Whether the configuration kept the output, or is lossy by choice."""
         return self.lossless or not self.config.lossless
 
     @property
     def speedup(self) -> float:
-        """Pooled speedup over plain decoding on all its prompts; 1.0 where nothing was decoded."""
+        """Pooled speedup over plain decoding on all its prompts; 1.0 if nothing was decoded."""
         return self.speedup_on(self.seconds)
 
     def speedup_on(self, prompts: Collection[str]) -> float:
-        """Pooled speedup on some prompts; 1.0 where nothing of them was decoded."""
-        found = [pooled for prompt, pooled in self.seconds.items() if prompt in prompts]
-        own, plain = (sum(pooled[i] / pooled[2] for pooled in found) for i in (0, 1))
+        """Return the pooled speedup on some prompts; 1.0 if none of them was decoded."""
+        pooled = [seconds for prompt, seconds in self.seconds.items() if prompt in prompts]
+        own, plain = (sum(seconds[i] / seconds[2] for seconds in pooled) for i in (0, 1))
         return plain / own if own else 1.0
 
     def add(self, table: Mapping[str, list[Any]]) -> None:
-        """Pool a measurement's rows, as :meth:`layerskip.Measurement.table` gives them."""
+        """Pool the rows of a measurement, as :meth:`layerskip.Measurement.table` returns them."""
         columns = ("prompt_id", "tokens_per_second", "decode_seconds", "baseline_tokens_per_second")
         for prompt, rate, seconds, baseline in zip(*(table[name] for name in columns), strict=True):
             if rate and baseline:
-                own, plain, times = self.seconds.get(prompt, (0.0, 0.0, 0))
-                self.seconds[prompt] = own + seconds, plain + rate * seconds / baseline, times + 1
+                own, plain, replicates = self.seconds.get(prompt, (0.0, 0.0, 0))
+                self.seconds[prompt] = own + seconds, plain + rate * seconds / baseline, replicates + 1
 
 
 def configuration(trial: FrozenTrial) -> SpeculativeConfig:
-    """The configuration that a finished trial was about."""
+    """Return the configuration of a finished trial."""
     return SpeculativeConfig.from_dict(trial.user_attrs["config"])
 
 
 def is_lossless(measurement: Mapping[str, Any]) -> bool:
-    """Whether a measurement's outputs were the baseline's, near-ties in half precision included."""
+    """Return whether the outputs of a measurement equal the baseline's, up to near-ties in half precision."""
     return measurement["losslessness"]["verdict"] in ("exact", "near_tie")
 
 
 def leaderboard(trials: Iterable[FrozenTrial]) -> dict[SpeculativeConfig, LeaderboardEntry]:
-    """Every configuration that a finished trial was about."""
-    found: dict[SpeculativeConfig, LeaderboardEntry] = {}
+    """Pool the finished trials of each configuration."""
+    entries: dict[SpeculativeConfig, LeaderboardEntry] = {}
     for trial in trials:
         if trial.state not in FINISHED:
             continue
         config = configuration(trial)
-        entry = found.setdefault(config, LeaderboardEntry(config, first=trial.number))
+        entry = entries.setdefault(config, LeaderboardEntry(config, first=trial.number))
         entry.last = max(entry.last, trial.number)
         if "table" in trial.user_attrs:
             entry.add(trial.user_attrs["table"])
             entry.complete += trial.state == TrialState.COMPLETE
             entry.lossless &= is_lossless(trial.user_attrs["measurement"])
-    return found
+    return entries
 
 
 def ranking(study: optuna.Study) -> list[LeaderboardEntry]:
-    """Configurations that drafted, kept the output and were measured to the end at least once, best first."""
-    found = leaderboard(study.get_trials(deepcopy=False, states=FINISHED))
-    chosen = [s for s in found.values() if s.complete and s.keeps and s.config.kind != "none"]
-    return sorted(chosen, key=functools.cmp_to_key(_compare), reverse=True)
+    """Return the configurations that draft, kept the output and were measured to the end at least once, fastest first."""
+    entries = leaderboard(study.get_trials(deepcopy=False, states=FINISHED)).values()
+    eligible = [entry for entry in entries if entry.complete and entry.keeps_output and entry.config.kind != "none"]
+    return sorted(eligible, key=functools.cmp_to_key(_compare), reverse=True)
 
 
 def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
-    """The best few, best first, and behind them, where about as fast, the best of other makes and the first of the leader's.
+    """Return the configurations to measure on held-out prompts, fastest first.
 
-    A few prompts often rank five lookups of neighbouring lengths above a drafter whose worth differs from prompt to prompt,
-    and five that were tuned on them above the settings that a study tries first, which these prompts did not choose.
+    These are the best ``count``. Then come, if about as fast as the leader, the best with other drafters and the first that
+    the study tried with the leader's drafter. A few prompts often rank five lookups of neighbouring lengths above a drafter
+    whose speedup differs from prompt to prompt. They also rank five that were tuned on them above the default settings,
+    which they did not select.
     """
     ranked = ranking(study)
     chosen = ranked[:count]
     for entry in ranked[count:]:
-        if len(chosen) < count + _OTHERS and _make(entry) not in map(_make, chosen) and _is_near(entry, ranked[0]):
+        is_new = _drafters(entry) not in map(_drafters, chosen)
+        if len(chosen) < count + _OTHER_DRAFTERS and is_new and _is_near(entry, ranked[0]):
             chosen.append(entry)
-    usual = min((s for s in ranked if _make(s) == _make(ranked[0])), key=lambda entry: entry.first, default=None)
-    if usual is not None and usual not in chosen and _is_near(usual, ranked[0]):
-        chosen.append(usual)
+    alike = (entry for entry in ranked if _drafters(entry) == _drafters(ranked[0]))
+    default = min(alike, key=lambda entry: entry.first, default=None)
+    if default is not None and default not in chosen and _is_near(default, ranked[0]):
+        chosen.append(default)
     return chosen
 
 
-def _make(entry: LeaderboardEntry) -> tuple[str, ...]:
+def _drafters(entry: LeaderboardEntry) -> tuple[str, ...]:
     config = entry.config
     return config.kind, *(member.kind for member in config.members)
 
@@ -130,14 +133,16 @@ def _is_near(entry: LeaderboardEntry, leader: LeaderboardEntry) -> bool:
 
 
 def _compare(one: LeaderboardEntry, other: LeaderboardEntry) -> int:
-    """Above 0 where the one is faster on the prompts that both decoded."""
+    """Return 1, 0 or -1 as the first entry is faster, equal or slower on the prompts that both decoded."""
     common = one.seconds.keys() & other.seconds.keys()
-    mine, theirs = one.speedup_on(common), other.speedup_on(common)
-    return (mine > theirs) - (mine < theirs)
+    own, others = one.speedup_on(common), other.speedup_on(common)
+    return (own > others) - (own < others)
 
 
 def incumbent(study: optuna.Study, prompts: Collection[str] | None = None) -> float:
-    """The speedup to beat: the leader's, on those of some prompts that it decoded, if any, or on all of its own, and plain
-    decoding's at least."""
+    """Return the speedup to beat: the leader's, or 1.0 if plain decoding is faster.
+
+    The leader's speedup is that on ``prompts``, if it decoded any of them, or else that on all its own.
+    """
     leaders = ranking(study)[:1]
     return max([1.0, *(s.speedup_on(s.seconds.keys() & (prompts or ()) or s.seconds) for s in leaders)])

@@ -1,8 +1,7 @@
-"""What is a trial worth? Its paired speedup over plain decoding, really measured.
+"""The objective of a trial: the measured speedup over plain decoding, paired prompt by prompt.
 
-Everything that is known of a trial is put into its user attributes, so the study alone is enough to rebuild its records
-elsewhere. Running out of memory is knowledge: a reason and a violated constraint. Anything else that goes wrong is a defect
-and is raised.
+All facts about a trial are stored in its user attributes, so that the study alone is enough to rebuild its records. A trial
+that runs out of memory is a result, with a reason and a violated constraint. Any other error is a defect and is raised.
 """
 
 from __future__ import annotations
@@ -15,27 +14,28 @@ from dataclasses import dataclass
 import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
-from layerskip.device.memory import out_of_memory, release
+from layerskip.device.memory import is_out_of_memory, release_memory
 from layerskip.measure.measurement import Sample, pair_speedup
 from searches.app.checks import check_number, check_whole
-from searches.app.interrupt import undisturbed
+from searches.app.interrupt import defer_interrupt
+from searches.app.memory import within_memory
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench
-from searches.study.drift import moved, moved_since
+from searches.study.drift import drifted_rows, drifted_since
 from searches.study.leaderboard import FINISHED, LeaderboardEntry, leaderboard, ranking
-from searches.study.pruning import Judgement, Prior
+from searches.study.pruning import BoundEstimator, SpeedupBound
 from searches.tracking.names import DRIFTED, PREDICTED
 
-MEASURING = "measuring_seconds"
-"""Of a trial's seconds, those of decoding: neither of fitting or timing what it is made of, nor of foretelling it."""
+MEASURING_SECONDS = "measuring_seconds"
+"""User attribute: a trial's seconds of decoding, without those of fitting, timing and prediction."""
 OUT_OF_MEMORY = "out of memory"
 
 _CANDIDATE = "candidate"
-_APART = 10_000_019  # draws of two trials lie so far apart, which count up prompt by prompt
+_SEED_STEP = 10_000_019  # between the seeds of two trials, each of which counts up prompt by prompt
 _KNOWN = "measured often enough"
-_REPLICATES = 2  # whole measurements of a configuration that does not lead; samplers repeat themselves
-_LEVEL = 0.02  # so close behind the best, a trial is level with it
-_PRUNING = 0.9  # confidence at which a trial is behind the leader
+_REPLICATES = 2  # whole measurements of a configuration that does not lead; samplers repeat configurations
+_LEVEL = 0.02  # share by which a trial may be slower than the leader and still be level with it
+_PRUNING_CONFIDENCE = 0.9  # at which a trial is slower than the leader
 
 
 class OutputChanged(RuntimeError):
@@ -47,20 +47,19 @@ class MeasureSettings:
     """How trials and finals are measured.
 
     Args:
-        max_new_tokens: per prompt and turn.
+        max_new_tokens: new tokens per prompt and turn.
         prompts: tune prompts per trial, taken from the categories in turn; None takes all.
-        survivor_prompts: tune prompts of a trial that is level with the best so far; None takes all.
+        survivor_prompts: tune prompts of a trial that is level with the leader; None takes all.
         repeats: how often a trial decodes each of them.
-        survivor_repeats: how often again one that is still level then.
-        drift: a prompt is measured again, and flagged, where the pace of plain decoding and of all beside it is off what
-            the other prompts lead to expect by more than this share, all in all; so are all of a trial where plain decoding
-            is off its pace of the trials before.
+        survivor_repeats: further repeats of a trial that is still level.
+        drift: tolerated share by which the speed of the machine may change. A prompt is measured again if it differs by more
+            from what the other prompts predict. All prompts of a trial are measured again if plain decoding differs by more
+            from earlier trials.
         held_out_prompts: held-out prompts of the finals; None takes all.
-        held_out_repeats: how often the finals decode each of them at most.
-        finalists: distinct configurations that are measured again on held-out prompts, beside the best of other makes and
-            the first of the leader's.
-        warming: other tune prompts that who learns from prompt to prompt decodes before each trial, unmeasured, as it would
-            have decoded some in use.
+        held_out_repeats: highest number of times that the finals decode each of them.
+        finalists: configurations that are measured on held-out prompts; the best with other drafters and the first
+            with the leader's drafter are added.
+        warming: other tune prompts that drafters decode before each trial, unmeasured, if they learn from prompt to prompt.
     """
 
     max_new_tokens: int = 48
@@ -83,17 +82,11 @@ class MeasureSettings:
 
 
 class Objective:
-    """Measures the configuration that a trial proposes.
+    """Measures the configuration that a trial suggests.
 
     Args:
-        bench: what configurations are measured on.
-        space: turns trials into configurations.
-        prompts: the tune prompts, of which every trial takes as many as the settings say.
-        settings: how much is decoded.
-        seed: of orders and draws.
-        on_prompt: called after every prompt, for a progress bar.
-        prior: says which suggestions are not worth running; None runs all.
-        begin: place of the first prompt that trials take, so that another seed's may take others.
+        bounds: bounds suggestions, so that those that cannot win are pruned; None decodes all.
+        first_prompt: place of the first tune prompt of trials.
     """
 
     def __init__(
@@ -104,52 +97,54 @@ class Objective:
         settings: MeasureSettings,
         seed: int,
         on_prompt: Callable[[], None] = lambda: None,
-        prior: Prior | None = None,
-        begin: int = 0,
+        bounds: BoundEstimator | None = None,
+        first_prompt: int = 0,
     ) -> None:
-        self.prior = prior
+        self.bounds = bounds
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
-        self._first, self._survivors = (prompts.take(some, begin) for some in (settings.prompts, settings.survivor_prompts))
+        self._first = prompts.take(settings.prompts, first_prompt)
+        self._survivors = prompts.take(settings.survivor_prompts, first_prompt)
         self._first_ids = frozenset(item.id for item in self._first)
         measured = self._first_ids.union(item.id for item in self._survivors)
         others = [item for item in prompts.take(None) if item.id not in measured]
         self._warming = PromptSet(tuple(others[: settings.warming]))
 
     def __call__(self, trial: optuna.Trial) -> float:
-        """Measure, report prompt by prompt, and return the speedup.
+        """Measure a trial, report its speedup prompt by prompt, and return it.
 
         Raises:
-            optuna.TrialPruned: the pruner has seen enough, or memory ran out (the attribute ``reason`` says which).
+            optuna.TrialPruned: it cannot win, is slower than the leader, or ran out of memory; see its attribute ``reason``.
             OutputChanged: a float32 output differs from the baseline's.
         """
-        start = time.monotonic()  # a suggestion's bridges are fitted now, if nobody asked for them before
+        start = time.monotonic()  # the space fits bridges of a suggestion, unless they exist
         config = self.space.suggest(trial)
         trial.set_user_attr("config", config.to_dict())
         rows: list[dict[str, Sample]] = []
-        nothing = Measurement((), ())
+        not_run = Measurement((), ())
         known = leaderboard(trial.study.get_trials(deepcopy=False, states=FINISHED)).get(config)
-        enough = _REPLICATES if config.kind != "none" else 1  # plain decoding is measured beside every other trial
-        if known is not None and known.complete >= enough and not self._leads(trial.study, config):
-            self._record(trial, config, nothing, _KNOWN, time.monotonic() - start)
+        enough = _REPLICATES if config.kind != "none" else 1  # every other trial measures plain decoding, too
+        leads = any(leader.config == config for leader in ranking(trial.study)[:1])  # the leader is measured again and again
+        if known is not None and known.complete >= enough and not leads:
+            self._record(trial, config, not_run, _KNOWN, time.monotonic() - start)
             return known.speedup_on(self._first_ids)
-        measured = known is not None and known.seconds  # one that was ruled out before is judged again
-        judgement = None if measured else self._judge(trial.study, config)
-        if judgement is not None:
-            trial.set_user_attr(PREDICTED, judgement.predicted)
-            if judgement.hopeless:
-                self._record(trial, config, nothing, judgement.reason(), time.monotonic() - start)
-                raise optuna.TrialPruned(judgement.reason())
+        measured = known is not None and known.seconds  # a configuration that was only pruned is bounded again
+        bound = None if measured else self._bound(trial.study, config)
+        if bound is not None:
+            trial.set_user_attr(PREDICTED, bound.predicted)
+            if bound.cannot_win:
+                self._record(trial, config, not_run, bound.reason(), time.monotonic() - start)
+                raise optuna.TrialPruned(bound.reason())
         reason, begun = None, time.monotonic()
         try:
             reason = self._measure(trial, config, rows)
         except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             reason = OUT_OF_MEMORY
         if reason == OUT_OF_MEMORY:
-            release()  # not before here: the handled error would still hold what it failed on
-        trial.set_user_attr(MEASURING, time.monotonic() - begun)
+            release_memory()  # only here: the handled error refers to the memory
+        trial.set_user_attr(MEASURING_SECONDS, time.monotonic() - begun)
         measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
         self._record(trial, config, measurement, reason, time.monotonic() - start)
         if reason is not None:
@@ -158,60 +153,48 @@ class Objective:
         pooled.add(measurement.table())
         return pooled.speedup_on(self._first_ids)
 
-    @staticmethod
-    def _leads(study: optuna.Study, config: SpeculativeConfig) -> bool:
-        """The leader is measured again and again; others are known after a few replicates."""
-        return any(leader.config == config for leader in ranking(study)[:1])
-
-    def _judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement | None:
-        """What is known of a suggestion beforehand; nothing where finding out takes more memory than there is."""
-        if self.prior is None:
-            return None
-        try:
-            return self.prior.judge(study, config)
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-        release()
-        return None
+    def _bound(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
+        """The bound of a suggestion; None if there is none, or memory does not suffice to compute it."""
+        bounds = self.bounds
+        return None if bounds is None else within_memory(lambda: bounds.estimate(study, config))
 
     def _measure(self, trial: optuna.Trial, config: SpeculativeConfig, rows: list[dict[str, Sample]]) -> str | None:
-        """Race: a few prompts first; more of them, and all again, for who is level with the best."""
+        """Race a trial: measure a few prompts first; if it is level with the leader, more of them, and all again.
+
+        Returns the reason for stopping early, or None for a trial that was measured to the end.
+        """
         settings, few = self.settings, len(self._first_ids)
-        more = [item for item in self._survivors if item.id not in self._first_ids]
-        survives = config.kind != "none"  # plain decoding is measured beside every other trial
-        if not survives:
-            more = []
+        survives = config.kind != "none"  # every other trial measures plain decoding, too
+        more = [item for item in self._survivors if survives and item.id not in self._first_ids]
         prompts = every = PromptSet((*self._first, *more))
-        again: set[int] = set()  # places of rows that were measured twice
+        remeasured: set[int] = set()  # places of rows
         for repeat in range(settings.repeats + settings.survivor_repeats):
             if repeat >= settings.repeats and not (survives and self._is_level(trial.study, config, rows)):
                 break
-            # No two trials draw alike: the leader's replicates would be one.
-            seed, begin = self.seed + _APART * (trial.number + 1) + len(rows), len(rows)
-            # One comparison for all, as some drafters learn from prompt to prompt.
+            # No two trials share a seed, else replicates would repeat the same draws.
+            seed, begin = self.seed + _SEED_STEP * (trial.number + 1) + len(rows), len(rows)
+            # One comparison for all prompts, as some drafters learn from prompt to prompt.
             for number, row in enumerate(self.bench.compare({_CANDIDATE: config}, prompts, 1, seed, (), self._warming), 1):
                 rows.append(row)
                 self.on_prompt()
-                # One step for each prompt of each repeat: the pruner compares what trials reported at the same one.
+                # One step for each prompt of each repeat: the pruner compares trials at the same step.
                 trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), repeat * len(every) + number - 1)
-                behind = number < len(prompts) and trial.should_prune() and self._is_behind(trial.study, config, rows)
-                if behind or number == len(prompts) or (repeat == 0 and number == few):
-                    # Before anything is made of them.
-                    self._steady(trial, config, prompts, rows, begin, seed, again)
-                if repeat == 0 and number == few:
+                is_last, is_first_look = number == len(prompts), repeat == 0 and number == few
+                slower = not is_last and trial.should_prune() and self._is_slower(trial.study, config, rows)
+                if slower or is_last or is_first_look:
+                    self._remeasure_drifted(trial, config, prompts, rows, begin, seed, remeasured)
+                if is_first_look:
                     if more and not self._is_level(trial.study, config, rows):
                         survives = False
                         break
-                # Behind the last prompt there is nothing left to save.
-                elif behind and self._is_behind(trial.study, config, rows):
+                elif slower and self._is_slower(trial.study, config, rows):
                     return "slower than the best so far"
             prompts = PromptSet(prompts.items[: len(rows) - begin])
         return None
 
     @staticmethod
     def _is_level(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
-        """Whether it is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
+        """Whether a trial is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
         own = LeaderboardEntry(config)
         own.add(Measurement.of(rows, BASELINE, _CANDIDATE).table())
         leader = next(iter(ranking(study)), LeaderboardEntry(config))
@@ -219,26 +202,27 @@ class Objective:
         return own.speedup_on(common) >= (1 - _LEVEL) * max(1.0, leader.speedup_on(common))
 
     @staticmethod
-    def _is_behind(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
-        """Whether plain decoding's or the leader's pace lies above the whole interval of this one's.
+    def _is_slower(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
+        """Whether a trial is significantly slower than plain decoding or than the leader.
 
-        The pruner's ranks see on how many prompts the leader is ahead, not by how much: a lookup that is far ahead on few
-        may be the faster one in all.
+        The pruner compares on how many prompts the leader is ahead, not by how much. A lookup that is far ahead on few
+        prompts may still be faster over all.
         """
-        if Measurement.of(rows, BASELINE, _CANDIDATE).interval(confidence=_PRUNING)[1] < 1.0:
+        if Measurement.of(rows, BASELINE, _CANDIDATE).interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0:
             return True
         leader = next(iter(ranking(study)), None)
         if leader is None or leader.config == config:
             return False
-        led = []
+        against_leader = []
         for row in rows:
             own, plain, _ = leader.seconds.get(row[BASELINE].prompt_id, (0.0, 0.0, 0))
             if own and plain:
-                seconds = row[BASELINE].decode_seconds * own / plain  # at the machine's pace of now
-                led.append(row | {BASELINE: dataclasses.replace(row[BASELINE], decode_seconds=seconds)})
-        return bool(led) and Measurement.of(led, BASELINE, _CANDIDATE).interval(confidence=_PRUNING)[1] < 1.0
+                seconds = row[BASELINE].decode_seconds * own / plain  # at the machine's present speed
+                against_leader.append(row | {BASELINE: dataclasses.replace(row[BASELINE], decode_seconds=seconds)})
+        measured = Measurement.of(against_leader, BASELINE, _CANDIDATE)
+        return bool(against_leader) and measured.interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0
 
-    def _steady(
+    def _remeasure_drifted(
         self,
         trial: optuna.Trial,
         config: SpeculativeConfig,
@@ -246,39 +230,33 @@ class Objective:
         rows: list[dict[str, Sample]],
         begin: int,
         seed: int,
-        again: set[int],
+        remeasured: set[int],
     ) -> None:
-        """Measure those rows again that the machine's pace had moved in, each once.
+        """Measure the rows with drift again, each once.
 
-        Who learns from prompt to prompt knows at the second one what as many prompts have taught it as before any trial.
+        Drafters that learn first decode as many prompts as before any trial.
 
         Args:
             prompts: of the rows from ``begin`` on.
-            rows: a trial's; some may be replaced.
-            begin: where the last comparison's begin.
-            seed: of its draws.
-            again: places of rows that were measured twice; takes the others.
+            begin: place of the first row of the latest comparison.
+            remeasured: places of rows that were measured twice; takes the new ones.
         """
         before = trial.study.get_trials(deepcopy=False, states=FINISHED)
-        whole = moved_since(before, rows[begin:], self.settings.drift)
-        for place, off in enumerate(moved(rows, self.settings.drift)[begin:]):
-            if (off or whole) and begin + place not in again:
-                again.add(begin + place)
+        all_drifted = drifted_since(before, rows[begin:], self.settings.drift)
+        for place, drifted in enumerate(drifted_rows(rows, self.settings.drift)[begin:]):
+            if (drifted or all_drifted) and begin + place not in remeasured:
+                remeasured.add(begin + place)
                 trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
                 earlier = (*self._warming, *prompts.items[:place])[-self.settings.warming or None :]
-                once = PromptSet((prompts.items[place],))
-                (row,) = self.bench.compare({_CANDIDATE: config}, once, 1, seed + place, (), PromptSet(earlier))
+                one = PromptSet((prompts.items[place],))
+                (row,) = self.bench.compare({_CANDIDATE: config}, one, 1, seed + place, (), PromptSet(earlier))
                 rows[begin + place] = row
 
-    @undisturbed()
+    @defer_interrupt()
     def _record(
-        self,
-        trial: optuna.Trial,
-        config: SpeculativeConfig,
-        measurement: Measurement,
-        reason: str | None,
-        seconds: float,
+        self, trial: optuna.Trial, config: SpeculativeConfig, measurement: Measurement, reason: str | None, seconds: float
     ) -> None:
+        """Store a trial's results; raise :class:`OutputChanged` if a float32 output differs from the baseline's."""
         trial.set_user_attr("seconds", seconds)
         if reason is not None:
             trial.set_user_attr("reason", reason)
@@ -290,6 +268,6 @@ class Objective:
             trial.set_user_attr("table", measurement.table())
             if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
-        # Last, because a constraint is first-write-wins.
+        # Last, because a constraint cannot be overwritten.
         trial.set_constraint("out_of_memory", float(reason == OUT_OF_MEMORY))
         trial.set_constraint("output_changed", float(changed))

@@ -1,9 +1,10 @@
-"""What does a composed configuration ask for? Every part of a study made and checked, and everything that names it."""
+"""The plan of a study: every part of a composed configuration, built and checked, and the settings that identify it."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,35 @@ from omegaconf import DictConfig, OmegaConf
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.config import kinds
 from layerskip.decoding.tree import tree_model
-from layerskip.device.memory import out_of_memory
 from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
 from layerskip.files import digest
 from layerskip.models.loading import load_draft
-from layerskip.models.packing import packs
-from layerskip.models.positions import most_positions
+from layerskip.models.packing import uses_packing
+from layerskip.models.positions import max_positions
 from layerskip.models.wheels import WHEELS
 from searches.app.checks import InputError, check_list, check_seed
+from searches.app.memory import within_memory
 from searches.predict.preparation import ScanSettings
+from searches.space.registry import all_kinds
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
 from searches.study.study import StudySettings
 from searches.training.bridge_settings import BridgingSettings
 from searches.training.bridge_store import BridgeStore
 from searches.training.datastores import refuse_answers
-from searches.training.training_texts import begun_like, check_drafted
+from searches.training.training_texts import check_draft_vocabulary, opening_texts
 
 _BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
 _LISTS = {"eagle": "eagle_heads", "medusa": "medusa_heads", "draft_model": "drafts", "cross_tokenizer": "cross_drafts"}
-"""What a kind chooses from, and is nothing without."""
+"""The field of the space that lists the heads or models of a kind."""
 _WITHOUT_EFFECT = ("outputs", "study", "tracking")
-"""Parts of the configuration that do not change what a trial measures."""
+"""Parts of the configuration that do not change the results of trials."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A composed study: every part of its configuration, made."""
+    """Every part of a study's configuration, built."""
 
     settings: StudySettings
     measuring: MeasureSettings
@@ -55,20 +57,21 @@ class Plan:
 
     @classmethod
     def of(cls, config: DictConfig) -> Plan:
-        """Make the parts, the cheap ones first, so that a mistake in them is told at once."""
+        """Build and check all parts, the cheap ones first, so that mistakes in them are reported at once."""
         check_seed(config.seed)
         settings, measuring, scanning = (instantiate(config[part]) for part in ("study", "measure", "scan"))
         sampling: Sampling = instantiate(config.sampling)
         prompts: PromptSet = instantiate(config.prompts)
-        prompts.split()  # refuses a set that is too small to hold anything out
+        prompts.split()  # refuses a set that is too small for held-out prompts
         target: Target = instantiate(config.target)
         check_prompts(prompts, target, measuring.max_new_tokens)
-        _make_absolute(config)
+        _resolve(config)
         space = instantiate(config.space, layers=target.layers)
-        _say_missing(space)
-        space = _opened(supported(space, target), target)
-        bridging: BridgingSettings = instantiate(config.bridging)  # refuses bad fields even of a space without bridges
-        like = begun_like("bridging.begin_like", bridging.begin_like, prompts)
+        _print_left_out(space)
+        space = drop_unsupported(space, target)
+        _check_drafters(space, target)
+        bridging: BridgingSettings = instantiate(config.bridging)  # refuses bad fields even if the space has no bridges
+        like = opening_texts("bridging.begin_like", bridging.begin_like, prompts)
         store: BridgeStore | None = None
         if space.bridged:
             _check_bridged(space, target)
@@ -82,68 +85,54 @@ class Plan:
 
 
 def check_prompts(prompts: PromptSet, target: Target, max_new_tokens: int) -> None:
-    """Refuse prompts that a target has no template or no positions for.
-
-    Raises:
-        PromptError: the chat template refuses one.
-        InputError: one is too long.
-    """
-    most = most_positions(target.model)
+    """Check that a chat template accepts all prompts, and that the model has enough positions for them."""
+    most = max_positions(target.model)
     for item in prompts:
         count = len(target.encode(item.messages()))
         if most is not None and count + max_new_tokens > most:
             raise InputError(
-                f"prompts: {item.id} has {count} tokens; with measure.max_new_tokens={max_new_tokens} that is beyond the "
-                f"{most} positions that the model has learnt"
+                f"prompts: {item.id} has {count} tokens; with measure.max_new_tokens={max_new_tokens} it exceeds the "
+                f"{most} positions of the model"
             )
 
 
-def _make_absolute(config: DictConfig) -> None:
-    """Name folders by where they lie: a study's choices and what it exports mean the same ones from anywhere."""
+def _resolve(config: DictConfig) -> None:
+    """Name all kinds where none are chosen, and make folders absolute, so that choices hold from any working directory."""
+    if config.space.kinds is None:
+        config.space.kinds = list(all_kinds())
 
-    def placed(name: str) -> str:
+    def absolute(name: str) -> str:
         return str(Path(name).resolve()) if name not in WHEELS and Path(name).exists() else name
 
     for listed in (*_LISTS.values(), "datastores"):
         check_list(f"space.{listed}", config.space[listed])
-        config.space[listed] = [placed(str(name)) for name in config.space[listed]]
+        config.space[listed] = [absolute(str(name)) for name in config.space[listed]]
 
 
-def _say_missing(space: SearchSpace) -> None:
-    """Name the kinds that are asked for and have nothing to draft with, and what would put them in."""
+def _print_left_out(space: SearchSpace) -> None:
+    """Print the chosen kinds that have no head or model to draft with, and the fields that would provide one."""
     listed = space.heads | space.models
     missing = [f"{kind} (space.{_LISTS[kind]} is empty)" for kind in space.chosen if kind in listed and not listed[kind]]
     if missing:
         print(f"space.kinds: left out: {', '.join(missing)}", flush=True)
 
 
-def _opened(space: SearchSpace, target: Target) -> SearchSpace:
-    """The space, once every head and draft model in it was loaded: one that cannot be used is refused now, not mid-study.
+def _check_drafters(space: SearchSpace, target: Target) -> None:
+    """Load every head and draft model of the space, so that an unusable one is refused before the study starts.
 
-    Draft models stay loaded, as a study would load them all anyway: each is among what it tries first.
-
-    Raises:
-        InputError: memory does not hold one of them.
-        ConfigError: one does not fit the target.
-        TargetError: one cannot be loaded.
-        UnsupportedModel: one cannot be decoded with.
+    Draft models stay loaded, as each is among the study's first trials.
     """
     for kind, names in (space.heads | space.models).items():
         for name in names if kind in space.arms else ():
-            # Chains, as trees that a target cannot verify are left out by now, and may leave a head that works.
-            head = kind in space.heads
-            config = SpeculativeConfig(kind, head=name, candidates=1) if head else SpeculativeConfig(kind, draft=name)
-            try:
-                build_drafter(config, target)
-            except (MemoryError, RuntimeError) as error:
-                if not out_of_memory(error):
-                    raise
-                raise InputError(f"space.{_LISTS[kind]}: {name} does not fit into memory beside the rest") from error
-    return space
+            # Chains, since trees may have been left out for a target that cannot verify them.
+            is_head = kind in space.heads
+            config = SpeculativeConfig(kind, head=name, candidates=1) if is_head else SpeculativeConfig(kind, draft=name)
+            if within_memory(partial(build_drafter, config, target)) is None:
+                raise InputError(f"space.{_LISTS[kind]}: {name} does not fit into memory")
 
 
-def supported(space: SearchSpace, target: Target) -> SearchSpace:
-    """The space without the drafts that a target which otherwise decodes cannot verify, said in a line."""
+def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
+    """Return the space without tree drafts if the target cannot verify them; print which are left out."""
     trees = [kind for kind in space.arms if kinds()[kind].trees_only]
     trees += ["trees of eagle"] if "eagle" in space.arms else []
     trees += ["siblings"] if "layer_skip" in space.arms and space.siblings else []
@@ -158,14 +147,14 @@ def supported(space: SearchSpace, target: Target) -> SearchSpace:
 
 
 def _check_bridged(space: SearchSpace, target: Target) -> None:
-    """Refuse bridges and draft heads of sizes that no model has room for, which the space alone does not know."""
+    """Check the sizes of bridges and draft heads against the models."""
     for rank in space.ranks:
         if rank > target.hidden:
-            raise InputError(f"space.ranks: {rank} is not within 0 (a full map) and {target.hidden}")
+            raise InputError(f"space.ranks: {rank} is not between 0 (full rank) and {target.hidden}")
     others = space.cross_drafts if "cross_tokenizer" in space.arms else ()
     for owner in (target, *(load_draft(target, name, same_tokenizer=False) for name in others)):
         for size in filter(None, space.draft_heads):
-            check_drafted("space.draft_heads", size, owner)
+            check_draft_vocabulary("space.draft_heads", size, owner)
 
 
 def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bool = False) -> dict[str, Any]:
@@ -177,7 +166,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
     if "mlp" not in config.space.bridges:  # nor does one without MLPs change as they join
         flat.pop("space.widths", None)
     flat.pop("target.pack_weights", None)  # what came of it counts
-    if packs(target.model):
+    if uses_packing(target.model):
         flat["target.packed_weights"] = True
     flat.pop("scan.text_bytes", None)  # what it leaves out, the scans' own folder tells
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
@@ -198,7 +187,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
 
 
 def _head_digest(folder: str) -> str:
-    """What a trained head is, whatever lies in its folder tomorrow."""
+    """The digest of a head's weights."""
     try:
         files = [file for ending in ("safetensors", "bin") for file in sorted(Path(folder).glob(f"*.{ending}"))]
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else ""

@@ -1,7 +1,7 @@
-"""Is a suggestion worth decoding with? Not if even its optimistic bound cannot reach the incumbent.
+"""Optimistic bounds on speedups: a suggestion whose bound is below the leader's speedup is pruned without decoding.
 
-Two bounds, the cheaper first: what the mask would reach if every drafted token were accepted, from measured costs alone; and
-what its scan foretells, widened by how far foretelling has been off on the trials that were really measured.
+There are two bounds, the cheaper one first: the speedup if every drafted token were accepted, from measured costs alone; and
+the speedup that a scan of the mask predicts, widened by the errors of earlier predictions.
 """
 
 from __future__ import annotations
@@ -15,99 +15,96 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SkipMask, SpeculativeConfig
-from searches.predict.oracle import Oracle
+from searches.predict.predictor import SpeedupPredictor
 from searches.study.leaderboard import configuration, incumbent, leaderboard
 from searches.tracking.names import PREDICTED
 
-HOPELESS = "cannot reach the best"
+CANNOT_WIN = "cannot reach the best"
 _FIRST_ERROR = 0.15
-"""Log error assumed until enough configurations tell."""
+"""Log error that is assumed until enough predicted configurations were measured."""
 _SIBLINGS = 0.15
-"""Log speedup that siblings may add to a mask's best chain where no scan tells."""
+"""Log speedup that siblings may add to a mask's best chain if no scan has counted them."""
 _LEAST_ERROR = 0.03
 _LEAST_CONFIGURATIONS = 4
 _DEVIATIONS = 2.0
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What is known of a suggestion before it is run.
+class SpeedupBound:
+    """The prediction for a suggestion, with its upper bound.
 
     Args:
-        predicted: its foretold speedup; None where costs alone already rule it out, or where its stop rule is not foretold.
-        bound: what it may reach by all that is known, errors of foretelling allowed for.
-        to_beat: the incumbent's speedup.
+        predicted: predicted speedup; None if costs alone rule the suggestion out or its stop rule was not scanned.
+        upper: the highest speedup that the suggestion may reach, prediction errors included.
+        to_beat: the leader's speedup.
     """
 
     predicted: float | None
-    bound: float
+    upper: float
     to_beat: float
 
     @property
-    def hopeless(self) -> bool:
-        """Whether it cannot reach the incumbent."""
-        return self.bound < self.to_beat
+    def cannot_win(self) -> bool:
+        """Whether the suggestion cannot reach the leader."""
+        return self.upper < self.to_beat
 
     def reason(self) -> str:
-        """Why it is not run, in words."""
-        return f"{HOPELESS}: at most {self.bound:.3f} x, the best has {self.to_beat:.3f} x"
+        """Return the reason for pruning, as stored with the trial."""
+        return f"{CANNOT_WIN}: at most {self.upper:.3f} x, the best has {self.to_beat:.3f} x"
 
 
-class Prior:
-    """Judges suggestions; says nothing of drafters that are not foretold.
+class BoundEstimator:
+    """Estimates how fast a suggestion may be at most; ``others`` predict masks with bridges or draft heads."""
 
-    Args:
-        oracle: foretells.
-        others: foretell masks that are bridged or draft from few tokens.
-    """
+    def __init__(self, predictor: SpeedupPredictor, others: Sequence[SpeedupPredictor] = ()) -> None:
+        self._predictors = (predictor, *others)
 
-    def __init__(self, oracle: Oracle, others: Sequence[Oracle] = ()) -> None:
-        self._oracles = (oracle, *others)
+    def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
+        """Bound the speedup of a suggestion.
 
-    def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement | None:
-        """Bound a suggestion; None where nothing is foretold of its drafter.
-
-        Prompts differ more than configurations do, so what is foretold is compared with what was measured on the same ones,
+        Prompts differ more than configurations do. Predictions are therefore compared with measurements on the same prompts,
         as far as trials decode them.
 
         Args:
-            study: its finished trials tell how far foretelling was off, and what is to be beaten.
-            config: the suggestion.
+            study: its finished trials give the errors of earlier predictions and the speedup to beat.
+
+        Returns:
+            The bound; None if nothing is predicted for its drafter.
         """
-        oracle = next((oracle for oracle in self._oracles if oracle.knows(config)), None)
-        foretold = oracle is not None and oracle.foretells(config)
-        if oracle is None or not (foretold or config.kind == "layer_skip"):
+        predictor = next((predictor for predictor in self._predictors if predictor.matches(config)), None)
+        predictable = predictor is not None and predictor.can_predict(config)
+        if predictor is None or not (predictable or config.kind == "layer_skip"):
             return None
-        to_beat = incumbent(study, oracle.prompts)
+        to_beat = incumbent(study, predictor.prompts)
         finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        error = calibrated_error(finished, oracle.prompts, config.kind)
+        error = calibrated_error(finished, predictor.prompts, config.kind)
         if config.kind != "layer_skip":
-            predicted = oracle.speedup(config)
-            return Judgement(predicted, predicted * math.exp(error), to_beat)
-        mask = SkipMask.parse(config.mask, oracle.layers)
-        most = oracle.profile.bound(mask, oracle.aids(mask))
-        if most * math.exp(error) < to_beat or not config.lossless:  # a lossy rule may accept what no scan counts
-            return Judgement(None, most * math.exp(error), to_beat)
-        if foretold:
-            predicted = oracle.speedup(config)
-            return Judgement(predicted, min(most, predicted) * math.exp(error), to_beat)
-        # Another draft length or stop rule than were scanned, or siblings: at most a little better than the best that was.
-        (best,) = oracle.predict([mask])
-        allowed = max(error, _FIRST_ERROR) + (_SIBLINGS if config.siblings else 0.0)
-        return Judgement(None, min(most, best.speedup) * math.exp(allowed), to_beat)
+            predicted = predictor.speedup(config)
+            return SpeedupBound(predicted, predicted * math.exp(error), to_beat)
+        mask = SkipMask.parse(config.mask, predictor.layers)
+        by_cost = predictor.profile.speedup_bound(mask, predictor.extras(mask))
+        if by_cost * math.exp(error) < to_beat or not config.lossless:  # a lossy rule may accept more than a scan counts
+            return SpeedupBound(None, by_cost * math.exp(error), to_beat)
+        if predictable:
+            predicted = predictor.speedup(config)
+            return SpeedupBound(predicted, min(by_cost, predicted) * math.exp(error), to_beat)
+        # The draft length, stop rule or siblings were not scanned: assume a little more than the best that was.
+        (best,) = predictor.predict([mask])
+        margin = max(error, _FIRST_ERROR) + (_SIBLINGS if config.siblings else 0.0)
+        return SpeedupBound(None, min(by_cost, best.speedup) * math.exp(margin), to_beat)
 
 
 def calibrated_error(trials: Iterable[FrozenTrial], prompts: Collection[str], kind: str) -> float:
-    """How far, in log speedup, a measured configuration may lie above what was foretold of it, on the same prompts; one
-    that decoded none of them tells nothing.
+    """Return how far the measured speedup of a configuration may exceed its prediction, as a log ratio.
 
-    What is known of other kinds does not count: a prompt lookup's rounds are known without a scan, and it runs no model.
+    Only configurations of the same kind count: the rounds of a prompt lookup are known without a scan, and it runs no model.
+    Those that decoded none of the predictions' prompts are left out.
     """
     trials = list(trials)
-    foretold = {configuration(trial): trial.user_attrs[PREDICTED] for trial in trials if trial.user_attrs.get(PREDICTED)}
-    measured, alike = leaderboard(trials), [config for config in foretold if config.kind == kind]
-    decoded = [config for config in alike if measured[config].seconds.keys() & prompts]
-    errors = [math.log(measured[config].speedup_on(prompts) / foretold[config]) for config in decoded]
+    predicted = {configuration(trial): trial.user_attrs[PREDICTED] for trial in trials if trial.user_attrs.get(PREDICTED)}
+    measured = leaderboard(trials)
+    known = [config for config in predicted if config.kind == kind and measured[config].seconds.keys() & prompts]
+    errors = [math.log(measured[config].speedup_on(prompts) / predicted[config]) for config in known]
     if len(errors) < _LEAST_CONFIGURATIONS:
         return _FIRST_ERROR
     return max(_LEAST_ERROR, float(np.mean(errors) + _DEVIATIONS * np.std(errors, ddof=1)))

@@ -1,4 +1,4 @@
-"""The configurations that a study tries first: cheap ones, structured ones and predicted ones.
+"""The configurations that a study tries first.
 
 Random masks skip half of all layers, and a search that starts from them never recovers.
 """
@@ -15,12 +15,12 @@ from searches.space.search_space import SearchSpace
 
 
 def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
-    """Plain decoding, the starts of each kind of drafter, the proposals, and cascades of a lookup and the best of those.
+    """Return the configurations to try first.
 
-    Without proposals of layer skipping, its starts are single skips, contiguous runs and sparse masks.
+    They are plain decoding, the usual settings of each kind of drafter, the proposals, and cascades of a lookup with the
+    best of these. Without proposals of layer skipping, single skips, contiguous runs and sparse masks are tried.
 
     Args:
-        space: of the study.
         proposed: predicted configurations, the fastest first.
     """
     points = [SpeculativeConfig()]
@@ -34,7 +34,7 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
     predicted = [config for config in proposed if config.kind == "layer_skip"]
     points += [*proposed, *after_lookup(space, predicted)]
     if "layer_skip" in space.arms:
-        # Structured masks were among those that a prediction was made for.
+        # Proposals were chosen among structured masks, too.
         points += skip_starts(space, (*space.masks, *(() if predicted else structured_masks(space))))
     if not any(config.kind == "cascade" and not config.members[1].head for config in points):
         points += after_lookup(space, [config for config in points if config.kind in space.seconds])

@@ -1,8 +1,7 @@
-"""How does a search run, stop and go on? One Optuna study per name, in a journal file or any database.
+"""The Optuna study of a search, which can be stopped and resumed at any time.
 
-The study is the truth: what is in it is done, whatever was killed. One process works on a study folder at a time (a lock
-that the kernel releases with the process), so a trial found running is one that was killed; it is set aside and its choices
-are queued again.
+The study is the truth: everything in it is done, whatever was killed. One process at a time works on a study. A trial that
+is found running was therefore killed. It is marked as failed and its choices are queued again.
 """
 
 from __future__ import annotations
@@ -13,45 +12,39 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import filelock
 import optuna
-import sqlalchemy
 from optuna.distributions import CategoricalDistribution
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 from searches.app.checks import InputError, check_number, check_whole
-from searches.app.interrupt import undisturbed
-from searches.app.resume_log import drop_partial_line
-from searches.app.time_ledger import TimeLedger, noted, spent_here
-from searches.app.urls import without_password
+from searches.app.earlier_names import PREPARATION_SECONDS
+from searches.app.interrupt import defer_interrupt
+from searches.app.time_ledger import TimeLedger, record_shared_seconds, total_seconds_here
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import FINISHED, ranking
 from searches.study.objective import Objective
 
-FORESIGHT_SECONDS = "foresight_seconds"
-BETWEEN = "between_seconds"
-"""Of a trial: what Optuna, MLflow and Hydra took before it, from the end of the one before."""
+OVERHEAD_SECONDS = "between_seconds"
+"""User attribute of a trial: seconds of Optuna, MLflow and Hydra since the end of the trial before."""
 SETTINGS = "settings"
-_JOURNAL = b'{"op_code":'
-_ID = "id"
+STUDY_ID = "id"
+"""User attribute: the identifier of a study, which differs from that of another study of the same name."""
 
 
 @dataclass(frozen=True)
 class StudySettings:
-    """Which study, and how long.
+    """The name, storage and length of a study.
 
     Args:
-        name: None makes one of the target, the sampler, the seed and a digest of everything that changes results.
-        n_trials: finished trials in the end, those of earlier runs of the same command included.
-        storage: a database URL, or a journal file's path; None puts a journal file into the study's folder.
-        max_seconds: no trial starts later than so many seconds after this run's first; None sets no limit.
-        remeasure: the leader becomes a trial again when so many trials have passed since it last was one.
+        name: None makes one from the target, the sampler, the seed and a digest of everything that changes results.
+        n_trials: number of finished trials at the end, including those of earlier runs.
+        storage: a database URL or the path of a journal file; None puts a journal file into the study's folder.
+        max_seconds: no trial starts later than this after the start of the run; None sets no limit.
+        remeasure: number of trials after which the leader is measured again.
     """
 
     name: str | None = None
@@ -72,80 +65,10 @@ class StudySettings:
             raise InputError(f"study.name: {self.name!r} cannot be the name of a folder")
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make a study's folder this process's own.
-
-    Raises:
-        InputError: another process is at work in it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / "lock")
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout:
-        raise InputError(f"study.name: another process is running the study in {folder}") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def open_journal(path: Path, alone: bool) -> BaseStorage:
-    """A study's storage in a file.
-
-    Args:
-        path: of the file.
-        alone: whether nobody else may be writing it, so that a lock was left by a program that was killed.
-
-    Raises:
-        InputError: it cannot be written there, or something else is.
-    """
-    path = path.resolve()  # Optuna's lock links to it, and a killed program leaves one, which has to lead here
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _check_journal(path)
-        drop_partial_line(path)
-        if alone:
-            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
-        return JournalStorage(JournalFileBackend(str(path)))
-    except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        raise InputError(f"study.storage: cannot write {path}: {error.strerror}") from error
-
-
-def _check_journal(path: Path) -> None:
-    """Refuse a file that Optuna did not begin, before it is mended: another journal, or one that was killed at once."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        begun = file.read(len(_JOURNAL))
-    if not (begun.startswith(_JOURNAL) or _JOURNAL.startswith(begun)):
-        raise InputError(
-            f"study.storage: {path} is no journal of Optuna's; a database is named by its address, sqlite:///..."
-        )
-
-
-def open_database(url: str) -> BaseStorage:
-    """A study's storage in a database.
-
-    Raises:
-        InputError: it cannot be reached.
-    """
-    # The driver that this project installs; SQLAlchemy would look for another one first.
-    url = url.replace("postgresql://", "postgresql+psycopg://", 1)
-    try:
-        return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
-    except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
-        raise InputError(f"study.storage: cannot open {without_password(url)}: {_first_line(error)}") from error
-
-
 def open_study(
-    name: str,
-    storage: BaseStorage,
-    pruner: optuna.pruners.BasePruner,
-    settings: Mapping[str, Any],
+    name: str, storage: BaseStorage, pruner: optuna.pruners.BasePruner, settings: Mapping[str, Any]
 ) -> optuna.Study:
-    """Create a study, or resume it with the settings that it was created with.
+    """Create a study, or resume it if its settings are the same.
 
     Args:
         settings: everything that changes results, as flat plain values.
@@ -155,8 +78,8 @@ def open_study(
     """
     study = optuna.create_study(study_name=name, storage=storage, pruner=pruner, direction="maximize", load_if_exists=True)
     before = study.user_attrs.get(SETTINGS)
-    if _ID not in study.user_attrs:
-        study.set_user_attr(_ID, uuid.uuid4().hex)
+    if STUDY_ID not in study.user_attrs:
+        study.set_user_attr(STUDY_ID, uuid.uuid4().hex)
     if before is None:
         study.set_user_attr(SETTINGS, dict(settings))
         return study
@@ -169,10 +92,11 @@ def open_study(
     return study
 
 
-def as_before(space: SearchSpace, study: optuna.Study) -> SearchSpace:
-    """The space, with the kinds that the study's trials chose from: a name keeps its one list of choices.
+def with_stored_kinds(space: SearchSpace, study: optuna.Study) -> SearchSpace:
+    """Return the space with the kinds that the study's earlier trials chose from.
 
-    A version of this program that has learnt to make more of the same kinds, such as a cascade of others, goes on without.
+    Optuna does not allow the choices of a parameter to change. A study of an earlier version, which had fewer kinds,
+    therefore continues without the new ones.
     """
     for trial in study.get_trials(deepcopy=False):
         before = trial.distributions.get("kind")
@@ -181,47 +105,40 @@ def as_before(space: SearchSpace, study: optuna.Study) -> SearchSpace:
     return space
 
 
-def prepare(study: optuna.Study) -> None:
-    """Queue the choices of trials that were killed or interrupted again."""
+def requeue_unfinished(study: optuna.Study) -> None:
+    """Queue the choices of trials that were killed or interrupted again, and mark killed ones as failed."""
     trials = study.get_trials(deepcopy=False)
     again = {trial.user_attrs["retry_of"] for trial in trials if "retry_of" in trial.user_attrs}
     for trial in trials:
         if trial.state in (TrialState.RUNNING, TrialState.FAIL) and trial.number not in again:
-            # Queued before it is set aside: a kill in between queues it twice at worst, and loses nothing. A trial that
-            # was killed while it still chose has only what it was told to choose.
-            whole = "config" in trial.user_attrs
-            choices = trial.params if whole else trial.system_attrs.get("fixed_params")
+            # Queue first: a kill in between queues the trial twice, but loses nothing. A trial that was killed while it
+            # was sampled has only its enqueued parameters.
+            is_sampled = "config" in trial.user_attrs
+            choices = trial.params if is_sampled else trial.system_attrs.get("fixed_params")
             if choices:
                 study.enqueue_trial(choices, user_attrs={"retry_of": trial.number})
         if trial.state == TrialState.RUNNING:
             study.tell(trial.number, state=TrialState.FAIL)
 
 
-def study_id(study: optuna.Study) -> str:
-    """What tells a study from another of the same name that was deleted or lies elsewhere."""
-    return str(study.user_attrs[_ID])
-
-
 @contextlib.contextmanager
-def foreseeing(study: optuna.Study, ledgers: Sequence[TimeLedger] = ()) -> Iterator[None]:
-    """Count the seconds of a block, which no trial is about, as the search's, also where it is interrupted.
+def counting_preparation(study: optuna.Study, ledgers: Sequence[TimeLedger] = ()) -> Iterator[None]:
+    """Add the seconds of a block outside trials to the search's, even if the block is interrupted.
 
-    Args:
-        study: the search.
-        ledgers: count what is made in the block for others, too.
+    The seconds of shared artifacts, which the ledgers count, are left out.
     """
-    start, before = time.monotonic(), spent_here(ledgers)
+    start, before = time.monotonic(), total_seconds_here(ledgers)
     try:
         yield
     finally:
-        with undisturbed():
-            spent = study.user_attrs.get(FORESIGHT_SECONDS, 0.0)
-            counted = spent_here(ledgers) - before
-            study.set_user_attr(FORESIGHT_SECONDS, spent + max(0.0, time.monotonic() - start - counted))
+        with defer_interrupt():
+            earlier = study.user_attrs.get(PREPARATION_SECONDS, 0.0)
+            shared = total_seconds_here(ledgers) - before
+            study.set_user_attr(PREPARATION_SECONDS, earlier + max(0.0, time.monotonic() - start - shared))
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:
-    """The trials that count."""
+    """Return the trials that were completed or pruned."""
     return study.get_trials(deepcopy=False, states=FINISHED)
 
 
@@ -233,39 +150,38 @@ def run_trials(
     starts: Sequence[SpeculativeConfig] = (),
     ledgers: Sequence[TimeLedger] = (),
 ) -> None:
-    """Run trials until enough are finished.
+    """Run trials until the study has enough finished ones.
 
     Args:
-        on_trial: hears of every finished trial.
-        starts: what is tried before the sampler is asked, unless it was before; one at a time, so that the leader's turn to
-            be measured again comes between them.
-        ledgers: count what is made in trials for others, too.
+        starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
+            that measurements of the leader come in between.
+        ledgers: count shared artifacts that trials make.
 
     Raises:
-        KeyboardInterrupt: the trial at work is set aside, for :func:`prepare` to queue again; everything before is kept.
+        KeyboardInterrupt: the running trial is marked as failed; :func:`requeue_unfinished` queues it again.
     """
     start = ended = time.monotonic()
-    coming = iter(starts)
-    tell = undisturbed()(study.tell)
+    remaining = iter(starts)
+    tell = defer_interrupt()(study.tell)
     while len(finished(study)) < settings.n_trials:
         if settings.max_seconds is not None and time.monotonic() - start > settings.max_seconds:
             break
-        with undisturbed():
-            _challenge_leader(study, objective.space, settings.remeasure)
-            while not _waiting(study) and (config := next(coming, None)) is not None:
+        with defer_interrupt():
+            _requeue_leader(study, objective.space, settings.remeasure)
+            while not _waiting(study) and (config := next(remaining, None)) is not None:
                 study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
             trial = study.ask()
-            begun = time.monotonic()
-            trial.set_user_attr(BETWEEN, begun - ended)
+            started = time.monotonic()
+            trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
         try:
-            with noted(trial, ledgers):
+            with record_shared_seconds(trial, ledgers):
                 value = objective(trial)
         except optuna.TrialPruned:
             ended = time.monotonic()
             done = tell(trial, state=TrialState.PRUNED)
         except BaseException:
-            with undisturbed():
-                trial.set_user_attr("seconds", time.monotonic() - begun)  # spent all the same
+            with defer_interrupt():
+                trial.set_user_attr("seconds", time.monotonic() - started)
                 study.tell(trial, state=TrialState.FAIL)
             raise
         else:
@@ -274,8 +190,8 @@ def run_trials(
         on_trial(done)
 
 
-def _challenge_leader(study: optuna.Study, space: SearchSpace, every: int) -> None:
-    """Queue the leader once more, so that it does not lead by luck: its replicates are pooled."""
+def _requeue_leader(study: optuna.Study, space: SearchSpace, every: int) -> None:
+    """Queue the leader again when due. Its replicates are pooled, so that it does not lead by luck."""
     leaders = ranking(study)[:1]
     if not leaders or sum(trial.number >= leaders[0].last for trial in finished(study)) <= every:
         return
@@ -286,7 +202,3 @@ def _challenge_leader(study: optuna.Study, space: SearchSpace, every: int) -> No
 
 def _waiting(study: optuna.Study) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

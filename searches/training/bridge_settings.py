@@ -1,4 +1,4 @@
-"""How much goes into a search's bridges? What ``conf/bridging`` says."""
+"""Settings of a search's bridges (``conf/bridging``)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,28 @@ from searches.app.checks import check_number, check_whole
 
 @dataclass(frozen=True)
 class BridgingSettings:
-    """What bridges are fitted to.
+    """Settings of fitting and training bridges.
 
     Args:
-        tokens: of the target's own answers.
-        max_new_tokens: of an answer.
-        batch: answers written at once.
-        calibration_bytes: of hidden states, keys and values in memory, and of what a fit takes beside them.
-        train_seconds: of training, for every finalist that is bridged; 0 for none.
+        tokens: of the target's own answers in the training texts.
+        max_new_tokens: per answer.
+        batch: answers generated together.
+        calibration_bytes: budget for hidden states, keys, values and the temporary memory of a fit.
+        train_seconds: of training for every bridged finalist; 0 for none.
         train_width: of the MLPs that are trained beside the maps of finalists that have none; 0 for none.
-        learning_rate: of it.
-        unroll: tokens in a row that it learns.
-        texts_per_step: answers of a step, if they fit.
-        training_bytes: of what a step of training and its optimiser hold.
-        remembered_bytes: of texts as the target read them, in memory, for training.
-        begin_like: a file of prompts that every other text begins like, none of which is measured.
-
-    Raises:
-        InputError: one of them is out of range.
+        learning_rate: of the training.
+        unroll: consecutive tokens that it learns to draft.
+        texts_per_step: the most answers of a training step.
+        training_bytes: budget of a training step with its optimiser.
+        remembered_bytes: budget of the target's states of texts, kept in memory for training.
+        begin_like: a file of prompts, none of which is measured; every other text begins like one of them.
     """
 
     tokens: int = 20000
     max_new_tokens: int = 128
     batch: int = 48
     calibration_bytes: int = 1_500_000_000
-    train_seconds: float = 0.0
+    train_seconds: float = 0
     train_width: int = 512
     learning_rate: float = 0.002
     unroll: int = 1
@@ -45,8 +42,7 @@ class BridgingSettings:
     def __post_init__(self) -> None:
         check_number("bridging.train_seconds", self.train_seconds, or_zero=True)
         check_number("bridging.learning_rate", self.learning_rate, 1.0)
-        for name in ("tokens", "max_new_tokens", "batch", "unroll", "texts_per_step"):
-            check_whole(f"bridging.{name}", getattr(self, name))
-        for name in ("calibration_bytes", "training_bytes", "remembered_bytes"):
+        bytes_fields = ("calibration_bytes", "training_bytes", "remembered_bytes")
+        for name in ("tokens", "max_new_tokens", "batch", "unroll", "texts_per_step", *bytes_fields):
             check_whole(f"bridging.{name}", getattr(self, name))
         check_whole("bridging.train_width", self.train_width, 0)

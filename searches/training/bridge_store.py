@@ -1,7 +1,7 @@
-"""Where do a search's bridges come from? A bridge_store: fitted in closed form when first asked for, then kept, mask by mask.
+"""The bridge store: bridges of a search, fitted in closed form on first use and then kept, mask by mask.
 
-A mask is to be chosen for what it is worth bridged, so whatever judges masks asks here first. Bridges that do not make the
-draft better are kept, too, so that nobody fits them again, but never handed out.
+Masks are chosen by how fast they are with bridges, so everything that compares masks gets their bridges here first. Bridges
+that do not improve the draft are kept, too, so that they are not fitted again, but never handed out.
 """
 
 from __future__ import annotations
@@ -18,44 +18,40 @@ from torch import Tensor
 
 from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.bridges.fit import Calibration
-from layerskip.costs.cost_model import Aids
-from layerskip.device.memory import out_of_memory, release
+from layerskip.costs.cost_model import DraftExtras
 from layerskip.files import digest, write_json
 from layerskip.models.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import load_draft
 from layerskip.scan.scan import Scanner
-from layerskip.scan.text_cache import Memory
-from layerskip.texts.continuations import OnUse
+from layerskip.scan.text_cache import TextCache
+from layerskip.texts.continuations import ReportCost
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
+from searches.app.earlier_names import BRIDGES_FOLDER
 from searches.app.file_lock import exclusive
+from searches.app.memory import within_memory
 from searches.space.bridge_spec import BridgeSpec
 from searches.training.bridge_settings import BridgingSettings
 from searches.training.bridge_training import calibrate
-from searches.training.training_texts import asked_texts, continuations_of, drafted_tokens, respelled_tokens, write_texts
+from searches.training.training_texts import continuations_of, drafted_tokens, texts_identity, translated_tokens, write_texts
 
-_RECIPE = 7  # of fitting, training and draft heads; what was made otherwise is made anew
-_REMEMBERED = 16  # masks whose bridges are at hand
-_CHECKED = 2  # texts in which rows must see what decoding does
+_VERSION = 7  # of fitting, training and draft heads; results of another version are made again
+_LOADED_MASKS = 16  # masks whose bridges stay in memory
+_CHECKED_TEXTS = 2  # texts on which packed rows are checked against decoding
 
 
 class BridgeStore:
-    """Bridges and draft heads of one target, and draft heads of the models that draft for it.
+    """Bridges and draft heads of one target, and draft heads of its draft models.
 
     Args:
-        target: the model.
-        sampling: of its own texts.
-        settings: how many of them.
-        outputs: where texts, bridges and heads are kept.
-        seed: of the texts.
-        like: what every other text begins like.
-        width: of the widest MLPs that a search asks for.
+        like: prompts that every other text begins like.
+        width: the largest width of MLPs in the search.
 
     Attributes:
-        on_use: hears of every fit that is asked for, however often: its name, the seconds that it took, and how many of them
-            were spent just now.
-        on_texts: hears as much of the target's own texts, and of reading them for the fits.
+        report_cost: called on every use of a fit with its name, the seconds that it took, and how many of them this call
+            spent.
+        report_texts_cost: the same for the training texts, and for reading them before the first fit.
     """
 
     def __init__(
@@ -72,77 +68,76 @@ class BridgeStore:
         self._sampling, self._like = sampling, like
         fields = {name: getattr(settings, name) for name in ("tokens", "max_new_tokens", "batch")}
         self._config = OmegaConf.create(fields | {"seed": seed, "outputs": str(outputs)})
-        self._width = max(width, settings.train_width)  # trained or not, so that both find the same closed forms here
-        asked = [_RECIPE, asked_texts(self._config, target, sampling, like), settings.calibration_bytes, self._width]
-        self._asked = digest(asked)
-        self.folder = (outputs / "bridges" / self._asked[:12]).resolve()
+        # The width of trained MLPs counts without training, too, so that both searches share their closed forms.
+        self._width = max(width, settings.train_width)
+        identity = [_VERSION, texts_identity(self._config, target, sampling, like), settings.calibration_bytes, self._width]
+        self.digest = digest(identity)
+        self.folder = (outputs / BRIDGES_FOLDER / self.digest[:12]).resolve()
+        self.report_cost: ReportCost = lambda *_: None
+        self.report_texts_cost: ReportCost = lambda *_: None
         self._loaded: dict[str, Bridges] = {}
-        self.on_use: OnUse = lambda *_: None
-        self.on_texts: OnUse = lambda *_: None
-        self._reading = self.folder / "reading.json"  # how long the target took to read its texts for the first fits
-        self._read_in: float | None = None
-        self._beyond: set[Path] = set()  # what could not be fitted in this process's memory
-
-    @property
-    def digest(self) -> str:
-        """Of everything that bridges are fitted to."""
-        return self._asked
+        self._reading_file = self.folder / "reading.json"  # the seconds that reading the texts took before the first fits
+        self._reading_seconds: float | None = None
+        self._failed: set[Path] = set()  # folders of bridges that did not fit into this process's memory
 
     @property
     def trains(self) -> bool:
-        """Whether finalists are to be trained."""
+        """Whether finalists are trained."""
         return self.settings.train_seconds > 0
 
     def bridge(self, mask: SkipMask, bridge_spec: BridgeSpec) -> str:
-        """The folder of a mask's bridges; empty where none are asked for, or where they would not make the draft better."""
+        """Return the folder of a mask's bridges, which are fitted now unless they exist.
+
+        It is empty if the spec has none, if they would not improve the draft, or if memory does not suffice to fit them.
+        """
         if bridge_spec.bridge == "none" or not mask.gaps:
             return ""
-        folder = self._place(mask, bridge_spec)
-        if self._out_of_reach(folder):
+        folder = self._folder_of(mask, bridge_spec)
+        if self._has_failed(folder):
             return ""
-        there = (folder / "head.json").exists()
-        if not there:
-            with exclusive(folder):  # a study of another name shares the bridge_store
-                there = (folder / "head.json").exists()
-                if not there and not self._fit(mask, bridge_spec, folder):
+        existed = (folder / "head.json").exists()
+        if not existed:
+            with exclusive(folder):  # other studies share the store
+                existed = (folder / "head.json").exists()
+                if not existed and not self._fit(mask, bridge_spec, folder):
                     return ""
-        found = about(folder)
-        self.on_use(folder.name, found["seconds"], 0.0 if there else found["seconds"])
-        _ = self.texts  # to be counted, whoever had them written: they are what this was fitted to
-        self._tell_reading()
-        return str(folder) if found["helps"] else ""
+        record = training_record(folder)
+        self.report_cost(folder.name, record["seconds"], 0.0 if existed else record["seconds"])
+        _ = self.texts  # the bridges were fitted to them, so their cost counts, whichever process wrote them
+        self._report_reading()
+        return str(folder) if record["helps"] else ""
 
-    def lacks(self, mask: SkipMask, bridge_spec: BridgeSpec) -> bool:
-        """Whether a mask's bridges are asked for and could not be fitted, as memory did not suffice."""
-        return bridge_spec.bridge != "none" and bool(mask.gaps) and self._out_of_reach(self._place(mask, bridge_spec))
+    def failed(self, mask: SkipMask, bridge_spec: BridgeSpec) -> bool:
+        """Whether a mask should have bridges that could not be fitted in this process."""
+        return bridge_spec.bridge != "none" and bool(mask.gaps) and self._has_failed(self._folder_of(mask, bridge_spec))
 
-    def _place(self, mask: SkipMask, bridge_spec: BridgeSpec) -> Path:
+    def _folder_of(self, mask: SkipMask, bridge_spec: BridgeSpec) -> Path:
         named = [mask.format(), bridge_spec.bridge, bridge_spec.rank, *([bridge_spec.width] if bridge_spec.width else [])]
         return self.folder / digest(named)[:16]
 
-    def _out_of_reach(self, folder: Path) -> bool:
-        return not self._beyond.isdisjoint((folder, self.folder))
+    def _has_failed(self, folder: Path) -> bool:
+        return not self._failed.isdisjoint((folder, self.folder))
 
     def head(self, size: int) -> str:
-        """The folder of the draft head of so many tokens; empty for the whole vocabulary."""
+        """Return the folder of the target's draft head of ``size`` tokens; empty for the whole vocabulary."""
         return self._head(self.target, size, f"head-{size}", self.tokens)
 
-    def head_of(self, draft: str, size: int) -> str:
-        """As :meth:`head`, of a draft model's own tokens, which spell otherwise what the target says."""
+    def draft_model_head(self, draft: str, size: int) -> str:
+        """Return the folder of a draft model's draft head: its tokens for what the target says most."""
         model = load_draft(self.target, draft, same_tokenizer=False)
         name = f"head-{size}-{model.digest[:12]}"
-        return self._head(model, size, name, lambda few: respelled_tokens(model, self.target, self.texts, few))
+        return self._head(model, size, name, lambda size: translated_tokens(model, self.target, self.texts, size))
 
     def _head(self, owner: Target, size: int, name: str, choose: Callable[[int], Tensor | None]) -> str:
         if not 0 < size < owner.vocabulary:
             return ""
         folder = self.folder / name
-        _ = self.texts  # which it is made from; whoever uses it is told of them
+        _ = self.texts  # the head is chosen from them, so their cost counts
         with exclusive(folder):
             if not (folder / "head.json").exists():
                 tokens = choose(size)
                 assert tokens is not None
-                save_draft_tokens(folder, tokens, owner, {"tokens": size, "texts": self._asked})
+                save_draft_tokens(folder, tokens, owner, {"tokens": size, "texts": self.digest})
         return str(folder)
 
     def tokens(self, size: int) -> Tensor | None:
@@ -150,110 +145,105 @@ class BridgeStore:
         return drafted_tokens(self.target, self.texts, size) if 0 < size < self.target.vocabulary else None
 
     def load(self, folder: str, mask: SkipMask) -> Bridges | None:
-        """The bridges in a folder that :meth:`bridge` gave."""
+        """Load the bridges in a folder that :meth:`bridge` returned; None for an empty path."""
         if not folder:
             return None
         if folder not in self._loaded:
-            while len(self._loaded) >= _REMEMBERED:
+            while len(self._loaded) >= _LOADED_MASKS:
                 del self._loaded[next(iter(self._loaded))]
             self._loaded[folder] = load_bridges(folder, self.target, mask)
         return self._loaded[folder]
 
-    def aids(self, mask: SkipMask, bridge_spec: BridgeSpec) -> Aids:
-        """What a mask's draft has beside the sub-layers that it keeps."""
-        return Aids.of(
-            self._shape(mask, bridge_spec) if self.bridge(mask, bridge_spec) else None, self.left_out(bridge_spec.tokens)
-        )
+    def extras(self, mask: SkipMask, bridge_spec: BridgeSpec) -> DraftExtras:
+        """Return the bridges and the draft head of a mask's draft, as costs count them."""
+        shape = self._shape(mask, bridge_spec) if self.bridge(mask, bridge_spec) else None
+        return DraftExtras.of(shape, self.left_out(bridge_spec.tokens))
 
     def left_out(self, size: int) -> int:
-        """How many tokens a draft head of so many never drafts."""
+        """Return the number of tokens that a draft head of ``size`` tokens never drafts."""
         return self.target.vocabulary - size if 0 < size < self.target.vocabulary else 0
 
     def bridge_spec(self, config: SpeculativeConfig) -> BridgeSpec:
-        """How a configuration drafts that this bridge_store made up."""
-        bridge: dict[str, Any] = about(Path(config.bridge)) if config.bridge else {}
-        size = about(Path(config.draft_head))["tokens"] if config.draft_head else 0
+        """Return the spec of a configuration whose bridges and draft head are from this store."""
+        bridge: dict[str, Any] = training_record(Path(config.bridge)) if config.bridge else {}
+        size = training_record(Path(config.draft_head))["tokens"] if config.draft_head else 0
         kind, rank, width = (bridge.get(name, 0) for name in ("bridge", "rank", "width"))
         return BridgeSpec(str(kind or "none"), int(rank), int(size), int(width))
 
-    def described(self, name: str) -> dict[str, Any]:
-        """A fit, by the name that ``on_use`` heard: what it is of, what it took, and what it is worth; empty where it is not
-        done, or gone."""
+    def fit_record(self, name: str) -> dict[str, Any]:
+        """Return the mask, the shape, the seconds and the agreements of a fit that ``report_cost`` named.
+
+        It is empty if the fit is unfinished or was deleted.
+        """
         if not (self.folder / name / "head.json").exists():
             return {}
-        said = json.loads((self.folder / name / "head.json").read_text(encoding="utf-8"))
-        training, shape = said["training"], {part: said["shape"][part] for part in ("mask", "kind", "rank", "width")}
-        found = {"fit_seconds": training["seconds"], "trained": "steps" in training}
-        return shape | found | {f"agreement_{part}": training[part] for part in ("empty", "bridged")}
+        head = json.loads((self.folder / name / "head.json").read_text(encoding="utf-8"))
+        training, shape = head["training"], {part: head["shape"][part] for part in ("mask", "kind", "rank", "width")}
+        fit = {"fit_seconds": training["seconds"], "trained": "steps" in training}
+        return shape | fit | {f"agreement_{part}": training[part] for part in ("empty", "bridged")}
 
     @functools.cached_property
     def texts(self) -> list[TrainingText]:
-        """The target's own."""
-        return write_texts(self._config, self.target, self._sampling, self._like, self.on_texts)
+        """The training texts."""
+        return write_texts(self._config, self.target, self._sampling, self._like, self.report_texts_cost)
 
     @functools.cached_property
     def calibration(self) -> Calibration:
-        """What bridges are fitted to, read when first asked for."""
+        """What bridges are fitted to; the texts are read on first use."""
         budget, continuations = self.settings.calibration_bytes, continuations_of(self.texts)
         start = time.monotonic()
-        longest = sorted(continuations, key=lambda continuation: continuation.starts)[-_CHECKED:]
+        longest = sorted(continuations, key=lambda continuation: continuation.starts)[-_CHECKED_TEXTS:]
         Scanner(self.target, longest, Sampling(), depth=2).check()
-        found = calibrate(self.target, continuations, budget, "bridging.calibration_bytes", self.memory, self._width)
-        took = time.monotonic() - start
-        if not self._reading.exists():
-            write_json(self._reading, {"seconds": took})
-        self._tell_reading(took)
-        return found
+        calibration = calibrate(
+            self.target, continuations, budget, "bridging.calibration_bytes", self.text_cache, self._width
+        )
+        seconds = time.monotonic() - start
+        if not self._reading_file.exists():
+            write_json(self._reading_file, {"seconds": seconds})
+        self._report_reading(seconds)
+        return calibration
 
-    def _tell_reading(self, here: float = 0.0) -> None:
-        """It counts once, however often it is done again by who fits to the texts what is not there yet."""
-        if self._read_in is None and self._reading.exists():
-            self._read_in = float(json.loads(self._reading.read_text(encoding="utf-8"))["seconds"])
-        if self._read_in is not None:
-            self.on_texts(f"reading {self._asked[:12]}", self._read_in, here)
+    def _report_reading(self, seconds_here: float = 0.0) -> None:
+        """Report the cost of reading the texts, which counts once, however many processes read them for further fits."""
+        if self._reading_seconds is None and self._reading_file.exists():
+            self._reading_seconds = float(json.loads(self._reading_file.read_text(encoding="utf-8"))["seconds"])
+        if self._reading_seconds is not None:
+            self.report_texts_cost(f"reading {self.digest[:12]}", self._reading_seconds, seconds_here)
 
     @functools.cached_property
-    def memory(self) -> Memory | None:
-        """Of texts as the target read them, where there will be training."""
-        return Memory(self.settings.remembered_bytes) if self.trains else None
+    def text_cache(self) -> TextCache | None:
+        """The target's states of texts, for training; None without training."""
+        return TextCache(self.settings.remembered_bytes) if self.trains else None
 
     def _shape(self, mask: SkipMask, bridge_spec: BridgeSpec) -> BridgeShape:
         return BridgeShape.of(self.target, mask, bridge_spec.bridge, bridge_spec.rank, bridge_spec.width)
 
     def _fit(self, mask: SkipMask, bridge_spec: BridgeSpec, folder: Path) -> bool:
-        """Whether memory sufficed; where it did not, nothing is kept, as another machine's may."""
+        """Fit bridges and save them; return False, and save nothing, if memory does not suffice on this machine."""
         try:
-            fit = self.calibration.fit(self._shape(mask, bridge_spec))
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            # Where not even the texts' states fit, no mask's bridges can be fitted.
-            self._beyond.add(folder if "calibration" in vars(self) else self.folder)
+            fit = within_memory(lambda: self.calibration.fit(self._shape(mask, bridge_spec)))
         except UnsupportedModel as error:
-            self._beyond.add(self.folder)
+            self._failed.add(self.folder)
             print(f"bridge: all are left out: {error}")
             return False
-        if self._out_of_reach(folder):
-            release()
+        if fit is None:
+            # If even the states of the texts do not fit, no mask's bridges can be fitted.
+            self._failed.add(folder if "calibration" in vars(self) else self.folder)
             print(f"bridge: {bridge_spec.bridge} for {mask.format()} is left out: out of memory")
             return False
-        said = {"bridge": bridge_spec.bridge, "rank": bridge_spec.rank, "width": bridge_spec.width, "helps": fit.helps}
-        said |= {"empty": fit.empty, "bridged": fit.bridged, "seconds": fit.seconds, "rows": fit.rows}
-        save_bridges(folder, fit.bridges, self.target, said | {"texts": self._asked}, self.calibration.digest)
+        record = {"bridge": bridge_spec.bridge, "rank": bridge_spec.rank, "width": bridge_spec.width, "helps": fit.helps}
+        record |= {"empty": fit.empty, "bridged": fit.bridged, "seconds": fit.seconds, "rows": fit.rows}
+        save_bridges(folder, fit.bridges, self.target, record | {"texts": self.digest}, self.calibration.digest)
         if not fit.helps:
             print(f"bridge: {bridge_spec.bridge} for {mask.format()} drafts no better ({fit.bridged:.2f}) than empty skips")
         return True
 
 
 @functools.cache
-def about(folder: Path) -> dict[str, Any]:
-    """How what lies in a folder of a bridge_store came about.
-
-    Raises:
-        InputError: nothing is there any more.
-    """
+def training_record(folder: Path) -> dict[str, Any]:
+    """Return how the bridges or the draft head in a folder of a bridge store were made; refuse a folder that is gone."""
     try:
-        found: dict[str, Any] = json.loads((folder / "head.json").read_text(encoding="utf-8"))["training"]
+        record: dict[str, Any] = json.loads((folder / "head.json").read_text(encoding="utf-8"))["training"]
     except OSError:
         raise InputError(f"outputs: {folder}, which a trial of this study drafted with, is gone") from None
-    return found
+    return record

@@ -1,8 +1,9 @@
-"""What may be drafted from what was written before? Builds and inspects datastores for ``kind: retrieval``.
+"""Datastores of earlier texts for ``kind: retrieval``: building and inspection.
 
-``python -m searches.datastore corpus=notes output=store`` reads every text below a folder, or one file; ``own=true`` adds
-what the target itself says to prompts (kept, and made once), which nobody must measure: drafts would be those very answers.
-``inspect=store`` describes a datastore, and ``ngram="..."`` says what followed a phrase in it.
+``python -m searches.datastore corpus=notes output=store`` reads every text in a folder, or one file. ``own=true`` adds the
+target's own continuations of prompts, which are stored and generated once. A datastore must not be measured on those
+prompts, because its drafts would be the answers. ``inspect=store`` describes a datastore, and ``ngram="..."`` lists what
+follows a phrase in it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from layerskip.files import digest
 from layerskip.texts.continuations import continue_prompts
 from searches.app.checks import InputError, check_flag, check_folder, check_seed, check_whole
 
-_TEXTS = (".txt", ".md", ".jsonl")
+_SUFFIXES = (".txt", ".md", ".jsonl")
 _SHOWN = 5  # continuations of a phrase
-_LENGTH = 8  # tokens of each
+_LENGTH = 8  # tokens per continuation
 
 
 def datastore(config: DictConfig) -> Datastore:
@@ -37,11 +38,11 @@ def datastore(config: DictConfig) -> Datastore:
         if config[name] is not None and not isinstance(config[name], str):
             raise InputError(f"{name}: {config[name]!r} is not a path")
     target: Target = instantiate(config.target)
-    found = Datastore.load(config.inspect, target) if config.inspect is not None else _build(config, target)
-    print(describe(found))
+    store = Datastore.load(config.inspect, target) if config.inspect is not None else _build(config, target)
+    print(describe(store))
     if config.ngram is not None:
-        print(followers(found, str(config.ngram), target))
-    return found
+        print(followers(store, str(config.ngram), target))
+    return store
 
 
 def _build(config: DictConfig, target: Target) -> Datastore:
@@ -59,44 +60,39 @@ def _build(config: DictConfig, target: Target) -> Datastore:
         sources.append(str(config.corpus))
         files = corpus_files(Path(config.corpus))
         for file in tqdm(files, unit="file", desc="corpus", disable=None):
-            texts += [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in read(file)]
+            texts += [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in read_texts(file)]
     if config.own:
         sources.append("the target's own outputs")
         prompts: PromptSet = instantiate(config.prompts)
         answered = [digest(item.content()) for item in prompts]
-        kept = Path(config.outputs) / "continuations"
+        folder = Path(config.outputs) / "continuations"
         with tqdm(total=len(prompts), unit="prompt", desc="own outputs", disable=None) as bar:
             continuations = continue_prompts(
-                target, prompts, instantiate(config.sampling), config.max_new_tokens, config.seed, kept, bar.update
+                target, prompts, instantiate(config.sampling), config.max_new_tokens, config.seed, folder, bar.update
             )
         texts += [continuation.tokens for continuation in continuations]
-    found = Datastore.build(texts, target, " and ".join(sources), answered)
-    found.save(Path(config.output))
+    store = Datastore.build(texts, target, " and ".join(sources), answered)
+    store.save(Path(config.output))
     print(f"wrote {config.output}")
-    return found
+    return store
 
 
 def corpus_files(path: Path) -> list[Path]:
-    """The texts of a corpus.
-
-    Raises:
-        InputError: there are none.
-    """
+    """Return the files of a corpus; refuse one that has none."""
     if path.is_file():
         return [path]
     if not path.exists():
         raise InputError(f"corpus: there is no {path}")
-    files = sorted(file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
     if not files:
-        raise InputError(f"corpus: {path} has no {', '.join(_TEXTS)} files")
+        raise InputError(f"corpus: {path} has no {', '.join(_SUFFIXES)} files")
     return files
 
 
-def read(file: Path) -> Iterator[str]:
-    """The texts of a file: one per line's ``text`` in JSON Lines, else the whole of it.
+def read_texts(file: Path) -> Iterator[str]:
+    """Yield the texts of a file: the ``text`` of each line of JSON Lines, or else the whole file.
 
-    Raises:
-        InputError: it cannot be read, or a line has no text.
+    A file that cannot be read and a line without a text are refused.
     """
     try:
         content = file.read_text(encoding="utf-8")
@@ -115,63 +111,47 @@ def read(file: Path) -> Iterator[str]:
                 raise InputError(f"corpus: {file}, line {number}: text is not a string")
             try:
                 text.encode()
-            except UnicodeEncodeError as error:  # half of a character, as truncated files have
+            except UnicodeEncodeError as error:  # a lone surrogate, as in truncated files
                 raise InputError(f"corpus: {file}, line {number}: text is no Unicode: {error}") from None
             yield text
 
 
 def refuse_answers(field: str, folder: str, target: Target, prompts: PromptSet) -> None:
-    """Refuse a datastore that would be measured on its own texts.
-
-    Args:
-        field: of the configuration that names it.
-        folder: where it lies.
-        target: who drafts from it.
-        prompts: those that are measured.
-
-    Raises:
-        InputError: it holds the target's answers to some of the prompts.
-        ConfigError: it cannot be used.
-    """
-    # By what they say, as prompts of another file may be called the same; earlier stores know what they are called alone.
-    asked = {name for item in prompts for name in (digest(item.content()), item.id)}
-    known = asked.intersection(Datastore.load(folder, target).about["prompts"])
+    """Refuse a datastore that holds the target's own answers to measured prompts, or cannot be used."""
+    # Prompts are compared by content, because ids may repeat in other files. Datastores of earlier versions hold ids only.
+    measured = {name for item in prompts for name in (digest(item.content()), item.id)}
+    known = measured.intersection(Datastore.load(folder, target).about["prompts"])
     if known:
         raise InputError(f"{field}: {folder} holds the target's own answers to {len(known)} of the measured prompts")
 
 
 def refuse_answers_of(owner: str, config: SpeculativeConfig, target: Target, prompts: PromptSet) -> None:
-    """The same for all datastores that a configuration and its members draft from.
-
-    Args:
-        owner: the field of the configuration.
-        config, target, prompts: as :func:`refuse_answers` takes them.
-    """
-    named = {owner: config} | {f"{owner}.members.{place}": member for place, member in enumerate(config.members)}
-    for field, found in named.items():
-        if found.datastore:
-            refuse_answers(f"{field}.datastore", found.datastore, target, prompts)
+    """Apply :func:`refuse_answers` to all datastores of a configuration and its members."""
+    configs = {owner: config} | {f"{owner}.members.{index}": member for index, member in enumerate(config.members)}
+    for field, part in configs.items():
+        if part.datastore:
+            refuse_answers(f"{field}.datastore", part.datastore, target, prompts)
 
 
-def describe(found: Datastore) -> str:
-    """A datastore in a line."""
-    size = (found.tokens.nbytes + found.suffixes.nbytes) / 2**20
-    about = found.about
+def describe(store: Datastore) -> str:
+    """Describe a datastore in one line."""
+    size = (store.tokens.nbytes + store.suffixes.nbytes) / 2**20
+    about = store.about
     return f"{about['tokens']:,} tokens of {about['texts']:,} texts from {about['source']}, {size:,.1f} MiB"
 
 
-def followers(found: Datastore, phrase: str, target: Target) -> str:
-    """What followed a phrase most often, as a Markdown table."""
+def followers(store: Datastore, phrase: str, target: Target) -> str:
+    """Return a Markdown table of the most frequent continuations of a phrase."""
     if target.tokenizer is None:
         raise InputError("ngram: the target has no tokenizer to read it with")
-    # Behind a space a word is another token than at the beginning of a text.
+    # A word after a space is another token than at the beginning of a text.
     readings = {tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (phrase, f" {phrase}")}
     if () in readings:
         raise InputError("ngram: has no tokens")
-    # Where the space is a token of its own, one reading ends with the other and would count the same places again.
+    # If the space is a token of its own, one reading ends with the other and would count the same places again.
     readings -= {one for one in readings for other in readings if one != other and one[-len(other) :] == other}
-    times = sum(len(found.places(ngram)) for ngram in readings)
-    counts = Counter(tuple(part) for ngram in readings for part in found.continuations(ngram, _LENGTH, 10_000))
+    times = sum(len(store.places(ngram)) for ngram in readings)
+    counts = Counter(tuple(part) for ngram in readings for part in store.continuations(ngram, _LENGTH, 10_000))
     lines = [f"{phrase!r} occurs {times} times", "", "| followed by | times |", "|---|---|"]
     lines += [f"| {target.tokenizer.decode(list(part))!r} | {count} |" for part, count in counts.most_common(_SHOWN)]
     return "\n".join(lines if times else lines[:1])

@@ -1,14 +1,16 @@
-"""Does a claimed speedup hold? What an export says of itself against a new measurement: confirmed, weaker or refuted.
+"""The verdict on an export: its claim compared with a new measurement.
 
-A configuration that drafts claims to change no output, to be faster than plain decoding, and to be as fast as its evidence
-says, if it has any, but for what machines differ from day to day. All three have to hold for ``confirmed``. ``refuted`` is
-kept for what no noise explains: an output that changed, an interval wholly below plain decoding, a claim further out of the
-interval's reach than machines differ, evidence that contradicts itself. In between lies ``weaker``; an interval that still
-has 1 inside when the budget ends is there too, since it speaks neither for nor against the claim. So is a claim out of reach
-that is of other prompts, as kinds of work differ further than machines do.
+A configuration that drafts claims three things: to keep the output, to be faster than plain decoding, and to be as fast as
+its evidence states, up to the difference between machines and days.
 
-A lossy configuration does not claim to keep the output, so it is ``weaker`` at best, whatever its output was here. A changed
-one refutes it only where its evidence says that on these prompts it was kept.
+- ``confirmed``: all three hold.
+- ``refuted``: something that noise cannot explain. The output changed, the interval lies wholly below plain decoding, the
+  claim is further above the interval than machines differ, or the evidence contradicts itself.
+- ``weaker``: everything else. This includes an interval that still contains 1 when the budget ends, and a claim above the
+  interval if its evidence is of other prompts, since kinds of work differ more than machines do.
+
+A lossy configuration does not claim to keep the output and is ``weaker`` at best. A changed output refutes it only if its
+evidence states that the output was kept on these prompts.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from layerskip.measure.measurement import CONFIDENCE
 from searches.app.checks import InputError
 
 _ROUNDING = 1e-6
-_MOST_PER_TOKEN = 1.1
-"""A round may read a little faster than a step of plain decoding, by noise and by which kernels suit a block."""
-_ALIKE = 0.01
-"""Figures of one greedy measurement agree but for rounding, and for what a near-tie ended at once."""
-_ROUNDS_ALIKE = 0.1
-"""By how much tokens per round may fall where near-ties send texts another way: no pace of any machine changes them."""
+_MAX_SPEEDUP_PER_TOKEN = 1.1
+"""Highest ratio of speedup to tokens per round. Noise and other kernels may make a round slightly faster than a step."""
+_TOLERATED_ERROR = 0.01
+"""Share by which figures of one greedy measurement may differ, by rounding and by outputs that a near-tie ended."""
+_TOLERATED_ROUNDS = 0.1
+"""Share by which tokens per round may fall, if near-ties change the texts. The speed of a machine does not change them."""
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """A ratio of tokens/s over plain decoding's, and its interval, of 95 % over all looks at it together."""
+    """A ratio of tokens/s to plain decoding's, with its 95 % interval, which holds for all looks at it together."""
 
     value: float
     low: float
@@ -41,21 +43,17 @@ class Speedup:
 
     @classmethod
     def measured(cls, measurement: Measurement, looks: int) -> Speedup:
-        """A measurement's, where the first of so many looks may end the measuring (Bonferroni)."""
+        """The speedup of a measurement that any of several looks may end, which widens the interval (Bonferroni)."""
         return cls(measurement.speedup, *measurement.interval(confidence=1 - (1 - CONFIDENCE) / looks))
 
     @classmethod
     def claimed(cls, evidence: Mapping[str, Any]) -> Speedup | None:
-        """What an export's evidence says; None where it says nothing. Without an interval the value is one.
-
-        Raises:
-            InputError: it is not a number above 0, or an interval is not whole.
-        """
+        """The speedup in an export's evidence; None if there is none. A value without interval is its own interval."""
         names = ("speedup", "speedup_low", "speedup_high")
-        given = [name for name in names if evidence.get(name) is not None]
-        if not given:
+        present = [name for name in names if evidence.get(name) is not None]
+        if not present:
             return None
-        if given == ["speedup"]:
+        if present == ["speedup"]:
             value = _number(evidence, "speedup")
             return cls(value, value, value)
         value, low, high = (_number(evidence, name) for name in names)
@@ -65,7 +63,7 @@ class Speedup:
 
     @property
     def consistent(self) -> bool:
-        """Whether the value lies in its interval, as every measured one does."""
+        """Whether the value lies in its interval."""
         return self.low * (1 - _ROUNDING) <= self.value <= self.high * (1 + _ROUNDING)
 
     def __str__(self) -> str:
@@ -74,79 +72,78 @@ class Speedup:
 
 @dataclass(frozen=True)
 class Claim:
-    """What an export says of itself.
+    """The claim of an export.
 
     Args:
-        speedup: None claims no more than being faster than plain decoding.
-        tokens_per_round: of its evidence; None where it says nothing. A round takes no less time than a step of plain
-            decoding, so no claim can be above it.
-        lossy: whether its rule of acceptance may change the output.
-        kept: whether its evidence says that the output was kept all the same.
-        elsewhere: whether its evidence is of other held-out prompts than those that are measured now, or of outputs that
-            might be longer or shorter.
-        repeatable: whether greedy decoding of the very prompts of its evidence, as far, must come to as many tokens per
-            round, but for near-ties, and for what learns from prompts in another order.
-        implied: speedups that follow from other figures of its evidence, by what they follow from; none where tokens are
-            sampled, as the two sides' outputs differ in length.
+        speedup: the claimed speedup; None claims only to be faster than plain decoding.
+        tokens_per_round: from its evidence, if stated. A round takes no less time than a step of plain decoding, so no
+            speedup can exceed it.
+        lossy: whether its acceptance rule may change the output.
+        kept_output: whether its evidence states that the output was kept nevertheless.
+        other_work: whether its evidence is of other held-out prompts than those measured now, or of another output length.
+        repeatable: whether greedy decoding of the same prompts must give as many tokens per round, up to near-ties and to
+            drafters that learn from prompts in another order.
+        implied: names and speedups that follow from other figures of its evidence; empty if tokens are sampled, since the
+            lengths of the outputs differ then.
     """
 
     speedup: Speedup | None = None
     tokens_per_round: float | None = None
     lossy: bool = False
-    kept: bool = False
-    elsewhere: bool = False
+    kept_output: bool = False
+    other_work: bool = False
     repeatable: bool = False
     implied: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def of(cls, export: Export, held_out: PromptSet, prompts: PromptSet, max_new_tokens: int) -> Claim:
-        """An export's, where some of these held-out prompts are measured now, so many tokens of each.
+        """The claim of an export.
 
-        Evidence of all of them, or of as many as it says that it took, is of the same work, whichever part is measured;
-        evidence that does not say which it is of is taken to be.
+        Evidence is of the same work if it is of all held-out prompts, of the measured ones, or of as many as it states.
+        Evidence that does not name its prompts is assumed to be of the same work.
+
+        Args:
+            held_out: all held-out prompts.
+            prompts: those that are measured now.
 
         Raises:
             InputError: as :meth:`Speedup.claimed`.
         """
-        said = export.evidence
-        rate, output, named, count = (said.get(n) for n in ("tokens_per_round", "losslessness", "prompts_digest", "prompts"))
-        as_far = said.get("max_new_tokens", max_new_tokens) == max_new_tokens
-        same = [held_out, prompts, *([held_out.take(count)] if type(count) is int else [])]
+        evidence = export.evidence
+        names = ("tokens_per_round", "losslessness", "prompts_digest", "prompts")
+        per_round, output, prompts_digest, count = (evidence.get(name) for name in names)
+        same_length = evidence.get("max_new_tokens", max_new_tokens) == max_new_tokens
+        same_work = [held_out, prompts, *([held_out.take(count)] if type(count) is int else [])]
+        is_same = prompts_digest is None or prompts_digest in [part.digest for part in same_work]
         return cls(
-            Speedup.claimed(said),
-            float(rate) if isinstance(rate, (int, float)) and not isinstance(rate, bool) else None,
+            Speedup.claimed(evidence),
+            float(per_round) if isinstance(per_round, (int, float)) and not isinstance(per_round, bool) else None,
             lossy=not export.config.lossless,
-            kept=isinstance(output, Mapping) and output.get("verdict") in ("exact", "near_tie"),
-            elsewhere=not as_far or (named is not None and named not in [part.digest for part in same]),
-            repeatable=as_far and export.sampling.greedy and named == prompts.digest,
-            implied=_implied(said) if export.sampling.greedy else (),
+            kept_output=isinstance(output, Mapping) and output.get("verdict") in ("exact", "near_tie"),
+            other_work=not (same_length and is_same),
+            repeatable=same_length and export.sampling.greedy and prompts_digest == prompts.digest,
+            implied=_implied(evidence) if export.sampling.greedy else (),
         )
 
     @property
     def contradiction(self) -> str | None:
-        """What of its evidence does not go together, whatever is measured now; None where all does."""
-        said, per_round = self.speedup, self.tokens_per_round
-        if said is None:
+        """A contradiction within the evidence; None if there is none."""
+        claimed, per_round = self.speedup, self.tokens_per_round
+        if claimed is None:
             return None
-        if not said.consistent:
-            return f"{said} is a speedup outside its own interval"
-        if per_round is not None and said.value > _MOST_PER_TOKEN * per_round:
-            return f"{said.value:.2f} x with {per_round:.2f} tokens per round, each of which verifies at least one"
+        if not claimed.consistent:
+            return f"the speedup {claimed} lies outside its own interval"
+        if per_round is not None and claimed.value > _MAX_SPEEDUP_PER_TOKEN * per_round:
+            return f"{claimed.value:.2f} x is more than {per_round:.2f} tokens per round allow"
         for name, value in self.implied:
-            if abs(value / said.value - 1) > _ALIKE:
-                return f"{said.value:.2f} x where its {name} make {value:.2f}"
+            if abs(value / claimed.value - 1) > _TOLERATED_ERROR:
+                return f"it states {claimed.value:.2f} x, but its {name} give {value:.2f} x"
         return None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim.
-
-    Args:
-        name: which of the three.
-        reason: why, in one sentence.
-        clear: whether more repeats are not needed, as the interval lies on one side of whatever it is compared with.
-    """
+    """A verdict with its reason in one sentence; it is not clear while further repeats may change it."""
 
     name: Literal["confirmed", "weaker", "refuted"]
     reason: str
@@ -154,69 +151,66 @@ class Verdict:
 
 
 def judge(
-    claim: Claim, found: Speedup, losslessness: str, tolerance: float, tokens_per_round: float | None = None
+    claim: Claim, measured: Speedup, losslessness: str, tolerance: float, tokens_per_round: float | None = None
 ) -> Verdict:
     """Compare a claim with a new measurement.
 
     Args:
-        claim: what its export says.
-        found: what was measured now.
-        losslessness: its verdict, as in :class:`layerskip.measure.losslessness.Losslessness`.
-        tolerance: the share of a claim that machines may differ by from day to day, in [0, 1).
-        tokens_per_round: measured now, if they were.
+        losslessness: verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs.
+        tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
     """
-    said = claim.speedup
-    if losslessness == "different" and (not claim.lossy or (claim.kept and not claim.elsewhere)):
-        return Verdict("refuted", "the output is not that of plain decoding.")
+    claimed = claim.speedup
+    if losslessness == "different" and (not claim.lossy or (claim.kept_output and not claim.other_work)):
+        return Verdict("refuted", "the output differs from plain decoding.")
     if losslessness not in ("exact", "near_tie", "different"):
-        return Verdict("weaker", "no output was compared with that of plain decoding.", clear=False)
+        return Verdict("weaker", "no output was compared with plain decoding.", clear=False)
     if claim.contradiction is not None:
         return Verdict("refuted", f"the evidence contradicts itself: {claim.contradiction}.")
-    said_rounds = claim.tokens_per_round if claim.repeatable else None
-    if said_rounds is not None and tokens_per_round is not None and tokens_per_round < said_rounds * (1 - _ROUNDS_ALIKE):
-        rounds = f"{said_rounds:.2f} tokens per round claimed, {tokens_per_round:.2f} on the same prompts now"
-        return Verdict("refuted", f"{rounds}, which no machine changes.")
-    measured = f"measured {found}"
-    if claim.elsewhere:
-        measured += " on other prompts or lengths than the evidence's (prompts= and measure.max_new_tokens= choose them)"
-    if found.high < 1:
-        return Verdict("refuted", f"slower than plain decoding: {measured}.")
-    if said is not None and found.high < said.low * (1 - tolerance) and not claim.elsewhere:
-        return Verdict("refuted", f"the claim is out of reach: {measured}, claimed {said}.")
-    if found.low <= 1:
-        return Verdict("weaker", f"it cannot be told from plain decoding: {measured}.", clear=False)
+    per_round = claim.tokens_per_round if claim.repeatable else None
+    if per_round is not None and tokens_per_round is not None and tokens_per_round < per_round * (1 - _TOLERATED_ROUNDS):
+        rounds = f"{per_round:.2f} tokens per round claimed, {tokens_per_round:.2f} measured on the same prompts"
+        return Verdict("refuted", f"{rounds}; the machine cannot cause this difference.")
+    found = f"measured {measured}"
+    if claim.other_work:
+        found += " on other prompts or lengths than the evidence's (prompts= and measure.max_new_tokens= choose them)"
+    if measured.high < 1:
+        return Verdict("refuted", f"slower than plain decoding: {found}.")
+    if claimed is not None and measured.high < claimed.low * (1 - tolerance) and not claim.other_work:
+        return Verdict("refuted", f"the claim is out of reach: {found}, claimed {claimed}.")
+    if measured.low <= 1:
+        return Verdict("weaker", f"not significantly faster than plain decoding: {found}.", clear=False)
     if claim.lossy:
         output = losslessness.replace("_", "-")
-        return Verdict("weaker", f"faster than plain decoding, but lossy (the output here: {output}): {measured}.")
-    if said is None:
-        return Verdict("confirmed", f"faster than plain decoding, as claimed: {measured}.")
-    if found.high < said.low:
-        return Verdict("weaker", f"faster than plain decoding, but less than claimed: {measured}, claimed {said}.")
-    if found.value < said.value * (1 - tolerance):
-        # Few or mixed prompts make intervals so wide that they reach nearly any claim.
-        reason = f"faster than plain decoding, but short of the claim by more than {tolerance:.0%}"
-        return Verdict("weaker", f"{reason}: {measured}, claimed {said}.", clear=False)
-    return Verdict("confirmed", f"{measured}, claimed {said}.")
+        return Verdict("weaker", f"faster than plain decoding, but lossy (the output here: {output}): {found}.")
+    if claimed is None:
+        return Verdict("confirmed", f"faster than plain decoding, as claimed: {found}.")
+    if measured.high < claimed.low:
+        return Verdict("weaker", f"faster than plain decoding, but less than claimed: {found}, claimed {claimed}.")
+    if measured.value < claimed.value * (1 - tolerance):
+        # Few or mixed prompts give intervals that are wide enough for nearly any claim.
+        reason = f"faster than plain decoding, but more than {tolerance:.0%} below the claim"
+        return Verdict("weaker", f"{reason}: {found}, claimed {claimed}.", clear=False)
+    return Verdict("confirmed", f"{found}, claimed {claimed}.")
 
 
 def judge_plain(claim: Speedup | None) -> Verdict:
-    """The verdict on an export without drafting: there is nothing to measure, plain decoding is what it is compared with."""
-    if claim is not None and not (claim.consistent and abs(claim.value - 1) <= _ROUNDING):  # so its interval has 1 inside
-        return Verdict("refuted", f"the evidence contradicts itself: plain decoding at {claim} times its own speed.")
+    """Return the verdict on an export without drafting, which needs no measurement."""
+    if claim is not None and not (claim.consistent and abs(claim.value - 1) <= _ROUNDING):
+        return Verdict("refuted", f"the evidence contradicts itself: it states a speedup of {claim} for plain decoding.")
     return Verdict("confirmed", "no drafting is plain decoding itself: its output cannot differ, nothing is measured.")
 
 
 def _implied(evidence: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    """Speedups that other figures give: rates always, seconds where both sides gave the same tokens."""
+    """Speedups that follow from rates, and from seconds if both outputs were the same tokens."""
     pairs = {"tokens per second": ("tokens_per_second", "baseline_tokens_per_second")}
     output = evidence.get("losslessness")
     if isinstance(output, Mapping) and output.get("verdict") == "exact":
         pairs["seconds"] = ("baseline_decode_seconds", "decode_seconds")
-    found = {name: [evidence.get(field) for field in fields] for name, fields in pairs.items()}
-    return tuple((name, one / other) for name, (one, other) in found.items() if _is_above(one) and _is_above(other))
+    figures = {name: [evidence.get(field) for field in fields] for name, fields in pairs.items()}
+    return tuple((name, one / other) for name, (one, other) in figures.items() if _is_positive(one) and _is_positive(other))
 
 
-def _is_above(value: object) -> TypeGuard[float]:
+def _is_positive(value: object) -> TypeGuard[float]:
     """Whether a value is a number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
 
@@ -224,7 +218,7 @@ def _is_above(value: object) -> TypeGuard[float]:
 def _number(evidence: Mapping[str, Any], name: str) -> float:
     value = evidence.get(name)
     if value is None:
-        raise InputError(f"evidence.{name}: is missing; a speedup has a value and both ends of an interval, or no interval")
-    if not _is_above(value):
+        raise InputError(f"evidence.{name}: is missing; a speedup needs both ends of an interval, or none")
+    if not _is_positive(value):
         raise InputError(f"evidence.{name}: {value!r} is not a number above 0")
     return float(value)

@@ -1,4 +1,4 @@
-"""What was claimed of an export beside what was measured, in words."""
+"""The report of a verification: claimed and measured figures, and everything that differs from the export's conditions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from layerskip import Export, Measurement
 from searches.verification.claim import Speedup
 
-_MOVED = 1.2  # times what it was; on one machine it has come again within an eighth, but for such hours
+_CHANGED = 1.2  # factor; on one machine the ratio usually repeats within an eighth
 
 
 def differences(export: Export, conditions: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What is not as it was when the export was made: ``field``, ``exported`` and ``now`` of each."""
+    """Return the conditions that differ from the export's: ``field``, ``exported`` and ``now`` of each."""
     now = {
         "target": conditions["target"],
         "environment": conditions["environment"],
@@ -32,35 +32,36 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
             yield prefix + name, old, new
 
 
-def pace(export: Export, record: Mapping[str, Any]) -> str | None:
-    """How fast the machine reads beside how fast it decodes, if that is not as it was for the export; None if it is.
+def compute_speed_change(export: Export, record: Mapping[str, Any]) -> str | None:
+    """Return a sentence if the machine's arithmetic, compared with its memory, is faster or slower than for the export.
 
-    A step of plain decoding waits for memory, reading a prompt for arithmetic, as does verifying drafts. Where arithmetic
-    alone is slower than it was, a neighbour's doing perhaps, drafts pay less, and plain decoding's tokens/s do not show it.
+    A step of plain decoding is bound by memory bandwidth. Prefill and the verification of drafts are bound by arithmetic. If
+    only arithmetic is slower, for example because of other load on the machine, drafts gain less, but plain decoding's
+    tokens/s do not show it.
     """
     work = export.evidence.get("prompts_digest"), export.evidence.get("max_new_tokens")
     if work != (record["prompts"]["digest"], record["max_new_tokens"]):
         return None
-    before, now = _reading(export.evidence), _reading(record["measured"])
-    if before is None or now is None or 1 / _MOVED < now / before < _MOVED:
+    before, now = _prefill_share(export.evidence), _prefill_share(record["measured"])
+    if before is None or now is None or 1 / _CHANGED < now / before < _CHANGED:
         return None
-    drafts = "more" if now < before else "less"
+    speed, gain = ("faster", "more") if now < before else ("slower", "less")
     return (
-        f"Reading the prompts took {before:.3f} of the time that plain decoding took, and takes {now:.3f} now: beside its "
-        f"memory this machine computes {'faster' if now < before else 'slower'}, and drafts are worth {drafts}."
+        f"Prefill took {before:.3f} of plain decoding's time for the export, and {now:.3f} now. Compared with its memory, "
+        f"this machine computes {speed}, and drafts gain {gain}."
     )
 
 
-def _reading(figures: Mapping[str, Any]) -> float | None:
-    """What reading prompts took of the time that plain decoding took; None where the figures, anybody's, do not say."""
-    read, decoded = figures.get("baseline_prefill_seconds"), figures.get("baseline_decode_seconds")
-    if isinstance(read, float) and isinstance(decoded, float) and read > 0 and decoded > 0:
-        return read / decoded
+def _prefill_share(figures: Mapping[str, Any]) -> float | None:
+    """The time of prefill as a share of plain decoding's; None if the figures do not contain both."""
+    prefill, decoding = figures.get("baseline_prefill_seconds"), figures.get("baseline_decode_seconds")
+    if isinstance(prefill, float) and isinstance(decoding, float) and prefill > 0 and decoding > 0:
+        return prefill / decoding
     return None
 
 
 def report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:
-    """A record as Markdown: the verdict, what was claimed beside what was measured, and what else has changed."""
+    """Return a record as Markdown: the verdict, claimed and measured figures, and changed conditions."""
     lines = [f"{record['verdict']}: {record['reason']}", ""]
     if measurement is not None:
         lines += [*table(export, measurement, record["looks"]), ""]
@@ -72,28 +73,28 @@ def report(record: Mapping[str, Any], export: Export, measurement: Measurement |
             f"transformers {versions['transformers']}, {record['date']}.",
             "",
         ]
-        if (moved := pace(export, record)) is not None:
-            lines += [moved, ""]
-    changed = [f"- {found['field']}: {found['exported']}, now {found['now']}" for found in record["differences"]]
+        if (change := compute_speed_change(export, record)) is not None:
+            lines += [change, ""]
+    changed = [f"- {each['field']}: {each['exported']}, now {each['now']}" for each in record["differences"]]
     if changed:
-        lines += ["Not as it was for the export:", "", *changed]
+        lines += ["Different from the export:", "", *changed]
     elif export.environment:
         lines.append("Same model, machine, versions and prompts as the export's.")
     if not export.environment:
-        lines.append("The export does not say where it was measured.")
+        lines.append("The export does not state where it was measured.")
     return "\n".join(lines) + "\n"
 
 
 def table(export: Export, measurement: Measurement, looks: int) -> list[str]:
-    """What was claimed beside what was measured, as the lines of a Markdown table."""
-    found, said = measurement.to_dict(), export.evidence
+    """Return claimed and measured figures as the lines of a Markdown table."""
+    figures, evidence = measurement.to_dict(), export.evidence
     rows: list[tuple[str, Any, Any]] = [
-        ("x plain", Speedup.claimed(said), Speedup.measured(measurement, looks)),
-        *((name.replace("_", " "), said.get(key), found[key]) for name, key in _FIGURES.items()),
-        ("output", _table(said, "losslessness").get("verdict"), found["losslessness"]["verdict"]),
+        ("x plain", Speedup.claimed(evidence), Speedup.measured(measurement, looks)),
+        *((name.replace("_", " "), evidence.get(key), figures[key]) for name, key in _FIGURES.items()),
+        ("output", _part(evidence, "losslessness").get("verdict"), figures["losslessness"]["verdict"]),
     ]
-    for category, value in found["speedup_by_category"].items():
-        rows.append((f"x plain, {category}", _table(said, "speedup_by_category").get(category), value))
+    for category, value in figures["speedup_by_category"].items():
+        rows.append((f"x plain, {category}", _part(evidence, "speedup_by_category").get(category), value))
     lines = ["| | claimed | measured |", "|---|---|---|"]
     return lines + [f"| {name} | {_shown(claimed)} | {_shown(measured)} |" for name, claimed, measured in rows]
 
@@ -106,8 +107,8 @@ _FIGURES = {
 }
 
 
-def _table(evidence: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A part of the evidence, which anybody may have written."""
+def _part(evidence: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A mapping in the evidence; empty if the evidence has something else there."""
     part = evidence.get(name)
     return part if isinstance(part, Mapping) else {}
 

@@ -1,4 +1,4 @@
-"""What fitting finds on a draft's own stream, against transformers' hidden states and real drafts."""
+"""Tests fitted bridges against transformers' hidden states and real drafts."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 from layerskip.scan.row_model import RowModel
 from tests.accelerator import DEVICE
-from tests.drafters.bridges import bridge_shape, drawn_passages
+from tests.drafters.bridges import bridge_shape, drawn_continuations
 from tests.families import build
 
 FAMILIES = ("llama", "qwen2", "gemma3_text", "phi", "mixtral")
 
 
 @pytest.mark.parametrize("kind", ["mean", "linear"])
-def test_a_run_is_fitted_to_the_targets_own_states(kind: str) -> None:
-    """Against least squares on what transformers' own pass over the whole text returns; the first gap drifts nowhere."""
+def test_the_first_gap_is_fitted_to_the_targets_own_states(kind: str) -> None:
+    """The reference is least squares on the states of transformers' own pass, because no drift precedes the first gap."""
     target = Target(build("llama"))
-    continuations = drawn_passages(target)
+    continuations = drawn_continuations(target)
     fit = Calibration(target, continuations, 2**24).fit(bridge_shape(target, "layers:1-2", kind))
-    before, behind = [], []
+    before, after = [], []
     for continuation in continuations:
         tokens = torch.tensor([[*continuation.prompt, *continuation.tokens]], device=DEVICE)
         with torch.no_grad():
             states = target.model(input_ids=tokens, output_hidden_states=True).hidden_states
         here = slice(len(continuation.prompt), tokens.shape[1] - 1)
         before.append(states[1][0, here])
-        behind.append(states[3][0, here])
-    # The last fifth of the rows is for judging, so nothing is fitted to it.
+        after.append(states[3][0, here])
+    # The last fifth of the rows is held out.
     rows = len(torch.cat(before)) - int(0.2 * len(torch.cat(before)))
     before = [torch.cat(before)[:rows]]
-    read, wanted = torch.cat(before).double(), torch.cat(behind)[:rows].double() - torch.cat(before).double()
+    read, wanted = torch.cat(before).double(), torch.cat(after)[:rows].double() - torch.cat(before).double()
     bridge = fit.bridges.of(Gap("layers", 1, 2))
     if kind == "mean":
         assert torch.allclose(bridge.bias.double(), wanted.mean(0), atol=1e-4)
@@ -51,17 +51,17 @@ def test_a_run_is_fitted_to_the_targets_own_states(kind: str) -> None:
 
 
 def _least_squares(read: torch.Tensor, wanted: torch.Tensor, ridge: float) -> torch.Tensor:
-    """What a ridge regression gives: ordinary least squares over further rows of the root of its constant."""
+    """A ridge regression as ordinary least squares with additional rows of the root of its constant."""
     read, wanted = read.cpu(), wanted.cpu()
     read = read / read.square().mean(-1, keepdim=True).sqrt()
     scaled = ((read - read.mean(0)) / read.std(0)).numpy()
     padded = np.concatenate([scaled, np.sqrt(ridge * len(scaled)) * np.eye(scaled.shape[1])])
-    told = np.concatenate([(wanted - wanted.mean(0)).numpy(), np.zeros((scaled.shape[1], wanted.shape[1]))])
-    return (torch.from_numpy(scaled @ np.linalg.lstsq(padded, told, rcond=None)[0]) + wanted.mean(0)).to(DEVICE)
+    padded_wanted = np.concatenate([(wanted - wanted.mean(0)).numpy(), np.zeros((scaled.shape[1], wanted.shape[1]))])
+    return (torch.from_numpy(scaled @ np.linalg.lstsq(padded, padded_wanted, rcond=None)[0]) + wanted.mean(0)).to(DEVICE)
 
 
-class _Seen:
-    """What hooks see at the last token of a Llama's pass: what a sub-layer reads, the state around it, the one behind."""
+class _Recorded:
+    """Records, at the last token of a Llama's pass, a sub-layer's input, and the states before and after it."""
 
     def __init__(self, model: torch.nn.Module, gap: Gap) -> None:
         layer = model.model.layers[gap.first]
@@ -76,26 +76,26 @@ class _Seen:
         self.around, self.read = given[0][0, -1], out[0, -1]
 
     def _next(self, _: torch.nn.Module, given: tuple[torch.Tensor], out: torch.Tensor) -> None:
-        self.behind = given[0][0, -1]
+        self.after = given[0][0, -1]
 
     def _layer(self, _: torch.nn.Module, given: object, out: torch.Tensor) -> None:
-        self.behind = out[0, -1]
+        self.after = out[0, -1]
 
 
-def test_gaps_are_fitted_on_the_drafts_own_stream() -> None:
-    """One behind the other, the earlier ones bridged, against what hooks see of real drafts of one token."""
+def test_gaps_are_fitted_to_the_drafts_own_states() -> None:
+    """The reference is recorded in real drafts of one token, in which earlier gaps have their bridges."""
     target = Target(build("llama", num_hidden_layers=6))
-    continuations = drawn_passages(target)
+    continuations = drawn_continuations(target)
     fit = Calibration(target, continuations, 2**24).fit(bridge_shape(target, "layers:1-2;attention:3;mlp:4"))
     gaps = [Gap("layers", 1, 2), Gap("attention", 3, 3), Gap("mlp", 4, 4)]
     starts = [(continuation, s) for continuation in continuations for s in range(continuation.starts)]
-    starts = starts[: len(starts) - int(0.2 * len(starts))]  # the others are for judging
+    starts = starts[: len(starts) - int(0.2 * len(starts))]  # the others are held out
     for gap, earlier in ((gaps[1], "layers:1-2"), (gaps[2], "layers:1-2;attention:3")):
         bridges = Bridges(bridge_shape(target, earlier)).to(DEVICE)
-        for before, bridge in bridges.parts():
+        for before, bridge in bridges.items():
             bridge.load_state_dict(fit.bridges.of(before).state_dict())
         view = skip_view(target.model, SkipMask.parse(earlier, target.layers), bridges)
-        draft, own = _Seen(view, gap), _Seen(target.model, gap)
+        draft, own = _Recorded(view, gap), _Recorded(target.model, gap)
         reads, wants = [], []
         for continuation, s in starts:
             tokens = torch.tensor([[*continuation.prompt, *continuation.tokens[: s + 1]]], device=DEVICE)
@@ -104,8 +104,8 @@ def test_gaps_are_fitted_on_the_drafts_own_stream() -> None:
                 view(input_ids=tokens[:, -1:], past_key_values=cache)
                 target.model(input_ids=tokens, use_cache=False)
             reads.append(draft.read)
-            # So that the draft's state is the target's behind the sub-layer: the drift before it is mended, too.
-            wants.append(own.behind - draft.around)
+            # Makes the draft's state equal the target's after the sub-layer, which also corrects the drift before it.
+            wants.append(own.after - draft.around)
         read, wanted = torch.stack(reads), torch.stack(wants)
         found = _least_squares(read.double(), wanted.double(), fit.ridges[gap.name])
         with torch.no_grad():
@@ -114,13 +114,13 @@ def test_gaps_are_fitted_on_the_drafts_own_stream() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mask", ["layers:1-2", "attention:1;mlp:2", "layers:1;attention:3"])
-def test_what_fitting_says_of_bridges_is_what_drafts_do(family: str, mask: str) -> None:
-    """Its agreement, on rows seen at once, against a draft of one token behind each of those prefixes."""
+def test_the_agreement_of_a_fit_is_that_of_real_drafts(family: str, mask: str) -> None:
+    """The reference is a draft of one token after each held-out prefix."""
     target = Target(build(family))
-    continuations = drawn_passages(target)
+    continuations = drawn_continuations(target)
     found = Calibration(target, continuations, 2**24, max_rows=11).fit(bridge_shape(target, mask))
     last = [(p, s) for p, continuation in enumerate(continuations) for s in range(continuation.starts)][-18:]
-    for bridges, said in ((None, found.empty), (found.bridges, found.bridged)):
+    for bridges, agreement in ((None, found.empty), (found.bridges, found.bridged)):
         view, right = skip_view(target.model, SkipMask.parse(mask, target.layers), bridges), 0
         for p, s in last:
             tokens = torch.tensor([[*continuations[p].prompt, *continuations[p].tokens[: s + 1]]], device=DEVICE)
@@ -128,13 +128,13 @@ def test_what_fitting_says_of_bridges_is_what_drafts_do(family: str, mask: str) 
                 cache = target.model(input_ids=tokens[:, :-1], use_cache=True).past_key_values
                 drafted = view(input_ids=tokens[:, -1:], past_key_values=cache).logits[0, -1].argmax()
             right += int(drafted) == continuations[p].tokens[s + 1]
-        assert said == right / len(last)
+        assert agreement == right / len(last)
 
 
-def test_bridges_are_judged_as_they_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the target's dtype, which is not that of what is fitted."""
+def test_bridges_are_judged_in_the_targets_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitted bridges are in float32."""
     target = Target(build("llama").to(torch.bfloat16))
-    calibration = Calibration(target, drawn_passages(target), 2**24)
+    calibration = Calibration(target, drawn_continuations(target), 2**24)
     run, judged = RowModel.run, list[torch.dtype]()
 
     def note(self: RowModel, *args: Any, bridges: list[Bridges | None], **kwargs: Any) -> torch.Tensor:
@@ -155,13 +155,15 @@ def test_bridges_are_judged_as_they_decode(monkeypatch: pytest.MonkeyPatch) -> N
         ("layers:1;mlp:2,3,4,5,6,7,8,9,10,11", 128),
     ],
 )
-def test_many_gaps_share_what_a_few_take(mask: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is not judged, rows from one end to the other, four for each number of a hidden state at least; which ones,
-    by what transformers' own pass says of them."""
+def test_masks_with_many_gaps_are_fitted_to_fewer_rows(mask: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are spread over all that are not held out, at least four per hidden state element.
+
+    They are identified by the states of transformers' own pass.
+    """
     read, regress = list[torch.Tensor](), bridge_fit.regress
     monkeypatch.setattr(bridge_fit, "regress", lambda bridge, seen, *rest: read.append(seen) or regress(bridge, seen, *rest))
     target = Target(build("llama", num_hidden_layers=12))
-    continuations = drawn_passages(target, count=48)
+    continuations = drawn_continuations(target, count=48)
     fit = Calibration(target, continuations, 2**26, max_rows=16).fit(bridge_shape(target, mask))
     states = []
     for continuation in continuations:
@@ -170,10 +172,10 @@ def test_many_gaps_share_what_a_few_take(mask: str, rows: int, monkeypatch: pyte
             found = target.model(input_ids=tokens, output_hidden_states=True).hidden_states[1][0]
         states.append(found[len(continuation.prompt) : tokens.shape[1] - 1])
     every = torch.cat(states)
-    assert len(every) == 720  # of which 144 are judged
+    assert len(every) == 720  # of which 144 are held out
     places = [int((every - row).norm(dim=-1).argmin()) for row in read[0]]
     assert torch.allclose(every[places], read[0], atol=1e-4)
     assert min(places) < 16
     assert 576 - 2 * 576 / (rows / 16) < max(places) < 576
     assert rows <= fit.rows < rows + 16
-    assert fit.rows * 0.9 <= len(read[0]) == len(set(places)) <= fit.rows  # but for a few that are far off
+    assert fit.rows * 0.9 <= len(read[0]) == len(set(places)) <= fit.rows  # except for a few outliers

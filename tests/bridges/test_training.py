@@ -1,4 +1,4 @@
-"""Training bridges: its loss against drafts made one by one, its gradient against differences, and what it brings."""
+"""Tests the training of bridges: its loss against single drafts, its gradient against differences, and its effect."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from layerskip.models.bridge import Bridges
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.target_pass import Reading
-from layerskip.scan.text_cache import Memory
+from layerskip.scan.target_pass import TargetPass
+from layerskip.scan.text_cache import TextCache
 from layerskip.texts.continuations import Continuation
 from tests.accelerator import DEVICE
-from tests.drafters.bridges import bridge_shape, calibration, drawn_passages
+from tests.drafters.bridges import bridge_shape, calibration, drawn_continuations
 from tests.families import build
 
 MASK = "layers:1;mlp:2"
@@ -31,8 +31,10 @@ def _bridges(target: Target, mask: str = MASK) -> Bridges:
     return bridges.to(DEVICE)
 
 
-def _drafted_one_by_one(target: Target, bridges: Bridges, continuations: list[Continuation], tokens: torch.Tensor) -> float:
-    """The loss of drafts of two tokens, each made by itself through transformers' own cache."""
+def _loss_of_single_drafts(
+    target: Target, bridges: Bridges, continuations: list[Continuation], tokens: torch.Tensor
+) -> float:
+    """The loss of drafts of two tokens, each computed separately with transformers' own cache."""
     view = skip_view(target.model, bridges.mask, bridges)
     sums, counts = [0.0, 0.0], [0, 0]
     for continuation in continuations:
@@ -57,24 +59,24 @@ def _drafted_one_by_one(target: Target, bridges: Bridges, continuations: list[Co
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
-def test_the_loss_is_that_of_drafts_made_one_by_one(family: str) -> None:
+def test_the_loss_equals_that_of_single_drafts(family: str) -> None:
     target = Target(build(family))
-    continuations, bridges = [*drawn_passages(target)[:3]], _bridges(target)
+    continuations, bridges = [*drawn_continuations(target)[:3]], _bridges(target)
     continuations = [_greedy(target, continuation) for continuation in continuations]
     tokens = torch.arange(3, target.vocabulary, device=DEVICE)
     loss = BridgeTraining(target, bridges, tokens, 2).loss(continuations)
-    assert float(loss.detach()) == pytest.approx(_drafted_one_by_one(target, bridges, continuations, tokens), rel=1e-3)
+    assert float(loss.detach()) == pytest.approx(_loss_of_single_drafts(target, bridges, continuations, tokens), rel=1e-3)
 
 
 def _greedy(target: Target, continuation: Continuation) -> Continuation:
-    """The same prompt, continued by the target, so that drafts are right now and then."""
+    """The same prompt with the target's own continuation, for which some drafts are right."""
     ids = torch.tensor([continuation.prompt], device=DEVICE)
-    made = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-    return Continuation(continuation.prompt_id, "own", continuation.prompt, tuple(made[0, ids.shape[1] :].tolist()), 12)
+    output = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+    return Continuation(continuation.prompt_id, "own", continuation.prompt, tuple(output[0, ids.shape[1] :].tolist()), 12)
 
 
-def test_what_a_step_holds_grows_with_its_text() -> None:
-    """And with its gradient: twice the text, about twice as much, and never the weights."""
+def test_the_memory_of_a_step_grows_with_its_text() -> None:
+    """Twice the text needs about twice the memory, with the gradient and without weights."""
     target = Target(build("llama"))
     training = BridgeTraining(target, _bridges(target), torch.arange(target.vocabulary), 1)
     ids = tuple(range(3, 51))
@@ -84,15 +86,15 @@ def test_what_a_step_holds_grows_with_its_text() -> None:
     assert long > 10 * rows  # several states of every row in every kept layer
     further = BridgeTraining(target, _bridges(target), torch.arange(target.vocabulary), 2)
     continuation = Continuation("0", "own", ids[:4], ids[4:36], 32)
-    assert further.nbytes(continuation) > 1.5 * long  # though no draft is right here: training makes them so
+    assert further.nbytes(continuation) > 1.5 * long  # although no draft is right here, since training may make them right
 
 
-def test_the_gradient_is_what_differences_say() -> None:
+def test_the_gradient_equals_finite_differences() -> None:
     target = Target(build("llama").double())
-    continuations, bridges = drawn_passages(target)[:2], _bridges(target).double()
+    continuations, bridges = drawn_continuations(target)[:2], _bridges(target).double()
     training = BridgeTraining(target, bridges, torch.arange(target.vocabulary), 1)
     training.loss(continuations).backward()  # type: ignore[no-untyped-call]
-    for _, bridge in bridges.parts():
+    for _, bridge in bridges.items():
         for name in ("bias", "down", "up", "gate", "out"):
             parameter = getattr(bridge, name)
             flat, found = parameter.detach().view(-1), float(parameter.grad.view(-1)[3])
@@ -107,8 +109,8 @@ def test_the_gradient_is_what_differences_say() -> None:
     assert all(parameter.grad is None for parameter in target.model.parameters())
 
 
-def test_training_makes_drafts_better() -> None:
-    """From the closed form, on the texts that it was fitted to."""
+def test_training_reduces_the_loss() -> None:
+    """It starts from the closed form, on the same texts."""
     found = calibration("llama")
     target = found.target
     bridges = found.fit(bridge_shape(target, "layers:1-2")).bridges
@@ -126,31 +128,31 @@ def test_training_makes_drafts_better() -> None:
     assert SkipMask.parse("layers:1-2", 4) == bridges.mask
 
 
-def test_a_text_that_is_remembered_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(build("gemma3_text"))  # whose layers see different parts of a text
+def test_a_cached_text_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(build("gemma3_text"))  # its layers have different attention windows
     bridges, tokens, continuations = (
         _bridges(target),
         torch.arange(3, target.vocabulary, device=DEVICE),
-        drawn_passages(target)[:3],
+        drawn_continuations(target)[:3],
     )
-    afresh = float(BridgeTraining(target, bridges, tokens, 2).loss(continuations).detach())
+    uncached = float(BridgeTraining(target, bridges, tokens, 2).loss(continuations).detach())
     of_each = [
         float(BridgeTraining(target, bridges, tokens, 2).loss([continuation]).detach()) for continuation in continuations
     ]
     read: list[int] = []
-    original = layerskip.scan.text_batch.read
+    original = layerskip.scan.text_batch.run_target
 
-    def counted(rows: RowModel, ids: torch.Tensor, last: int, enters: bool = False) -> Reading:
+    def counted(rows: RowModel, ids: torch.Tensor, last: int, recorded: int = 0) -> TargetPass:
         read.append(len(ids))
-        return original(rows, ids, last, enters)
+        return original(rows, ids, last, recorded)
 
-    monkeypatch.setattr(layerskip.scan.text_batch, "read", counted)
-    memory = Memory(10**9)
+    monkeypatch.setattr(layerskip.scan.text_batch, "run_target", counted)
+    text_cache = TextCache(10**9)
     for _ in range(2):
-        assert float(BridgeTraining(target, bridges, tokens, 2, memory).loss(continuations).detach()) == afresh
+        assert float(BridgeTraining(target, bridges, tokens, 2, text_cache).loss(continuations).detach()) == uncached
     assert len(read) == 3
-    # Half the bytes hold some of the texts, and the others are read again.
-    small = Memory(memory.nbytes // 2)
+    # Half the budget holds some of the texts; the others are read again.
+    small = TextCache(text_cache.nbytes // 2)
     training = BridgeTraining(target, bridges, tokens, 2, small)
     for _ in range(2):
         assert [float(training.loss([continuation]).detach()) for continuation in continuations] == pytest.approx(of_each)

@@ -1,4 +1,4 @@
-"""A cost profile: does it add up to what it was measured on, and to the formula that it stands for?"""
+"""Tests that a cost profile adds up to its formula, and that a measured one is complete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from layerskip import SkipMask, StopRule, Target
-from layerskip.costs.cost_model import Aids, CostProfile
+from layerskip.costs.cost_model import CostProfile, DraftExtras
 from layerskip.costs.profile import profile_costs
 from layerskip.models.bridge import BridgeShape
 from layerskip.scan.replay import Counts
@@ -25,21 +25,21 @@ def test_a_draft_pass_costs_what_it_keeps(mask: str, seconds: float) -> None:
     assert PROFILE.draft_seconds(SkipMask.parse(mask, 2)) == seconds
 
 
-def test_bridges_and_a_narrow_head_have_their_price() -> None:
+def test_bridges_and_a_draft_head_change_the_cost() -> None:
     profile = replace(PROFILE, bridge_seconds=0.5, map_seconds=0.25, number_seconds=0.01, token_seconds=0.002)
     mask = SkipMask.parse("layers:0", 2)
-    aids = Aids.of(BridgeShape("layers:0", 2, 4, "linear"), left_out=100)
-    assert aids == Aids(1, 20, 100, 1)
-    assert profile.draft_seconds(mask, aids) == pytest.approx(9.5 + 0.5 + 0.25 + 0.2 - 0.2)
-    mean = Aids.of(BridgeShape("layers:0", 2, 4, "mean"))
+    extras = DraftExtras.of(BridgeShape("layers:0", 2, 4, "linear"), left_out=100)
+    assert extras == DraftExtras(1, 20, 100, 1)
+    assert profile.draft_seconds(mask, extras) == pytest.approx(9.5 + 0.5 + 0.25 + 0.2 - 0.2)
+    mean = DraftExtras.of(BridgeShape("layers:0", 2, 4, "mean"))
     assert profile.draft_seconds(mask, mean) == pytest.approx(9.5 + 0.5 + 0.04)
     counts = Counts(rounds=4, drafted=5, accepted=3, tokens=7, verified=(1, 1, 2))
-    assert profile.seconds(counts, mask, StopRule(), aids) - profile.seconds(counts, mask, StopRule()) == pytest.approx(
+    assert profile.seconds(counts, mask, StopRule(), extras) - profile.seconds(counts, mask, StopRule()) == pytest.approx(
         5 * 0.75
     )
 
 
-def test_counts_become_seconds() -> None:
+def test_seconds_follow_from_counts() -> None:
     counts = Counts(rounds=4, drafted=5, accepted=3, tokens=7, verified=(1, 1, 2))
     mask = SkipMask.parse("layers:0", 2)
     assert PROFILE.seconds(counts, mask, StopRule()) == pytest.approx(5 * 9.5 + 3 * 0.5 + 20 + 21 + 2 * 24)
@@ -51,17 +51,17 @@ def test_counts_become_seconds() -> None:
 
 
 def test_siblings_cost_no_draft_pass() -> None:
-    """Two rounds of one drafted token each, one of them with a sibling beside it; the other was looked for in vain."""
+    """Two rounds of one drafted token each, of which one has a sibling."""
     profile = replace(PROFILE, siblings_seconds=0.125, tree_seconds=0.25)
-    counts = Counts(rounds=2, drafted=3, accepted=1, tokens=3, verified=(0, 1, 1), beside=1, trees=1)
+    counts = Counts(rounds=2, drafted=3, accepted=1, tokens=3, verified=(0, 1, 1), siblings=1, trees=1)
     mask = SkipMask.parse("layers:0", 2)
     seconds = profile.seconds(counts, mask, StopRule(), branching=Branching(1))
     assert seconds == pytest.approx(2 * (9.5 + 0.125) + 2 * 0.5 + 21 + 24 + 0.25)
     assert profile.speedup(counts, mask, StopRule(), branching=Branching(1)) == pytest.approx(3 * 20 / seconds)
 
 
-def test_siblings_are_looked_for_behind_every_drafted_token() -> None:
-    """A round of two tokens, none of which had a sibling: a chain in the end, but not for the price of one."""
+def test_looking_for_siblings_costs_the_same_without_any() -> None:
+    """A round of two tokens without siblings is a chain, but costs more than one."""
     profile = replace(PROFILE, siblings_seconds=0.125, tree_seconds=0.25)
     counts = Counts(rounds=1, drafted=2, accepted=1, tokens=2, verified=(0, 0, 1))
     mask = SkipMask.parse("layers:0", 2)
@@ -72,19 +72,21 @@ def test_siblings_are_looked_for_behind_every_drafted_token() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
 def test_a_profile_has_a_cost_for_everything(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal sub-layers cost the same; a mixture of experts costs something else than a dense MLP."""
+    """Equal sub-layers have equal costs; a mixture of experts and a dense MLP have different ones."""
     target = Target(build(family))
-    heard: list[int] = []
+    calls: list[int] = []
     profile = profile_costs(
-        target, context=12, longest=3, repeats=2, on_repeat=lambda: heard.append(1), bridged=True, branching=True
+        target, context=12, longest=3, repeats=2, on_repeat=lambda: calls.append(1), bridged=True, branching=True
     )
     assert len(profile.attention_seconds) == len(profile.mlp_seconds) == target.layers
     assert len(profile.verify_seconds) == 4
     assert all(seconds > 0 for seconds in profile.verify_seconds)
     assert len(set(profile.mlp_seconds)) <= (2 if family == "deepseek_v3" else 1)
     assert profile.draft_seconds(SkipMask.none(target.layers)) > 0
-    assert len(heard) == 3
+    assert len(calls) == 3
     assert profile.tree_seconds >= 0 and profile.siblings_seconds >= 0
-    monkeypatch.setattr("layerskip.drafters.siblings.Fan.spread", lambda _, chain: chain)  # drafts too sure to have siblings
+    monkeypatch.setattr(
+        "layerskip.drafters.siblings.SiblingCollector.attach", lambda _, chain: chain
+    )  # no draft has siblings
     assert profile_costs(target, context=12, longest=3, repeats=1, branching=True).tree_seconds >= 0
     assert 0 <= profile.token_seconds * target.vocabulary <= profile.head_seconds

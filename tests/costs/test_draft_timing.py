@@ -1,4 +1,4 @@
-"""What drafts take, by a clock that counts passes instead of seconds."""
+"""Tests the measured cost of drafts, with a clock that counts passes instead of seconds."""
 
 from __future__ import annotations
 
@@ -23,53 +23,56 @@ SKIP = SpeculativeConfig("layer_skip", 3, mask="layers:1")
 
 @pytest.fixture
 def passes() -> list[Any]:
-    """What the clock counts."""
+    """The passes that the clock counts."""
     return []
 
 
 @pytest.fixture
 def target(passes: list[Any], monkeypatch: pytest.MonkeyPatch) -> Target:
-    """Whose passes, and those of its views, are counted."""
-    model = build("llama", 1, vocab_size=VOCABULARY).cpu()  # a GPU runs recorded passes without the model
+    """A target whose passes, and those of its views, are counted."""
+    model = build("llama", 1, vocab_size=VOCABULARY).cpu()  # on a GPU captured passes run without the model
     model.get_input_embeddings().register_forward_pre_hook(lambda *given: passes.append(given))
     monkeypatch.setattr(draft_timing, "now", lambda device: float(len(passes)))
     return Target(model, None, "toy")
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
-def test_a_token_of_a_chain_takes_a_pass(target: Target, sampling: Sampling) -> None:
-    """Which is what a step takes; a length that only the end of a text would cut changes nothing."""
+def test_a_token_of_a_chain_costs_one_pass(target: Target, sampling: Sampling) -> None:
+    """One pass is also the cost of a step. The draft length has no effect."""
     for length in (1, 3, 20):
         config = SpeculativeConfig("layer_skip", length, mask="layers:1")
         assert time_drafting(target, config, 9, sampling) == 1.0
 
 
-def test_what_finds_nothing_runs_no_pass(target: Target) -> None:
+def test_a_lookup_costs_nothing(target: Target) -> None:
     assert time_drafting(target, LOOKUP, 9) == 0.0
 
 
-def test_members_cost_what_their_drafts_take_and_are_timed_once(target: Target) -> None:
+def test_equal_members_are_timed_once(target: Target) -> None:
     known: dict[str, float] = {}
     longer = SpeculativeConfig("layer_skip", 5, mask="layers:1")
     assert draft_costs(target, (LOOKUP, SKIP, longer), 9, known=known) == (0.0, 1.0, 1.0)
     assert len(known) == 1
-    (make,) = known
-    known[make] = 0.5
+    (key,) = known
+    known[key] = 0.5
     assert draft_costs(target, (LOOKUP, SKIP), 9, known=known) == (0.0, 0.5)
     other = SpeculativeConfig("layer_skip", 3, mask="attention:1")
     assert draft_costs(target, (LOOKUP, other), 9, known=known) == (0.0, 1.0)
     assert len(known) == 2
     assert draft_costs(target, (LOOKUP, LOOKUP), 9, known=known) == ()
     assert len(known) == 2
-    assert draft_costs(target, (LOOKUP, SpeculativeConfig("lookahead", 2)), 9) == (0.0, 0.0)  # who does not find has to pay
+    assert draft_costs(target, (LOOKUP, SpeculativeConfig("lookahead", 2)), 9) == (
+        0.0,
+        0.0,
+    )  # not a lookup, so it has an entry
 
 
 class _Trees(Member):
-    """Drafts a tree of three levels, for which it takes six passes; behind more tokens than it can read, nothing."""
+    """Drafts a tree of three levels with six passes, and nothing after more tokens than it can read."""
 
     def __init__(self, passes: list[Any], most: int, at_once: bool) -> None:
         super().__init__()
-        self._passes, self._most, self.at_once = passes, most, at_once
+        self._passes, self._most, self.single_pass = passes, most, at_once
 
     def draft(self, context: Context, limit: int) -> Draft:
         if len(context.tokens) > self._most:
@@ -78,10 +81,10 @@ class _Trees(Member):
         return Draft.of_tree([1, 2, 3, 4], [-1, 0, 1, -1], context.last.device)
 
 
-@pytest.mark.parametrize(("at_once", "price"), [(False, 2.0), (True, 6.0)])
+@pytest.mark.parametrize(("at_once", "cost"), [(False, 2.0), (True, 6.0)])
 @pytest.mark.parametrize("most", [1000, 100, 0])
-def test_a_level_of_a_tree_is_timed_where_there_are_trees(
-    at_once: bool, price: float, most: int, target: Target, passes: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_the_cost_of_a_tree_is_that_of_a_level(
+    at_once: bool, cost: float, most: int, target: Target, passes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_timing, "build_drafter", lambda config, target: _Trees(passes, most, at_once))
-    assert time_drafting(target, SKIP, 300) == (price if most else 0.0)
+    assert time_drafting(target, SKIP, 300) == (cost if most else 0.0)

@@ -1,4 +1,4 @@
-"""Does a profile find out what everything takes? By a clock that goes on by what each part is said to take."""
+"""Tests that a profile recovers the costs of all parts, with a clock that advances by a known cost for each part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from layerskip.decoding.decode import decode
 from layerskip.decoding.tree import TreeModel
 from layerskip.drafters import layer_skip
 from layerskip.drafters.layer_skip import LayerSkip
-from layerskip.drafters.siblings import Fan
+from layerskip.drafters.siblings import SiblingCollector
 from layerskip.models.architecture import architecture
 from layerskip.models.bridge import Bridge
 from layerskip.models.cache import KVCache
@@ -35,14 +35,14 @@ from tests.families import build
 LONGEST = 4
 WINDOWS = ("sliding_attention", "sliding_attention", "full_attention")
 VOCABULARY = 100  # no layer but the output layer is as wide, nor as a quarter of it
-PASS, TOKEN, ROW = 7.0, 0.02, 0.5  # the output layer's, for each token of the vocabulary, for each row
+PASS, TOKEN, ROW = 7.0, 0.02, 0.5  # of the output layer: fixed, per token of the vocabulary, per row
 BLOCK, ROUND, CONFIDENCE = 1.0, 4.0, 0.25
 BRIDGE, MAP, NUMBER = 2.0, 0.75, 1e-3
 LOOK, TREE = 0.75, 1.5
 
 
 class Clock:
-    """Goes on by what parts are said to take, whatever they do take."""
+    """A clock that advances by the costs of the parts that run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch, self.seconds = monkeypatch, 0.0
@@ -50,7 +50,7 @@ class Clock:
             monkeypatch.setattr(module, "now", lambda device: self.seconds)
 
     def charge(self, holder: Any, name: str, price: Callable[..., float]) -> None:
-        """Let every call of a function take what ``price`` makes of its arguments."""
+        """Make every call of a function advance the clock by ``price`` of its arguments."""
         original = getattr(holder, name)
 
         def charged(*args: Any, **kwargs: Any) -> Any:
@@ -61,10 +61,10 @@ class Clock:
 
 
 def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[float, ...], **changes: Any) -> Target:
-    """A target whose parts take what they are said to.
+    """Return a target whose parts have known costs.
 
-    Views copy the price of a sub-layer with it, and have the forward that is charged from its class; where they skip it,
-    they have another one.
+    A view copies a sub-layer with its price, and uses the charged forward of its class. A skipped sub-layer has another
+    forward, which is not charged.
     """
     model = build(family, vocab_size=VOCABULARY, **changes)
     found = architecture(model)
@@ -83,12 +83,12 @@ def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[
     for module in (profiling, layer_skip):
         clock.charge(module, "draft_chain", lambda *_: ROUND)
     clock.charge(profiling, "confidence", lambda _: CONFIDENCE)
-    return Target(model, pack_weights=False)  # whose layers would not be asked
+    return Target(model, pack_weights=False)  # packed layers would bypass the charged forward
 
 
 def _bridge_price(bridge: Bridge, _: Tensor) -> float:
     looks = bridge.shape.kind != "mean"
-    return BRIDGE + MAP * looks + NUMBER * bridge.shape.numbers / bridge.shape.spans
+    return BRIDGE + MAP * looks + NUMBER * bridge.shape.parameter_count / bridge.shape.bridge_count
 
 
 def _output_price(width: int, rows: Tensor) -> float:
@@ -96,7 +96,7 @@ def _output_price(width: int, rows: Tensor) -> float:
     return PASS + TOKEN * width + ROW * rows.shape[-2] if wide else 0.0
 
 
-def _assert_alike(found: CostProfile, expected: CostProfile) -> None:
+def _assert_close(found: CostProfile, expected: CostProfile) -> None:
     for name, value in asdict(expected).items():
         assert getattr(found, name) == pytest.approx(value, abs=1e-8), name
 
@@ -110,7 +110,7 @@ def _assert_alike(found: CostProfile, expected: CostProfile) -> None:
     ],
     ids=["alike", "two attentions", "two MLPs"],
 )
-def test_every_part_takes_what_the_clock_says(
+def test_a_profile_recovers_the_cost_of_every_part(
     family: str,
     attention: tuple[float, ...],
     mlp: tuple[float, ...],
@@ -129,34 +129,34 @@ def test_every_part_takes_what_the_clock_says(
         round_seconds=ROUND,
         verify_seconds=tuple(plain + ROW * (1 + drafted) for drafted in range(LONGEST + 1)),
     )
-    _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
-    aided = replace(expected, bridge_seconds=BRIDGE, map_seconds=MAP, number_seconds=NUMBER, token_seconds=TOKEN)
-    _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), aided)
-    # As many bridges as are timed of a wide model.
-    monkeypatch.setattr(profiling, "_TIMED_NUMBERS", 2 * target.hidden**2)
-    _assert_alike(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), aided)
+    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
+    with_extras = replace(expected, bridge_seconds=BRIDGE, map_seconds=MAP, number_seconds=NUMBER, token_seconds=TOKEN)
+    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), with_extras)
+    # Fewer bridges, as for a wide model.
+    monkeypatch.setattr(profiling, "_TIMED_PARAMETERS", 2 * target.hidden**2)
+    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), with_extras)
 
 
-def test_a_noisy_machine_is_timed_more_often_until_its_medians_are_sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def turns(noise: float, error: float) -> int:
-        """How often every part was timed."""
+def test_a_noisy_machine_is_timed_until_its_medians_are_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def repeats(noise: float, error: float) -> int:
+        """The number of times that every job was timed."""
         clock, draws, done = Clock(monkeypatch), random.Random(0), []
         target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
         clock.charge(verify_timing, "verify", lambda *_: noise * draws.random())
         profile_costs(target, 12, LONGEST, repeats=4, error=error, on_repeat=lambda: done.append(1))
-        return len(done) - 1  # the first one warms up
+        return len(done) - 1  # the first repeat warms up
 
-    assert turns(0.0, 0.02) == turns(60.0, math.inf) == 4
-    assert turns(60.0, 0.02) == 4 * 4
-    assert 4 < turns(60.0, 0.07) < 4 * 4
+    assert repeats(0.0, 0.02) == repeats(60.0, math.inf) == 4
+    assert repeats(60.0, 0.02) == 4 * 4
+    assert 4 < repeats(60.0, 0.07) < 4 * 4
 
 
 @pytest.mark.parametrize("siblings", [0, 1])
-def test_a_decoding_takes_what_is_foretold_of_its_counts(siblings: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Siblings are looked for behind every token of drafts that are longer than the timed ones, and not always found."""
+def test_predicted_seconds_of_counts_equal_the_decodings(siblings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts are longer than the timed ones, and not every token has siblings."""
     clock = Clock(monkeypatch)
     target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
-    clock.charge(Fan, "see", lambda *_: LOOK)
+    clock.charge(SiblingCollector, "collect", lambda *_: LOOK)
     clock.charge(TreeModel, "run", lambda *_: TREE)
     profile = profile_costs(target, 12, 2 * 6, repeats=1, branching=True)
     assert (profile.siblings_seconds, profile.tree_seconds) == (pytest.approx(LOOK), pytest.approx(TREE))
@@ -180,7 +180,7 @@ def test_a_decoding_takes_what_is_foretold_of_its_counts(siblings: int, monkeypa
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])
-def test_a_tree_takes_what_the_clock_says_beside_a_chain(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_tree_measures_chain_and_tree(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
     clock.charge(TreeModel, "run", lambda *_: TREE)
@@ -193,7 +193,7 @@ def test_a_tree_takes_what_the_clock_says_beside_a_chain(sampling: Sampling, mon
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])
-def test_verification_takes_what_the_clock_says_beside_a_step(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_verification_measures_every_length(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     target = _priced(Clock(monkeypatch), "llama", (3.0,) * 4, (5.0,) * 4)
     step = 4 * (BLOCK + 3.0 + 5.0) + PASS + TOKEN * VOCABULARY + ROW
     seconds = time_verification(target, 12, 5, sampling, repeats=2)

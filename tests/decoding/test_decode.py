@@ -1,4 +1,4 @@
-"""The decoding loop: where it ends, what it tells, and how seldom the host waits for the device."""
+"""The decoding loop: where it ends, what it reports, and how often the host waits for the device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    """It never ends by itself."""
+    """A model without an end-of-sequence token."""
     return Target(build("llama", 1, vocab_size=12, eos_token_id=None))
 
 
@@ -66,12 +66,12 @@ def _generate(target: Target, prompt: list[int], **options: Any) -> list[int]:
     return tokens
 
 
-# What makes the host wait for the device: values that Python reads, and shapes that depend on values.
+# Operations that make the host wait for the device: values that Python reads, and shapes that depend on values.
 _WAITING = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2"}
 
 
 class _Waits(TorchDispatchMode):
-    """Counts the operations that wait, as ``transformers`` where its code rather than ours asks for them."""
+    """Counts the operations that wait, under ``transformers`` if its code calls them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Waits(TorchDispatchMode):
 
 @contextmanager
 def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Count waits, and with them the calls of ``tolist``, which reads many values in one."""
+    """Count waits, and calls of ``tolist``, which read many values in one wait."""
     read = torch.Tensor.tolist
     with monkeypatch.context() as patch, _Waits() as waits:
 
@@ -107,7 +107,7 @@ def test_a_round_waits_for_the_device_once(
     target: Target, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: Sampling, static_shapes: bool
 ) -> None:
     drafter = _drafter(kind, target)
-    if static_shapes:  # what is recorded is compared with what was computed, once
+    if static_shapes:  # the first run also compares every recorded pass with the computed one
         decode(target, drafter, PROMPT, sampling, 20, seed=0, static_shapes=True)
     with _counted(monkeypatch) as waits:
         result = decode(target, drafter, PROMPT, sampling, 20, seed=0, static_shapes=static_shapes)
@@ -116,19 +116,17 @@ def test_a_round_waits_for_the_device_once(
 
 
 @pytest.mark.parametrize("kind", ["token_recycling", "lookahead"])
-def test_a_round_that_learns_from_what_was_said_waits_twice(
-    target: Target, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_round_that_learns_from_logits_waits_twice(target: Target, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     drafter = _drafter(kind, target)
     with _counted(monkeypatch) as waits:
         result = decode(target, drafter, PROMPT, GREEDY, 20, static_shapes=False)
-    # Nobody learns from the last round.
+    # The last round is not observed.
     assert waits == {"tolist": 2 * len(result.stats.rounds)}
     assert result.stats.drafted > 0
 
 
-def test_waits_are_seen(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test before proves nothing unless a confidence that is read, as a stop rule does, shows up in it."""
+def test_reading_a_confidence_counts_as_a_wait(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above prove nothing unless the confidence that a stop rule reads is counted."""
     stop = StopRule(kind="threshold", threshold=0.0)
     drafter = DraftModel(target.model, target.layers, 3, stop)
     with _counted(monkeypatch) as waits:
@@ -140,7 +138,7 @@ def test_waits_are_seen(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("family", SKIPPABLE)
 def test_greedy_tokens_of_every_family_equal_those_of_generate(family: str) -> None:
-    """Past the sliding windows of those that have one."""
+    """Beyond the sliding windows of families that have one."""
     target = Target(build(family, eos_token_id=None))
     prompt = [(7 * i) % 61 + 3 for i in range(9)]
     config = SpeculativeConfig(kind="layer_skip", mask="attention:0;mlp:2", draft_length=3)
@@ -164,7 +162,7 @@ def test_a_stop_predicate_sees_every_token_and_ends_the_output(target: Target, k
         assert seen == [PROMPT + plain.tokens[: i + 1] for i in range(length)]
 
 
-def test_an_end_of_sequence_goes_before_a_stop_and_a_stop_before_the_limit(target: Target) -> None:
+def test_an_end_token_takes_precedence_over_a_stop_and_a_stop_over_the_limit(target: Target) -> None:
     tokens = decode(target, NoDraft(), PROMPT, GREEDY, 8).tokens
     first = tokens.index(tokens[-1]) + 1
     ends = frozenset(tokens[-1:])
@@ -182,7 +180,7 @@ def test_an_end_of_sequence_goes_before_a_stop_and_a_stop_before_the_limit(targe
     assert finish(frozenset(), False) == "length"
 
 
-def test_ends_of_sequence_are_the_targets_unless_given() -> None:
+def test_end_tokens_default_to_those_of_the_target() -> None:
     model = build("llama", 1, vocab_size=12, eos_token_id=None)
     plain = _generate(Target(model), PROMPT, max_new_tokens=8)
     end, other = plain[3], next(token for token in range(12) if token not in plain)
@@ -210,7 +208,7 @@ def test_the_first_token_is_reported_before_any_draft(target: Target) -> None:
         on_prefill=lambda known: events.append(f"prefill {known}"),
         callback=lambda tokens: events.append(f"commit {len(tokens)}"),
     )
-    # The last round has room for the target's own token alone, and asks for no draft.
+    # The last round has room for the target's own token only, and asks for no draft.
     assert events == ["prefill 1", "commit 1", "draft", "commit 1", "commit 1"]
 
 
@@ -220,7 +218,7 @@ def test_a_seed_makes_sampling_repeatable(target: Target, kind: str) -> None:
         return decode(target, _drafter(kind, target), PROMPT, Sampling(1.2), 24, seed=seed).tokens
 
     first = sample(7)
-    torch.manual_seed(99)  # whatever else draws random numbers
+    torch.manual_seed(99)  # other random numbers must not matter
     assert first == sample(7) != sample(8)
 
 
@@ -235,8 +233,8 @@ def test_rounds_account_for_every_token(target: Target, kind: str) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", [*KINDS, "eagle"])
-def test_a_prompt_that_was_read_before_is_continued_alike(target: Target, kind: str, sampling: Sampling) -> None:
-    """Also by what has to see the prompt's hidden states, and as often as it is asked."""
+def test_a_stored_prefill_gives_the_same_result(target: Target, kind: str, sampling: Sampling) -> None:
+    """Also for a drafter that reads the prompt's hidden states, and repeatedly."""
     prefill = Prefill.of(target, PROMPT)
     for _ in range(2):
         drafters = [_drafter(kind, target) for _ in range(2)]
@@ -248,13 +246,13 @@ def test_a_prompt_that_was_read_before_is_continued_alike(target: Target, kind: 
     assert prefill.cache.length == len(PROMPT)
 
 
-def test_a_prompt_that_was_read_before_is_not_read_again(target: Target) -> None:
+def test_a_stored_prefill_is_not_computed_again(target: Target) -> None:
     prefill = Prefill.of(target, PROMPT)
     other = torch.zeros_like(prefill.logits)
     for token in (3, 7):
-        said = replace(prefill, logits=other.index_fill(-1, torch.tensor([token], device=DEVICE), 1.0))
-        assert decode(target, NoDraft(), PROMPT, GREEDY, 1, prefill=said).tokens == [token]
-    with pytest.raises(ValueError, match="^prefill: is of 8 tokens, the prompt has 7"):
+        changed = replace(prefill, logits=other.index_fill(-1, torch.tensor([token], device=DEVICE), 1.0))
+        assert decode(target, NoDraft(), PROMPT, GREEDY, 1, prefill=changed).tokens == [token]
+    with pytest.raises(ValueError, match="^prefill: has 8 tokens, the prompt has 7"):
         decode(target, NoDraft(), PROMPT[1:], GREEDY, 1, prefill=prefill)
 
 

@@ -1,4 +1,4 @@
-"""Rules of acceptance that change the output: what passes, and that they say so wherever they are."""
+"""Lossy rules of acceptance: which tokens pass, and that configurations are marked as lossy."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _accepted(tokens: list[int], rule: AcceptRule, parents: tuple[int, ...] | No
     return accept_lossy(Draft(torch.tensor(tokens), parents), OWN, P.log(), rule).committed
 
 
-def test_a_token_passes_that_the_target_finds_likely_enough() -> None:
+def test_a_threshold_accepts_tokens_that_the_target_finds_likely_enough() -> None:
     assert _accepted([1, 1], AcceptRule("threshold", 0.25)) == [1, 1, int(OWN[2])]
     assert _accepted([1, 1], AcceptRule("threshold", 0.35)) == [0]
     assert _accepted([0, 0], AcceptRule("threshold", 0.35)) == [0, 1]
 
 
-def test_what_is_typical_depends_on_how_sure_the_target_is() -> None:
-    """exp(-entropy) is about 0.36, 0.67 and 0.25 there; the limit is never above epsilon."""
+def test_typical_acceptance_depends_on_the_entropy_of_the_target() -> None:
+    """exp(-entropy) of the rows is about 0.36, 0.67 and 0.25; the limit is never above epsilon."""
     rule = AcceptRule("typical", epsilon=0.5, delta=0.6)  # limits of about 0.21, 0.40 and 0.15
     assert _accepted([1, 1], rule) == [1, 1, int(OWN[2])]
     assert _accepted([2, 1], rule) == [0]
@@ -40,13 +40,13 @@ def test_what_is_typical_depends_on_how_sure_the_target_is() -> None:
     assert _accepted([2, 1], AcceptRule("typical", epsilon=0.1, delta=0.6)) == [2, 1, int(OWN[2])]
 
 
-def test_of_a_tree_the_likeliest_branch_passes() -> None:
+def test_the_likeliest_branch_of_a_tree_is_accepted() -> None:
     verdict = accept_lossy(Draft(torch.tensor([1, 0]), (-1, -1)), OWN, P.log(), AcceptRule("threshold", 0.25))
     assert (verdict.path, verdict.committed[0]) == ((1,), 0)
 
 
-def test_of_a_tree_the_deepest_branch_passes() -> None:
-    """The likelier first token ends there; behind the other one passes one more, of two that do."""
+def test_the_deepest_branch_of_a_tree_is_accepted() -> None:
+    """The branch of the likelier first token ends there; after the other one a second token passes, the likelier of two."""
     tree = Draft(torch.tensor([0, 1, 0, 3, 2]), (-1, -1, 0, 1, 1))
     rows = torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.05, 0.85, 0.05, 0.05], [0.1, 0.1, 0.5, 0.3], *[[0.25] * 4] * 3])
     verdict = accept_lossy(tree, rows.argmax(-1), rows.log(), AcceptRule("threshold", 0.2))
@@ -54,7 +54,7 @@ def test_of_a_tree_the_deepest_branch_passes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["layer_skip", "token_recycling"])
-def test_decoding_by_it_accepts_more_and_says_other_things(kind: str) -> None:
+def test_a_lossy_rule_accepts_more_and_changes_the_output(kind: str) -> None:
     target, changed = target_of("llama"), False
     fields: dict[str, Any] = {"layer_skip": {"mask": "layers:1-2"}, "token_recycling": {"least_probability": 0.0}}[kind]
     exact = SpeculativeConfig.from_dict({"kind": kind} | fields)
@@ -71,14 +71,14 @@ def test_decoding_by_it_accepts_more_and_says_other_things(kind: str) -> None:
     assert changed
 
 
-def test_tokens_may_be_drawn_by_it() -> None:
+def test_a_lossy_rule_supports_sampling() -> None:
     config = SpeculativeConfig.from_dict({"kind": "prompt_lookup", "accept": "typical"})
     target = target_of("llama")
     result = decode(target, build_drafter(config, target), PROMPTS[1], Sampling(1.0), LENGTH, seed=0, accept=config.accept)
     assert len(result.tokens) == LENGTH
 
 
-def test_a_configuration_says_that_it_is_lossy() -> None:
+def test_a_lossy_configuration_is_marked_as_lossy() -> None:
     config = SpeculativeConfig.from_dict({"kind": "layer_skip", "accept": {"kind": "threshold", "threshold": 0.5}})
     assert not config.lossless
     assert config.to_dict()["lossless"] is False
@@ -104,12 +104,12 @@ def test_a_configuration_says_that_it_is_lossy() -> None:
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(fields: dict[str, Any], named: str) -> None:
+def test_contradictory_configurations_are_refused(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named}"):
         SpeculativeConfig.from_dict(fields)
 
 
-def test_a_space_has_lossy_rules_only_where_they_are_allowed() -> None:
+def test_a_space_has_lossy_rules_only_if_they_are_allowed() -> None:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     assert all(SearchSpace(layers=12).suggest(study.ask()).lossless for _ in range(50))
     allowed = SearchSpace(layers=12, allow_lossy=True)

@@ -1,4 +1,4 @@
-"""Sampling: the same distributions as transformers' logits processors, and draws that follow them."""
+"""Sampling: the distributions of transformers' logits processors, and draws that follow them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_greedy_takes_the_most_likely_token_after_the_penalty(penalty: float) ->
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("fed", [1, 3])
 def test_each_row_is_penalised_for_its_own_prefix(temperature: float, penalty: float, fed: int) -> None:
-    """A block may hold more tokens than logits: then its first ones belong to every row's prefix."""
+    """A block may have more tokens than there are logits; its first tokens then belong to every row's prefix."""
     sampling, rows = Sampling(temperature, repetition_penalty=penalty), 4
     sequence, block = [3, 5, 3, 9], torch.tensor([9, 4, 11, 5, 0, 16][: rows + fed - 1])
     chooser = Chooser(sampling, V, CPU)
@@ -96,7 +96,7 @@ def test_each_row_is_penalised_for_its_own_prefix(temperature: float, penalty: f
                 torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-6)
 
 
-def test_asking_for_a_distribution_commits_nothing() -> None:
+def test_computing_a_distribution_commits_nothing() -> None:
     chooser = Chooser(Sampling(1.0, repetition_penalty=2.0), V, CPU)
     chooser.observe([1])
     logits = _logits(3)
@@ -123,7 +123,7 @@ def test_an_arrival_time_of_zero_cannot_draw_a_weight_of_zero(monkeypatch: pytes
     assert draw(torch.tensor([[0.0, 1e-20, 0.0], [0.0, 0.0, 1.0]])).tolist() == [1, 2]
 
 
-def test_choosing_draws_from_rows_and_takes_one_hot_tokens_as_they_are() -> None:
+def test_choosing_draws_from_rows_and_keeps_one_hot_tokens() -> None:
     probs = torch.tensor([0.25, 0.0, 0.75])
     chooser = Chooser(Sampling(1.0), 3, CPU, seed=3)
     assert_follows(chooser.choose(probs.repeat(5000, 1)).tolist(), dict(enumerate(probs.tolist())))

@@ -18,7 +18,7 @@ def test_ratios_of_one_decoding() -> None:
     assert FIRST.tokens_per_round == pytest.approx(10 / 4)
 
 
-def test_acceptance_by_position_counts_only_rounds_that_drafted_so_far() -> None:
+def test_acceptance_by_position_counts_only_rounds_that_drafted_that_position() -> None:
     # Three rounds drafted a first to third token (4+, 4+, 3), and two a fourth.
     assert FIRST.acceptance_by_position == pytest.approx((3 / 3, 2 / 3, 1 / 3, 1 / 2))
     assert SECOND.acceptance_by_position == (0.0,)

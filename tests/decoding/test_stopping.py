@@ -1,4 +1,4 @@
-"""Stop rules: the adaptive threshold's numbers worked out by hand from the rule's own description."""
+"""Stop rules: the adaptive threshold against values worked out by hand from the paper's rule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _logits(confidence: float) -> Tensor:
 
 
 def _threshold(stopper: Stopper) -> float:
-    """Where between stopping and going on the confidence lies, found by halving."""
+    """Returns the confidence between stopping and going on, found by bisection."""
     low, high = 0.34, 1.0
     for _ in range(20):
         middle = (low + high) / 2
@@ -37,7 +37,7 @@ def test_a_confidence_below_the_threshold_stops(kind: str, threshold: float) -> 
     assert not stopper.stops(_logits(threshold + 0.01))
 
 
-def test_the_rule_of_length_never_stops() -> None:
+def test_the_length_rule_never_stops() -> None:
     stopper = Stopper(StopRule())
     stopper.start()
     stopper.observe(4, 0)
@@ -53,13 +53,13 @@ def test_a_fixed_threshold_stays() -> None:
 
 
 def test_the_adaptive_threshold_follows_the_acceptance_rate() -> None:
-    """The first round's rate stands alone; each later one is averaged with the past, halves here."""
+    """The first round's rate counts alone; each later one is averaged with the past, half and half here."""
     stopper = Stopper(RULE)
     stopper.start()
     rounds = [
         (4, 4, 0.60 - 0.05),  # rate 1, above 0.7: 0.75 * 0.6 + 0.25 * (0.6 - 0.2)
         (4, 2, 0.55 - 0.05),  # rate 0.5 * 1 + 0.5 * 0.5 = 0.75, still above
-        (0, 0, 0.50),  # nothing drafted, nothing learnt
+        (0, 0, 0.50),  # nothing drafted, no change
         (2, 0, 0.50 + 0.05),  # rate 0.375
         (1, 1, 0.55 + 0.05),  # rate 0.6875, still at most 0.7
         (3, 3, 0.60 - 0.05),  # rate 0.84375
@@ -69,7 +69,7 @@ def test_the_adaptive_threshold_follows_the_acceptance_rate() -> None:
         assert _threshold(stopper) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_rate_at_the_target_moves_up() -> None:
+def test_an_acceptance_rate_at_the_target_raises_the_threshold() -> None:
     stopper = Stopper(StopRule(kind="adaptive", threshold=0.5, target_acceptance=0.5, step=0.1, threshold_decay=0.0))
     stopper.start()
     stopper.observe(4, 2)
@@ -86,7 +86,7 @@ def test_the_threshold_stays_a_probability(start: float, accepted: int, end: flo
 
 
 @pytest.mark.parametrize("carry", [True, False])
-def test_a_prompt_starts_where_the_last_ended_or_anew(carry: bool) -> None:
+def test_a_threshold_carries_over_to_the_next_prompt_only_if_configured(carry: bool) -> None:
     stopper = Stopper(StopRule(**(RULE.to_dict() | {"carry": carry})))
     stopper.start()
     assert _threshold(stopper) == pytest.approx(0.6, abs=1e-4)
@@ -96,6 +96,6 @@ def test_a_prompt_starts_where_the_last_ended_or_anew(carry: bool) -> None:
     # A rate of 0.5 alone is below the target; averaged with the first prompt's 1 it is above.
     stopper.observe(4, 2)
     assert _threshold(stopper) == pytest.approx(0.5 if carry else 0.65, abs=1e-4)
-    stopper.forget()
+    stopper.reset()
     stopper.observe(4, 2)
     assert _threshold(stopper) == pytest.approx(0.65, abs=1e-4)

@@ -1,7 +1,8 @@
-"""Trees of drafted tokens: each branch as the model itself reads it, and siblings accepted by the law of the target."""
+"""Draft trees: the logits of each branch, and acceptance of siblings by the target's distribution."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Sequence
@@ -11,34 +12,33 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, Said
+from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import depths_and_ancestors, path_to, tree_model
 from layerskip.decoding.verify import Verdict, verify
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
-from layerskip.models.graph_capture import RecordedCache
-from layerskip.models.loading import load_target
+from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.chi_square import assert_follows
-from tests.drafters.contract import DrafterContract
+from tests.drafters.contract import SAMPLINGS, DrafterContract
 from tests.families import SKIPPABLE, build
 
 PROMPT = 20  # more than twice the sliding windows and chunks of tests.families
 PARENTS = (-1, -1, 0, 0, 1, 2, 5, 5, 3, 7)
 V = 3
 REFUSED_TREES = {
-    "gpt_neo": "a branch of a tree is not what the same tokens are in a chain",
-    "llama4_text": "its queries are scaled by where they lie in a block",
+    "gpt_neo": "a branch of a tree gives other logits than the same tokens in a chain",
+    "llama4_text": "its queries are scaled by their place in the block",
 }
 
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("family", [family for family in SKIPPABLE if family not in REFUSED_TREES])
-def test_a_branch_is_what_the_model_itself_reads(family: str, recorded: bool) -> None:
-    """Also behind the tree, once an accepted branch was moved together."""
+def test_a_branch_gives_the_logits_of_the_same_chain(family: str, recorded: bool) -> None:
+    """Also for tokens after the tree, once the accepted branch was gathered in the cache."""
     model = build(family)
     tokens = torch.randint(3, 64, (PROMPT + len(PARENTS) + 3,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     prompt, block, more = tokens.split((PROMPT, len(PARENTS) + 1, 2))
@@ -49,7 +49,7 @@ def test_a_branch_is_what_the_model_itself_reads(family: str, recorded: bool) ->
         torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 2e-5)
 
     with torch.inference_mode():
-        cache = (RecordedCache if recorded else KVCache)(layers, tokens.shape[0] + 8, device=torch.device(DEVICE))
+        cache = (CapturingCache if recorded else KVCache)(layers, tokens.shape[0] + 8, device=torch.device(DEVICE))
         forward(model, prompt, cache, last=1)
         cache.length = PROMPT
         logits = tree_model(model).run(block, PARENTS, cache)
@@ -64,13 +64,13 @@ def test_a_branch_is_what_the_model_itself_reads(family: str, recorded: bool) ->
 
 
 @torch.inference_mode()
-def test_a_recorded_tree_reads_no_token_that_is_not_in_it() -> None:
-    """What it is filled up with has keys and values, too, which are read behind a mask."""
+def test_a_recorded_tree_ignores_its_padding() -> None:
+    """The padding has keys and values, too, which the mask must hide."""
     model = build("llama")
     trees = tree_model(model)
     model.get_input_embeddings().weight[0] = float("nan")
     tokens = torch.arange(3, 3 + PROMPT + 4, device=DEVICE)
-    cache = RecordedCache(4, 64, torch.device(DEVICE))
+    cache = CapturingCache(4, 64, torch.device(DEVICE))
     forward(model, tokens[:PROMPT], cache, last=1)
     cache.length = PROMPT
     for _ in range(2):
@@ -79,13 +79,13 @@ def test_a_recorded_tree_reads_no_token_that_is_not_in_it() -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED_TREES)
-def test_where_a_branch_would_not_be_a_chain_the_model_is_refused_by_name(family: str) -> None:
+def test_a_model_whose_branches_differ_from_chains_is_refused_by_name(family: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"ForCausalLM: cannot verify trees: {REFUSED_TREES[family]}"):
         tree_model(build(family))
 
 
-def test_a_tree_must_grow_from_its_root() -> None:
-    with pytest.raises(ValueError, match="parents: 1 is no node before 1"):
+def test_a_parent_must_come_before_its_node() -> None:
+    with pytest.raises(ValueError, match="parents: 1 does not come before node 1"):
         depths_and_ancestors((-1, 1), torch.device("cpu"))
 
 
@@ -96,8 +96,8 @@ Q = torch.tensor([[0.7, 0.2, 0.1], [0.3, 0.4, 0.3], [0.1, 0.1, 0.8], [0.2, 0.3, 
 
 @pytest.mark.parametrize("kind", ["drawn", "without replacement", "deterministic"])
 @pytest.mark.parametrize("seed", range(3))
-def test_what_a_tree_commits_follows_the_target(kind: str, seed: int) -> None:
-    """Two siblings, the first with two children: every committed token follows the row of the node before it."""
+def test_tokens_committed_from_a_tree_follow_the_target(kind: str, seed: int) -> None:
+    """Two siblings, the first with two children: every committed token follows the row of its parent."""
     parents = (-1, -1, 0, 0)
     p, q = P.roll(seed, 1), Q.roll(seed, 1)
     source, generator = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
@@ -132,7 +132,7 @@ def test_what_a_tree_commits_follows_the_target(kind: str, seed: int) -> None:
         assert_follows(tokens_behind, dict(enumerate(p[node + 1].tolist())))
 
 
-def test_greedy_trees_follow_the_target_as_far_as_they_go() -> None:
+def test_greedy_trees_accept_the_longest_matching_branch() -> None:
     parents = (-1, -1, 0, 1, 1, 4)
     for drafted in itertools.product(range(2), repeat=len(parents)):
         target = torch.tensor([random.Random(str((drafted, row))).randrange(2) for row in range(len(parents) + 1)])
@@ -149,9 +149,9 @@ def test_greedy_trees_follow_the_target_as_far_as_they_go() -> None:
 
 
 class Bush:
-    """Drafts a tree that the context alone decides, one of its branches mostly the target's own greedy tokens.
+    """Drafts a tree that depends on the context only, with one branch that is mostly the target's own greedy tokens.
 
-    Where ``drawn``, siblings are drawn from a flat distribution instead, if tokens are sampled.
+    If ``drawn`` and tokens are sampled, siblings are drawn from a uniform distribution instead.
     """
 
     tree_tokens = 9
@@ -182,13 +182,14 @@ class Bush:
     def observe(self, verdict: Verdict) -> None:
         self.drafted = list(verdict.drafted)
 
-    def hear(self, said: Said) -> None:
-        assert said.block.tolist()[1:] == self.drafted
-        assert said.logits.shape == (len(self.drafted) + 1, self.vocabulary)
+    def observe_logits(self, output: VerifyOutput) -> None:
+        assert output.block.tolist()[1:] == self.drafted
+        assert output.logits.shape == (len(self.drafted) + 1, self.vocabulary)
 
 
 class TestDrawnTrees(DrafterContract):
     trees = True
+    samplings = SAMPLINGS
 
     def drafter(self, target: Target) -> Drafter:
         return Bush(target, drawn=True)
@@ -196,12 +197,13 @@ class TestDrawnTrees(DrafterContract):
 
 class TestDeterministicTrees(DrafterContract):
     trees = True
+    samplings = SAMPLINGS
 
     def drafter(self, target: Target) -> Drafter:
         return Bush(target, drawn=False)
 
 
-def test_a_real_model_in_half_precision_verifies_trees() -> None:
-    """Its first tokens are special ones that nothing was trained on, where rounding is amplified beyond all bounds."""
-    target = load_target("smollm2", dtype="bfloat16", device=DEVICE)
-    assert tree_model(target.model) is tree_model(target.model)
+def test_a_real_model_in_half_precision_verifies_trees(smollm2: Target) -> None:
+    """Its first tokens are untrained special ones, for which rounding errors are amplified beyond all bounds."""
+    model = copy.deepcopy(smollm2.model).to(torch.bfloat16)
+    assert tree_model(model) is tree_model(model)

@@ -1,4 +1,4 @@
-"""The rule that accepts drafts, against its law enumerated for a vocabulary of 3 and a draft of 2."""
+"""The rule of acceptance against its distribution, enumerated for a vocabulary of 3 and a draft of 2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _row(generator: torch.Generator, zeros: int) -> Tensor:
 
 
 def _case(seed: int) -> tuple[Tensor, Tensor]:
-    """p and q: with zeros in either, one-hot rows, and rows of q that equal those of p."""
+    """Returns p and q: with zeros in either, one-hot rows, and rows of q that equal those of p."""
     generator = torch.Generator().manual_seed(seed)
     p = torch.stack([_row(generator, (seed // 2) % V) for _ in range(K + 1)])
     q = torch.stack([_row(generator, (seed // 3) % V) for _ in range(K)])
@@ -38,7 +38,7 @@ def _case(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _law(p: list[list[float]], q: list[list[float]]) -> dict[Outcome, float]:
-    """Algorithm 1 of arXiv 2211.17192 in exact branches: accept with min(1, p / q), else draw from max(0, p - q)."""
+    """Algorithm 1 of arXiv 2211.17192, enumerated: accept with min(1, p / q), else draw from max(0, p - q)."""
     law: dict[Outcome, float] = defaultdict(float)
     for drafted in itertools.product(range(V), repeat=K):
         reached = math.prod(q[i][x] for i, x in enumerate(drafted))
@@ -58,7 +58,7 @@ def _law(p: list[list[float]], q: list[list[float]]) -> dict[Outcome, float]:
 
 def _simulate(p: Tensor, q: Tensor, deterministic: bool, times: int) -> list[Verdict]:
     generator = torch.Generator().manual_seed(0)
-    # multinomial, not our own draw: what the drafts follow must not hang on the code under test.
+    # multinomial rather than our own draw, so that the drafts do not depend on the code under test.
     drafts = torch.stack([row.multinomial(times, True, generator=generator) for row in q], dim=1)
     probs = None if deterministic else q
     return [verify(Draft(tokens, probs=probs), p, generator) for tokens in drafts]
@@ -69,7 +69,7 @@ def _outcomes(verdicts: list[Verdict]) -> list[Outcome]:
 
 
 def _check_committed(verdicts: list[Verdict], p: list[list[float]]) -> None:
-    """What is lossless about it: whichever tokens were accepted, the one behind them follows the target's own row."""
+    """Check the lossless property: after any accepted tokens, the next one follows the target's own row."""
     committed = [(*verdict.drafted[: verdict.accepted], verdict.next_token) for verdict in verdicts]
     for position in range(K + 1):
         tokens = [tokens[position] for tokens in committed if len(tokens) > position]
@@ -87,7 +87,7 @@ def test_outcomes_follow_the_enumerated_law(seed: int) -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("drafted", [(0, 0), (0, 2), (2, 1)])
-def test_a_deterministic_draft_is_a_one_hot_row(drafted: tuple[int, ...], deterministic: bool) -> None:
+def test_a_deterministic_draft_equals_one_hot_rows(drafted: tuple[int, ...], deterministic: bool) -> None:
     p, _ = _case(4)
     q = torch.nn.functional.one_hot(torch.tensor(drafted), V).float()
     verdicts = _simulate(p, q, deterministic, times=2500)
@@ -118,7 +118,7 @@ def test_an_empty_draft_gives_one_token_of_the_target() -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, ONE_BELOW])
-def test_what_the_target_never_says_is_never_accepted(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
+def test_a_token_of_target_probability_zero_is_never_accepted(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
     monkeypatch.setattr(torch, "rand", lambda size, **_: torch.full((size,), uniform))
     p = torch.tensor([[0.0, 0.5, 0.5]] * (K + 1))
     for q in (torch.tensor([[1.0, 0.0, 0.0]] * K), torch.tensor([[1e-30, 0.5, 0.5]] * K), None):
@@ -136,7 +136,7 @@ def test_equal_distributions_accept_everything(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_residual_that_rounds_to_nothing_draws_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """q is p but for a rounding upwards: a rejection is as good as impossible, and leaves nothing where p exceeds q."""
+    """q is p rounded upwards: a rejection is all but impossible, and leaves nothing where p exceeds q."""
     monkeypatch.setattr(torch, "rand", lambda size, **_: torch.full((size,), ONE_BELOW))
     p = torch.tensor([0.5, 0.25, 0.25])
     q = p * (1.0 + 2.0**-22)

@@ -1,4 +1,4 @@
-"""Bridges and draft heads of tiny targets, fitted to what those say."""
+"""Bridges and draft heads of tiny targets, fitted to the targets' own texts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.drafters.heads import tiny
 _folder = tempfile.TemporaryDirectory()  # gone with the process
 
 
-def drawn_passages(target: Target, count: int = 6, length: int = 20, prompt: int = 4) -> list[Continuation]:
-    """Of tokens drawn alike; the first ``prompt`` of each are its prompt."""
+def drawn_continuations(target: Target, count: int = 6, length: int = 20, prompt: int = 4) -> list[Continuation]:
+    """Returns continuations of random tokens; the first ``prompt`` tokens of each are its prompt."""
     torch.manual_seed(3)
     tokens = torch.randint(3, target.vocabulary, (count, length)).tolist()
     return [Continuation(str(i), "own", tuple(t[:prompt]), tuple(t[prompt:]), length - prompt) for i, t in enumerate(tokens)]
@@ -36,7 +36,7 @@ def bridge_shape(target: Target, mask: str, kind: str = "linear", rank: int = 0,
 
 @functools.cache
 def calibration(family: str) -> Calibration:
-    """Of texts that a tiny target draws."""
+    """Returns a calibration on texts of a tiny target."""
     texts = itertools.islice(write_texts(tiny(family), Sampling(1.0), 24, 16, 0), 48)
     continuations = [
         Continuation(str(i), "own", t.tokens[: t.begin], t.tokens[t.begin :], len(t.tokens) - t.begin)
@@ -47,11 +47,11 @@ def calibration(family: str) -> Calibration:
 
 @functools.cache
 def bridge_folder(family: str, mask: str, kind: str, rank: int = 0, width: int = 0) -> str:
-    """Of saved bridges; an MLP is drawn, as fitting may leave it empty."""
+    """Returns the folder of saved bridges. Their MLPs are drawn at random, as fitting may leave them empty."""
     target = tiny(family)
     bridges = calibration(family).fit(bridge_shape(target, mask, kind, rank, width)).bridges
     with torch.no_grad():
-        for _, bridge in bridges.parts():
+        for _, bridge in bridges.items():
             if bridge.out is not None:
                 bridge.out.normal_(0, 0.02)
     folder = Path(_folder.name) / f"{family}-{mask}-{kind}-{rank}-{width}"
@@ -61,20 +61,23 @@ def bridge_folder(family: str, mask: str, kind: str, rank: int = 0, width: int =
 
 @functools.cache
 def head_folder(family: str, tokens: tuple[int, ...]) -> str:
-    """Of a saved draft head."""
+    """Returns the folder of a saved draft head."""
     folder = Path(_folder.name) / f"{family}-head-{len(tokens)}"
     save_draft_tokens(folder, torch.tensor(tokens), tiny(family), {})
     return str(folder)
 
 
 def most_tokens(target: Target) -> tuple[int, ...]:
-    """All of a tiny target's tokens but one that its texts hold rarely; of the toy's, one that its prompt does not hold, as
-    what the text holds is drafted all the same."""
+    """Returns all tokens of a tiny target but one.
+
+    The one left out is rare in the target's texts. For the toy target it is a token that its prompt lacks, as tokens of the
+    text are drafted anyway.
+    """
     return tuple(token for token in range(target.vocabulary) if token != (0 if target is toy_target() else 7))
 
 
 def few_tokens(target: Target) -> tuple[int, ...]:
-    """Three; behind ``FEW_PROMPT`` two of the toy's are drafted only once the text has said them."""
+    """Returns three tokens. After ``FEW_PROMPT`` two of the toy's are drafted only once the text has them."""
     return (1, 2, 3) if target is toy_target() else (3, 5, 7)
 
 

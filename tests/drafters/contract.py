@@ -1,4 +1,4 @@
-"""What every drafter's tests inherit: whatever it proposes, the output is the target's own."""
+"""The tests that every drafter's tests inherit: whatever it proposes, the output is the target's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from layerskip.decoding.decode import DecodeResult, decode
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, Learner, Reader, Said
+from layerskip.decoding.drafter import Context, CrossPromptState, Drafter, FeatureReader, VerifyOutput
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.tree import path_to
@@ -22,6 +22,7 @@ from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.chi_square import assert_follows
 from tests.drafters.exact_law import exact_law
+from tests.exhaustive import EXHAUSTIVE, representative
 from tests.families import build
 
 GREEDY = Sampling()
@@ -38,7 +39,7 @@ Tokens = tuple[int, ...]
 
 
 def _prompts() -> list[Tokens]:
-    """Random tokens, of which every other prompt repeats its own, so that a lookup finds something."""
+    """Random tokens; every other prompt repeats itself, so that a lookup finds something."""
     generator = torch.Generator().manual_seed(0)
     lengths = (1, 4, 7, 5, 18, 6)
     rows = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
@@ -50,19 +51,19 @@ PROMPTS = _prompts()
 
 @functools.cache
 def target_of(family: str, eos_ids: Tokens = ()) -> Target:
-    """A tiny target, its window, where it has one, much shorter than prompts and output together."""
+    """A tiny target whose sliding window, if it has one, is much shorter than prompt and output together."""
     return Target(build(family, SEEDS[family], vocab_size=VOCABULARY, eos_token_id=list(eos_ids) or None))
 
 
 @functools.cache
 def toy_target() -> Target:
-    """Five tokens, of which 1 ends a sequence."""
+    """A model of five tokens; token 1 ends a sequence."""
     return _toy(1)
 
 
 @functools.cache
 def deep_toy() -> Target:
-    """The same with layers for who reads three of them."""
+    """The toy target with three layers, for drafters that read three of them."""
     return _toy(3)
 
 
@@ -70,7 +71,7 @@ def _toy(layers: int) -> Target:
     return Target(build("llama", 14, vocab_size=5, num_hidden_layers=layers, hidden_size=16, eos_token_id=1))
 
 
-# Behind it every drafter has drafts of two of which none, one or both are accepted, and some that end the sequence.
+# After this prompt every drafter has drafts of two tokens with none, one and both accepted, and some that end the sequence.
 TOY_PROMPT = (4, 2, 1, 3, 1, 1, 3)
 
 
@@ -92,12 +93,12 @@ def generated(family: str, prompt: Tokens, length: int, penalty: float = 1.0, eo
 
 @functools.cache
 def toy_law(toy: Target, sampling: Sampling, length: int, prompt: Tokens = TOY_PROMPT) -> dict[Tokens, float]:
-    """The exact law of what is sampled behind a prompt."""
+    """The exact distribution of sampled outputs after a prompt."""
     return exact_law(toy.model, prompt, sampling, length, frozenset({1}))
 
 
 class Recorder:
-    """A drafter's drafts, as the branches that end at each token, with the context of each."""
+    """Records a drafter's drafts, each as the branches that end at its tokens, with their contexts."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -124,24 +125,25 @@ class Recorder:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        return self.drafter.modules if isinstance(self.drafter, Reader) else ()
+        return self.drafter.modules if isinstance(self.drafter, FeatureReader) else ()
 
-    def read(self, features: torch.Tensor) -> None:
-        assert isinstance(self.drafter, Reader)
-        self.drafter.read(features)
+    def observe_features(self, features: torch.Tensor) -> None:
+        assert isinstance(self.drafter, FeatureReader)
+        self.drafter.observe_features(features)
 
     def observe(self, verdict: Verdict) -> None:
         self.drafter.observe(verdict)
 
-    def hear(self, said: Said) -> None:
-        self.drafter.hear(said)
+    def observe_logits(self, output: VerifyOutput) -> None:
+        self.drafter.observe_logits(output)
 
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+PENALTIES = representative([("gemma3_text", 0.8)], [("llama", 1.5), ("llama", 0.8), ("gemma3_text", 1.5)])
 
 
 class DrafterContract:
-    """Inherit it as ``class TestSomeDrafter(DrafterContract)`` and say how the drafter is made."""
+    """Inherit it as ``class TestSomeDrafter(DrafterContract)`` and define :meth:`drafter`."""
 
     drafts = True
     """Whether it proposes anything."""
@@ -149,23 +151,26 @@ class DrafterContract:
     trees = False
     """Whether its drafts branch."""
 
-    learns = False
-    """Whether it drafts from what the target said on the way, so that the context alone does not tell what."""
+    history_dependent = False
+    """Whether drafts depend on the target's earlier logits, not on the context alone."""
 
-    remembers = False
-    """Whether what it has learnt lasts beyond the prompt, until it is told to forget; two prompts are else independent."""
+    keeps_state = False
+    """Whether it keeps state from prompt to prompt."""
 
-    samplings = SAMPLINGS
-    """The laws that sampled tokens are held against."""
+    samplings: Sequence[Sampling] = representative(SAMPLINGS[1:2], (SAMPLINGS[0], SAMPLINGS[2]))
+    """The samplings whose outputs are compared with the exact law; one drafter of every kind of verification has all."""
+
+    samples_by_default = True
+    """Whether ``make test`` samples with it; ``make lossless`` also samples with drafters that verify like another one."""
 
     toy = staticmethod(toy_target)
-    """Whose laws they are."""
+    """The target of the exact law."""
 
     toy_prompt = TOY_PROMPT
-    """Behind which."""
+    """The prompt of the exact law."""
 
     def drafter(self, target: Target) -> Drafter:
-        """A new drafter for ``target``, which is any that this file makes."""
+        """A new drafter for ``target``, which is any target of this module."""
         raise NotImplementedError
 
     def decode(self, target: Target, prompt: Tokens, length: int = LENGTH, sampling: Sampling = GREEDY) -> DecodeResult:
@@ -178,21 +183,20 @@ class DrafterContract:
             result = self.decode(target, prompt)
             assert result.tokens == generated(family, prompt, LENGTH)
             stats.append(result.stats)
-        # Otherwise the state behind a rejection, or behind an accepted draft, would not have been tested.
+        # Otherwise the state after a rejection, or after an accepted draft, would not have been tested.
         rounds = [round for round in DecodeStats.join(stats).rounds if round.drafted]
         assert any(round.accepted < round.drafted for round in rounds) == self.drafts
         whole = (round.accepted >= 2 if self.trees else round.accepted == round.drafted for round in rounds)
         assert any(whole) == self.drafts
 
-    @FAMILIES
-    @pytest.mark.parametrize("penalty", [1.5, 0.8])
+    @pytest.mark.parametrize(("family", "penalty"), PENALTIES)
     def test_penalised_tokens_equal_those_of_generate(self, family: str, penalty: float) -> None:
         for prompt in PROMPTS:
             result = self.decode(target_of(family), prompt, sampling=Sampling(repetition_penalty=penalty))
             assert result.tokens == generated(family, prompt, LENGTH, penalty)
 
-    def test_output_ends_at_the_first_of_several_ends(self) -> None:
-        """Every token of an output in turn becomes an end of sequence; some then lie inside a draft."""
+    def test_output_ends_at_the_first_of_several_end_tokens(self) -> None:
+        """Every token of an output becomes an end token in turn; some of them are inside a draft."""
         family, inside = "gemma3_text", False
         for prompt in PROMPTS:
             plain = generated(family, prompt, LENGTH)
@@ -202,7 +206,7 @@ class DrafterContract:
                 assert result.tokens == generated(family, prompt, LENGTH, 1.0, eos_ids)
                 assert result.finish == "eos"
                 assert 1 + sum(round.committed for round in result.stats.rounds) == len(result.tokens)
-                # What lies behind the end counts nowhere; where it was a drafted token, no token of the target's follows.
+                # Tokens after the end do not count; a drafted end token is not followed by a token of the target.
                 assert all(round.accepted <= round.committed for round in result.stats.rounds)
                 inside |= any(round.accepted == round.committed for round in result.stats.rounds)
         assert inside == self.drafts
@@ -210,26 +214,26 @@ class DrafterContract:
     def test_output_ends_at_its_limit(self) -> None:
         for prompt, limit in itertools.product(PROMPTS[:4], range(1, 8)):
             target = target_of("llama")
-            result = decode(target, Recorder(self.drafter(target)), prompt, GREEDY, limit)  # which holds drafts to the limit
+            result = decode(target, Recorder(self.drafter(target)), prompt, GREEDY, limit)  # it checks the drafts' lengths
             assert result.tokens == generated("llama", prompt, LENGTH)[:limit]
             assert result.finish == "length"
 
-    def test_one_drafter_serves_prompt_after_prompt(self) -> None:
-        """And drafts for each as if it were the first, unless it remembers: tokens alone would be right whatever it does."""
+    def test_one_drafter_serves_several_prompts(self) -> None:
+        """It drafts for each as if it were the first, unless it keeps state; the tokens alone are right in any case."""
         target, stats = target_of("llama"), {}
         drafter = self.drafter(target)
-        if self.remembers:  # else measurements would not warm it, nor let it forget
-            assert isinstance(drafter, Learner) and drafter.learns
-        asked = list(zip(PROMPTS, itertools.cycle((1.5, 1.0)), strict=False))  # every other one is penalised
-        for prompt, penalty in (*asked, *asked[::-1]):
+        if self.keeps_state:  # measurements rely on it
+            assert isinstance(drafter, CrossPromptState) and drafter.keeps_state
+        pairs = list(zip(PROMPTS, itertools.cycle((1.5, 1.0)), strict=False))  # every other one is penalised
+        for prompt, penalty in (*pairs, *pairs[::-1]):
             result = decode(target, drafter, prompt, Sampling(repetition_penalty=penalty), LENGTH)
             assert result.tokens == generated("llama", prompt, LENGTH, penalty)
-            assert stats.setdefault(prompt, result.stats) == result.stats or self.remembers
+            assert stats.setdefault(prompt, result.stats) == result.stats or self.keeps_state
 
-    def test_what_is_drafted_depends_on_the_context_alone(self) -> None:
-        """Whatever was accepted or rejected on the way to it: a fresh drafter proposes the same there."""
-        if self.learns:
-            pytest.skip("it learns from what the target says, on the way there and before")
+    def test_drafts_depend_on_the_context_alone(self) -> None:
+        """A fresh drafter proposes the same, whatever was accepted or rejected before."""
+        if self.history_dependent:
+            pytest.skip("it learns from the target's earlier logits")
         target = target_of("llama")
         for prompt in PROMPTS[1:3]:
             recorder = Recorder(self.drafter(target))
@@ -243,18 +247,18 @@ class DrafterContract:
                 one, other = ([b for b in branches if len(b) <= shared] for branches in (drafted, expected))
                 assert one == other
 
-    def test_what_was_learnt_lasts_until_it_is_forgotten(self) -> None:
-        if not self.remembers:
-            pytest.skip("it forgets by itself")
+    def test_state_lasts_until_it_is_reset(self) -> None:
+        if not self.keeps_state:
+            pytest.skip("it keeps no state")
         target = target_of("llama")
         drafter = self.drafter(target)
-        assert isinstance(drafter, Learner)
-        drafter.forget()
+        assert isinstance(drafter, CrossPromptState)
+        drafter.reset_state()
         first, again = (decode(target, drafter, PROMPTS[2], GREEDY, LENGTH) for _ in range(2))
         assert again.tokens == first.tokens
         assert again.stats != first.stats
-        assert len(again.stats.rounds) < len(first.stats.rounds) or not self.learns
-        drafter.forget()
+        assert len(again.stats.rounds) < len(first.stats.rounds) or not self.history_dependent
+        drafter.reset_state()
         assert decode(target, drafter, PROMPTS[2], GREEDY, LENGTH).stats == first.stats
 
     def test_a_callback_gets_the_tokens_of_every_round_in_order(self) -> None:
@@ -265,7 +269,7 @@ class DrafterContract:
             assert [token for part in parts for token in part] == result.tokens
             assert [len(part) for part in parts] == [1, *(round.committed for round in result.stats.rounds)]
 
-    @FAMILIES
+    @pytest.mark.parametrize("family", representative(["gemma3_text"], ["llama"]))
     def test_static_shapes_change_nothing(self, family: str) -> None:
         target = target_of(family)
         for prompt in PROMPTS[1:3]:
@@ -275,12 +279,15 @@ class DrafterContract:
 
     def test_sampled_tokens_follow_the_exact_law(self) -> None:
         """Four tokens: one from the prefill, then a draft of up to two and a bonus token; many sequences end before."""
+        if not (self.samples_by_default or EXHAUSTIVE):
+            pytest.skip("make lossless samples with it")
         target, prompt = self.toy(), self.toy_prompt
         drafter, prefill = self.drafter(target), Prefill.of(target, prompt)
         torch.manual_seed(0)
         for sampling in self.samplings:
-            known = None if sampling is self.samplings[0] else prefill
-            results = [decode(target, drafter, prompt, sampling, 4, prefill=known) for _ in range(SAMPLES)]
+            # Most samples share one prefill; every tenth has its own.
+            prefills = (prefill if number % 10 else None for number in range(SAMPLES))
+            results = [decode(target, drafter, prompt, sampling, 4, prefill=shared) for shared in prefills]
             assert_follows((tuple(result.tokens) for result in results), toy_law(target, sampling, 4, prompt))
             rounds = DecodeStats.join(result.stats for result in results).rounds
             for accepted in (0, 1, 2):

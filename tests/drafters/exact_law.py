@@ -1,4 +1,4 @@
-"""The exact law of sampled output on a toy vocabulary: every continuation that there is, and its probability."""
+"""The exact distribution of sampled outputs of a toy target: every continuation and its probability."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.processors import processed_probs
 def exact_law(
     model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling, length: int, eos_ids: frozenset[int]
 ) -> dict[tuple[int, ...], float]:
-    """Continuations of ``length`` tokens, or fewer that end with an end-of-sequence token, from uncached passes."""
+    """Returns continuations of ``length`` tokens, or fewer that end with an end token, computed without a cache."""
     law: dict[tuple[int, ...], float] = {}
     open_ones: dict[tuple[int, ...], float] = {(): 1.0}
     for position in range(length):

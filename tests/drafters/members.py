@@ -1,4 +1,4 @@
-"""Who takes part in cascades: drafters of every kind, and made-up ones whose drafts and memory a test can look into."""
+"""Members of cascades: drafters of every kind, and scripted ones that record their calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, Finder, Said
+from layerskip.decoding.drafter import Context, Drafter, Lookup, VerifyOutput
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import path_to
 from layerskip.decoding.verify import Verdict
-from layerskip.drafters.cascade import Members
+from layerskip.drafters.cascade import CascadeBase
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
@@ -32,10 +32,11 @@ LOOKUP = {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 3, "draft_length
 SKIP = {"kind": "layer_skip", "mask": "attention:0;mlp:1", "draft_length": 3}
 
 Open = list[tuple[int, int, list[list[int]]]]
-"""Drafts that the text has not caught up with: where they begin, behind a match of how many tokens, and their branches."""
+"""Drafts that the text has not decided: where they start, the lengths of their matches, and their branches."""
 
 
 def member_of(kind: str, target: Target) -> Drafter:
+    """Returns a drafter of a kind."""
     tree = {"least_probability": 0.0}
     fields: dict[str, dict[str, object]] = {
         "prompt_lookup": LOOKUP,
@@ -58,57 +59,57 @@ def member_of(kind: str, target: Target) -> Drafter:
 
 
 class Choosing(DrafterContract):
-    """What became of drafts is remembered; it is seen where it changes who drafts, which behind few tokens it need not."""
+    """The contract of cascades. Their estimates show only in the choice of members, which few tokens need not change."""
 
-    learns = True
-    remembers = True
+    history_dependent = True
+    keeps_state = True
 
-    def test_what_was_learnt_lasts_until_it_is_forgotten(self) -> None:
+    def test_state_lasts_until_it_is_reset(self) -> None:
         target = target_of("llama")
         drafter = self.drafter(target)
-        assert isinstance(drafter, Members)
+        assert isinstance(drafter, CascadeBase)
         runs = []
         for _ in range(2):
-            drafter.forget()
+            drafter.reset_state()
             runs.append([decode(target, drafter, prompt, GREEDY, LENGTH).stats for prompt in PROMPTS * 2])
         assert runs[0] == runs[1]
 
 
 class Member:
-    """Drafts a token whenever it is told to, and remembers what it is told."""
+    """Drafts a token while ``proposes`` is True, and records its calls."""
 
     tree_tokens = 0
-    finds = False
-    at_once = False
+    lookup = False
+    single_pass = False
 
     def __init__(self) -> None:
         self.proposes = True
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        self.told.append("start")
+        self.calls.append("start")
 
     def draft(self, context: Context, limit: int) -> Draft:
-        self.told.append("draft")
+        self.calls.append("draft")
         return Draft(torch.tensor([1] if self.proposes else [], dtype=torch.int64))
 
     def observe(self, verdict: Verdict) -> None:
-        self.told.append("observe")
+        self.calls.append("observe")
 
-    def hear(self, said: Said) -> None:
-        self.told.append("hear")
+    def observe_logits(self, output: VerifyOutput) -> None:
+        self.calls.append("observe_logits")
 
 
-class Told(Member):
-    """Drafts the next tokens of a text, of which some are wrong, where it is in the mood to."""
+class ScriptedMember(Member):
+    """Drafts the next tokens of a text, some of them wrong, in a part of the rounds."""
 
     def __init__(self, text: Sequence[int]) -> None:
         super().__init__()
-        self.text, self.mood, self.right, self.talks = text, random.Random(3), 0.7, 0.9
+        self.text, self.random, self.hit_rate, self.draft_rate = text, random.Random(3), 0.7, 0.9
 
     def draft(self, context: Context, limit: int) -> Draft:
-        said = [token if self.mood.random() < self.right else 9 for token in self.text[len(context.tokens) :][:2]]
-        return Draft(torch.tensor(said if self.mood.random() < self.talks else [], dtype=torch.int64))
+        tokens = [token if self.random.random() < self.hit_rate else 9 for token in self.text[len(context.tokens) :][:2]]
+        return Draft(torch.tensor(tokens if self.random.random() < self.draft_rate else [], dtype=torch.int64))
 
 
 class ResultLog(Member):
@@ -117,7 +118,7 @@ class ResultLog(Member):
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self.drafter, self.tree_tokens = drafter, drafter.tree_tokens
-        self.finds = isinstance(drafter, Finder) and drafter.finds
+        self.lookup = isinstance(drafter, Lookup) and drafter.lookup
         self.last = Draft.empty(torch.device("cpu"))
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -128,23 +129,23 @@ class ResultLog(Member):
         return self.last
 
 
-class ToldForNothing(Told):
-    """The same, and who passes it over has lost nothing."""
+class LookupScriptedMember(ScriptedMember):
+    """The same as a lookup, which may be declined at no loss."""
 
-    finds = True
+    lookup = True
 
     def draft(self, context: Context, limit: int) -> Draft:
-        said = super().draft(context, limit).tokens.tolist()
-        return Draft.of_tree(said, range(-1, len(said) - 1), context.last.device, found=True)
+        tokens = super().draft(context, limit).tokens.tolist()
+        return Draft.of_tree(tokens, range(-1, len(tokens) - 1), context.last.device, lookup=True)
 
 
 class Trees(Member):
-    """Drafts the same tree ever again: two branches of two tokens, of which it thinks the first likelier."""
+    """Always drafts the same tree of two branches of two tokens, the first one likelier."""
 
-    finds = True
+    lookup = True
 
     def draft(self, context: Context, limit: int) -> Draft:
-        return Draft.of_tree([1, 2, 3, 4], [-1, 0, -1, 2], context.last.device, found=True, chances=[0.6, 0.5, 0.3, 0.2])
+        return Draft.of_tree([1, 2, 3, 4], [-1, 0, -1, 2], context.last.device, lookup=True, path_probs=[0.6, 0.5, 0.3, 0.2])
 
 
 def branches_of(draft: Draft) -> list[list[int]]:
@@ -154,14 +155,14 @@ def branches_of(draft: Draft) -> list[list[int]]:
 
 
 def run_along(branches: list[list[int]], text: Sequence[int]) -> int:
-    """The most tokens of a text that one of the branches has."""
+    """Returns how many tokens of a text the best branch has."""
     return max((len(branch) for branch in branches if list(text[: len(branch)]) == branch), default=0)
 
 
 def score(
     open_drafts: Open, earned: dict[int, list[int]], text: Sequence[int], reached: dict[tuple[int, int], list[int]]
 ) -> None:
-    """Add what open drafts have earned, as far as the text tells, and whether as much as each depth; close those."""
+    """Score open drafts as far as the text decides them, in total and by depth, and close those."""
     for begin, match, branches in list(open_drafts):
         run, whole = run_along(branches, text[begin:]), max(map(len, branches))
         if begin + run < len(text) or run == whole:
@@ -172,6 +173,6 @@ def score(
 
 
 def mean(values: list[int], hope: float = 0) -> float:
-    """Of the values and one more."""
+    """Returns the mean of the values and one more."""
     assert len(values) <= 128  # of more, the first ones would fade
     return (sum(values) + hope) / (len(values) + 1)

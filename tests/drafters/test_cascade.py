@@ -1,4 +1,4 @@
-"""Several drafters in turn: the contract, who is asked, and who hears what."""
+"""Cascades without costs: the contract, which member is asked, and what each observes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, Said
+from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
@@ -24,8 +24,8 @@ from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterC
 from tests.drafters.heads import eagle_head, family_of
 from tests.drafters.members import LOOKUP, SKIP, Choosing, Member, member_of
 from tests.drafters.test_cross_tokenizer import _other_letters
-from tests.drafters.test_draft_model import _like
-from tests.drafters.test_token_recycling import experienced
+from tests.drafters.test_draft_model import noisy_copy
+from tests.drafters.test_token_recycling import experienced_drafter
 from tests.families import build
 
 
@@ -41,17 +41,18 @@ class TestLookupThenLayerSkip(Choosing):
 
 class TestLookupThenTrees(DrafterContract):
     trees = True
-    learns = True
-    remembers = True
+    history_dependent = True
+    keeps_state = True
 
     def drafter(self, target: Target) -> Drafter:
-        """The second has decoded before, so that it has something to draft."""
-        return Cascade([member_of("prompt_lookup", target), copy.deepcopy(experienced(target))])
+        """The second member has decoded before, so that it has something to draft."""
+        return Cascade([member_of("prompt_lookup", target), copy.deepcopy(experienced_drafter(target))])
 
 
 class TestLookupThenWindow(Choosing):
-    """The second hears of passes that the first has drafted for, in which it asked nothing."""
+    """The second member observes passes for which the first has drafted."""
 
+    samples_by_default = False
     trees = True
     samplings = SAMPLINGS[1:2]
 
@@ -61,6 +62,7 @@ class TestLookupThenWindow(Choosing):
 
 
 class TestLookupThenSiblings(Choosing):
+    samples_by_default = False
     trees = True
     samplings = SAMPLINGS[1:2]
 
@@ -70,23 +72,24 @@ class TestLookupThenSiblings(Choosing):
 
 
 class TestLookupThenDraftModel(Choosing):
+    samples_by_default = False
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        """The second's cache lags behind whenever the first has drafted."""
+        """The second member's cache lags whenever the first has drafted."""
         model = build("llama", 1, vocab_size=target.vocabulary, num_hidden_layers=1)
         return Cascade([member_of("prompt_lookup", target), DraftModel(model, 1, 3, StopRule())])
 
 
-SURE, LESS_SURE = StopRule("threshold", 0.6), StopRule("threshold", 0.3)  # of models, and of worse drafters
+SURE, LESS_SURE = StopRule("threshold", 0.6), StopRule("threshold", 0.3)  # for models, and for weaker drafters
 
 
 class SureFirst(DrafterContract):
-    """The first leaves a round to the second where it is unsure of its first token, drawn or not."""
+    """The first member leaves a round to the second if a stop rule ends its draft after the first token, drawn or not."""
 
     samplings = SAMPLINGS[:1]
 
-    def test_both_have_their_rounds(self) -> None:
+    def test_both_members_draft_rounds(self) -> None:
         target, rounds, asked = target_of("llama"), set(), set()
         for prompt in PROMPTS:
             cascade = self.drafter(target)
@@ -100,21 +103,22 @@ class SureFirst(DrafterContract):
 
 
 class TestSureModelThenLookup(SureFirst):
-    samplings = SAMPLINGS
+    samplings = DrafterContract.samplings
 
     def drafter(self, target: Target) -> Drafter:
-        return Cascade([DraftModel(_like(target), target.layers, 3, SURE), member_of("prompt_lookup", target)])
+        return Cascade([DraftModel(noisy_copy(target), target.layers, 3, SURE), member_of("prompt_lookup", target)])
 
 
 class TestSureModelWhoAdaptsThenLookup(SureFirst):
-    remembers = True
+    samples_by_default = False
+    keeps_state = True
 
     def drafter(self, target: Target) -> Drafter:
         stop = StopRule("adaptive", 0.5, 0.5, step=0.5, threshold_decay=0.5)
-        return Cascade([DraftModel(_like(target), target.layers, 3, stop), member_of("prompt_lookup", target)])
+        return Cascade([DraftModel(noisy_copy(target), target.layers, 3, stop), member_of("prompt_lookup", target)])
 
-    def test_what_is_drafted_depends_on_the_context_alone(self) -> None:
-        pytest.skip("who drafts depends on a threshold that follows the rounds before")
+    def test_drafts_depend_on_the_context_alone(self) -> None:
+        pytest.skip("which member drafts depends on a threshold that follows earlier rounds")
 
 
 class TestSureSiblingsThenModel(SureFirst):
@@ -123,13 +127,15 @@ class TestSureSiblingsThenModel(SureFirst):
     def drafter(self, target: Target) -> Drafter:
         skip = _skip(target) | {"siblings": 1, "stop": SURE.to_dict()}
         sure = build_drafter(SpeculativeConfig.from_dict(skip), target)
-        return Cascade([sure, DraftModel(_like(target), target.layers, 2, SURE)])
+        return Cascade([sure, DraftModel(noisy_copy(target), target.layers, 2, SURE)])
 
-    def test_what_is_drafted_depends_on_the_context_alone(self) -> None:
-        pytest.skip("and on the room that is left: no stop rule is asked about the only token of a draft")
+    def test_drafts_depend_on_the_context_alone(self) -> None:
+        pytest.skip("they also depend on the limit: no stop rule is applied to the only token of a draft")
 
 
 class TestSureSpellerThenLookup(SureFirst):
+    samples_by_default = False
+
     def drafter(self, target: Target) -> Drafter:
         model, translation = _other_letters(target)
         sure = CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, LESS_SURE)
@@ -137,6 +143,8 @@ class TestSureSpellerThenLookup(SureFirst):
 
 
 class TestSureHeadThenLookup(SureFirst):
+    samples_by_default = False
+
     def drafter(self, target: Target) -> Drafter:
         head, embeddings = eagle_head(family_of(target)), target.model.get_input_embeddings()
         sure = Eagle(head, embeddings, Readout(target, head.tokens), 3, LESS_SURE)
@@ -144,10 +152,10 @@ class TestSureHeadThenLookup(SureFirst):
 
 
 @pytest.mark.parametrize("proposes", [True, False])
-def test_an_unsure_draft_is_taken_where_nobody_is_surer(proposes: bool) -> None:
-    """How sure the model is of its first token is told by plain passes of it; alone, it drafts one token then."""
+def test_a_provisional_draft_is_taken_if_no_other_member_has_one(proposes: bool) -> None:
+    """Plain passes of the model give its confidence in its first token; a draft of its own then has one token."""
     target = target_of("llama")
-    model, unsure = _like(target), 0
+    model, unsure = noisy_copy(target), 0
     for prompt in PROMPTS:
         second = Member()
         second.proposes = proposes
@@ -161,42 +169,47 @@ def test_an_unsure_draft_is_taken_where_nobody_is_surer(proposes: bool) -> None:
                 unsure += 1
             else:
                 assert drafted[0] == (int(chances.argmax()),)
-        assert ("observe" in second.told) == proposes
+        assert ("observe" in second.calls) == proposes
     assert unsure
 
 
-def test_the_first_with_a_proposal_drafts_and_all_hear() -> None:
+def test_the_first_member_with_a_proposal_drafts_and_all_observe_the_logits() -> None:
     first, second = Member(), Member()
     cascade = Cascade([first, second])
     last = torch.tensor([1])
-    context, said = Context([1], last), Said(last, torch.zeros(1, 3))
+    context, output = Context([1], last), VerifyOutput(last, torch.zeros(1, 3))
     cascade.start([1], KVCache(1, 4), None)  # type: ignore[arg-type]
     for proposals in ((True, True), (False, True), (False, False)):
         first.proposes, second.proposes = proposals
         assert cascade.draft(context, 4).tokens.shape[0] == any(proposals)
         cascade.observe(Verdict((1,), 0, 2, last))
-        cascade.hear(said)
-    assert first.told == ["start", *("draft", "observe", "hear"), *("draft", "hear"), *("draft", "hear")]
-    assert second.told == ["start", "hear", *("draft", "observe", "hear"), *("draft", "hear")]
+        cascade.observe_logits(output)
+    assert first.calls == [
+        "start",
+        *("draft", "observe", "observe_logits"),
+        *("draft", "observe_logits"),
+        *("draft", "observe_logits"),
+    ]
+    assert second.calls == ["start", "observe_logits", *("draft", "observe", "observe_logits"), *("draft", "observe_logits")]
 
 
-def test_who_was_never_asked_has_kept_the_request_for_the_next_one() -> None:
+def test_a_member_that_was_never_asked_keeps_the_text() -> None:
     target, first = target_of("llama"), Member()
     cascade = Cascade([first, member_of("retrieval", target)])
-    told = decode(target, cascade, PROMPTS[2], GREEDY, LENGTH)
+    first_run = decode(target, cascade, PROMPTS[2], GREEDY, LENGTH)
     first.proposes = False
     again = decode(target, cascade, PROMPTS[2], GREEDY, LENGTH)
     fresh = decode(target, member_of("retrieval", target), PROMPTS[2], GREEDY, LENGTH)
-    assert told.tokens == again.tokens == fresh.tokens == generated("llama", PROMPTS[2], LENGTH)
+    assert first_run.tokens == again.tokens == fresh.tokens == generated("llama", PROMPTS[2], LENGTH)
     assert len(again.stats.rounds) < len(fresh.stats.rounds)
-    assert again.stats.rounds[0].accepted > 0  # of what only the request before can have taught it
+    assert again.stats.rounds[0].accepted > 0  # it can only know this from the earlier prompt
 
 
 class Often(Member):
     """Drafts in two of three rounds."""
 
     def draft(self, context: Context, limit: int) -> Draft:
-        self.proposes = self.told.count("draft") % 3 < 2
+        self.proposes = self.calls.count("draft") % 3 < 2
         return super().draft(context, limit)
 
 
@@ -205,7 +218,7 @@ TRAINED = ("eagle", "medusa", "draft_model", "cross_tokenizer")
 
 
 @pytest.mark.parametrize("kind", [*SECONDS, *TRAINED])
-def test_whose_turn_was_skipped_for_rounds_catches_up(kind: str) -> None:
+def test_a_member_that_was_skipped_for_rounds_catches_up(kind: str) -> None:
     target, right = target_of("llama"), 0
     second = Recorder(member_of(kind, target))
     cascade = Cascade([Often(), second])
@@ -217,6 +230,6 @@ def test_whose_turn_was_skipped_for_rounds_catches_up(kind: str) -> None:
         for context, branches in second.drafts:
             assert context == text[: len(context)]
             hits = sum(text[len(context) : len(context) + len(branch)] == branch for branch in branches)
-            assert hits or kind not in ("draft_model", "cross_tokenizer")  # which draft with the target itself
+            assert hits or kind not in ("draft_model", "cross_tokenizer")  # these draft with the target itself
             right += hits
     assert right > 0

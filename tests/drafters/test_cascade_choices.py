@@ -1,4 +1,4 @@
-"""Whose draft does a cascade take? Every choice, against what the text had told of earlier drafts by then."""
+"""Every choice of a cascade without costs, against what the text had shown of earlier drafts by then."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
-from layerskip.decoding.stopping import Stopped
+from layerskip.decoding.stopping import StopRuleDrafter
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.registry import build_drafter
 from tests.drafters.contract import target_of, toy_target
-from tests.drafters.members import LOOKUP, Member, Open, ResultLog, Told, branches_of, mean, run_along, score
+from tests.drafters.members import LOOKUP, Member, Open, ResultLog, ScriptedMember, branches_of, mean, run_along, score
 
 
 @pytest.mark.parametrize("kind", ["prompt_lookup", "retrieval"])
-def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
-    """Every choice on some texts, against the means of all that the texts had told of earlier drafts by then."""
+def test_a_lookup_is_provisional_if_a_later_member_has_more_accepted(kind: str) -> None:
+    """Every choice on some texts, against means of everything that the texts had shown of earlier drafts."""
     source, text = random.Random(1), list[int]()
     fields = {"kind": kind, "ngram_min": 2, "ngram_max": 3, "draft_length": 4}
     first = ResultLog(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
-    second = ResultLog(Told(text))
+    second = ResultLog(ScriptedMember(text))
     cascade = Cascade([first, second])
-    earned: dict[int, list[int]] = {}  # behind matches of each length: what drafts had accepted, taken or not
+    earned: dict[int, list[int]] = {}  # match length to the accepted tokens of all drafts, taken or not
     taken: list[int] = []  # what the second had accepted
-    waits = fallbacks = 0
+    provisional = fallbacks = 0
     for _ in range(6):
         text[:] = source.choices(range(4), k=45)
         text += text[8:30]
@@ -39,41 +39,41 @@ def test_who_has_less_accepted_than_those_behind_waits(kind: str) -> None:
             score(open_drafts, earned, text[:known], {})
             second.last = Draft.empty(torch.device("cpu"))
             draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
-            match, other = first.last.match, second.last.tokens.shape[0] > 0
+            match, other = first.last.match_length, second.last.tokens.shape[0] > 0
             assert (match > 0) == (first.last.tokens.shape[0] > 0)
             if match:
                 open_drafts.append((known, match, branches_of(first.last)))
-            behind = match > 0 and mean(earned.get(match, []), 8) < mean(taken, 1)
-            if other and (behind or not match):
+            outdone = match > 0 and mean(earned.get(match, []), 8) < mean(taken, 1)
+            if other and (outdone or not match):
                 assert draft is second.last
             elif match:
                 assert draft is first.last
             else:
                 assert not draft.tokens.shape[0]
-            waits, fallbacks = waits + behind, fallbacks + (behind and not other)
+            provisional, fallbacks = provisional + outdone, fallbacks + (outdone and not other)
             accepted = run_along(branches_of(draft), text[known:])
             if draft is second.last:
                 taken.append(accepted)
             cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
             known += accepted + 1
-    assert waits > 5
+    assert provisional > 5
     assert fallbacks
-    cascade.forget()
+    cascade.reset_state()
     cascade.start(text, None, None)  # type: ignore[arg-type]
     assert cascade.draft(Context(text, torch.tensor(text[-1:])), 4) is first.last  # the order is trusted again
 
 
 class Mistaken(Member):
-    """Looks up what is never said."""
+    """Looks up a token that the text never has."""
 
-    match = 9
+    match_length = 9
 
     def draft(self, context: Context, limit: int) -> Draft:
-        return Draft(torch.tensor([9]), match=self.match, found=(9,))
+        return Draft(torch.tensor([9]), match_length=self.match_length, lookup_tokens=(9,))
 
 
-def test_what_long_matches_earn_is_known_of_longer_ones() -> None:
-    first, second, text = Mistaken(), ResultLog(Told([0] * 90)), [0] * 90
+def test_longer_matches_share_the_estimate_of_long_ones() -> None:
+    first, second, text = Mistaken(), ResultLog(ScriptedMember([0] * 90)), [0] * 90
     cascade = Cascade([first, second])
     cascade.start(text[:4], None, None)  # type: ignore[arg-type]
     known, waited = 4, 0
@@ -86,37 +86,37 @@ def test_what_long_matches_earn_is_known_of_longer_ones() -> None:
     first.match, taken = 40, 0
     for end in range(known, known + 5):
         draft = cascade.draft(Context(text[:end], torch.tensor([0])), 2)
-        taken += draft.match > 0
-        assert (draft.match > 0) == (not second.last.tokens.shape[0])
+        taken += draft.match_length > 0
+        assert (draft.match_length > 0) == (not second.last.tokens.shape[0])
     assert taken < 5
 
 
-def test_who_runs_a_model_does_not_outdo_what_is_looked_up() -> None:
-    """However much of its drafts is accepted: its passes are paid for. It drafts where nothing is found."""
+def test_a_member_that_runs_a_model_does_not_outdo_a_lookup() -> None:
+    """However high its acceptance, its passes cost time. It drafts if the lookup finds nothing."""
 
-    class Dear(ResultLog, Stopped):
+    class RunsModel(ResultLog, StopRuleDrafter):
         pass
 
     text = random.Random(1).choices(range(4), k=300)
     lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP | {"ngram_max": 2}), target_of("llama"))
     asked = {}
-    for kind in (ResultLog, Dear):
-        second = kind(Told(text))
+    for kind in (ResultLog, RunsModel):
+        second = kind(ScriptedMember(text))
         cascade = Cascade([first := ResultLog(lookup), second])
         cascade.start(text[:1], None, None)  # type: ignore[arg-type]
         asked[kind] = 0
         for known in range(2, 290):
             second.last = Draft.empty(torch.device("cpu"))
             draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
-            asked[kind] += first.last.match > 0 and draft is second.last
+            asked[kind] += first.last.match_length > 0 and draft is second.last
             accepted = run_along(branches_of(draft), text[known:])
             cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
     assert asked[ResultLog] > 10
-    assert asked[Dear] == 0
+    assert asked[RunsModel] == 0
 
 
-def test_of_what_is_looked_up_the_more_promising_is_taken() -> None:
-    """Three tokens repeat themselves: the first copies one of them, the second, once it was seen to look up, six."""
+def test_the_more_promising_of_two_lookups_is_taken() -> None:
+    """Three tokens repeat. The first member copies one of them; the second, once it has made a lookup draft, copies six."""
     fields = {"kind": "prompt_lookup", "ngram_max": 3}
     first, second = (
         ResultLog(
@@ -132,13 +132,13 @@ def test_of_what_is_looked_up_the_more_promising_is_taken() -> None:
         draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 6)
         chosen.append((draft is second.last, first.last.tokens.shape[0], second.last.tokens.shape[0]))
         accepted = run_along(branches_of(draft), text[known:])
-        cascade.observe(Verdict(draft.found, accepted, text[known + accepted], torch.tensor([0])))
+        cascade.observe(Verdict(draft.lookup_tokens, accepted, text[known + accepted], torch.tensor([0])))
         known += accepted + 1
     assert chosen[0] == (True, 0, 6)  # of four tokens no two come before
     assert chosen[1] == (False, 1, 6)  # both look up; little is known, and the order is trusted
     assert chosen[-1] == (True, 1, 6)
     turn = [second for second, *_ in chosen[1:]]
     assert turn == sorted(turn)
-    cascade.forget()
+    cascade.reset_state()
     cascade.start(text[:9], None, None)  # type: ignore[arg-type]
     assert cascade.draft(Context(text[:9], torch.tensor(text[8:9])), 6) is first.last

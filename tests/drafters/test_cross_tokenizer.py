@@ -1,4 +1,4 @@
-"""Drafting with a model of another tokenizer: the contract, spelling back and forth, and what is refused."""
+"""Drafting with a model of another tokenizer: the contract, translation back and forth, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Context, Drafter, Learner
+from layerskip.decoding.drafter import Context, CrossPromptState, Drafter
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.drafters.registry import build_drafter
@@ -21,18 +21,18 @@ from layerskip.drafters.token_translation import Translation, UnalignedTokenizer
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead, save_draft_tokens
 from layerskip.models.loading import load_target
-from layerskip.models.skip_view import twin
+from layerskip.models.skip_view import shared_copy
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, target_of, toy_target
-from tests.drafters.test_draft_model import _like
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, Recorder, target_of, toy_target
+from tests.drafters.test_draft_model import noisy_copy
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
 
 LETTERS = string.ascii_lowercase
 
 
 def _spelling(pieces: str, pairs: tuple[str, ...] = (), end: str | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer of single letters, and of some pairs of them."""
+    """Returns a tokenizer of single letters, and of some pairs of them."""
     words = {piece: number for number, piece in enumerate([*pieces, *pairs])}
     model = Tokenizer(models.BPE(words, [(pair[0], pair[1]) for pair in pairs]))
     model.decoder = decoders.Fuse()
@@ -42,7 +42,7 @@ def _spelling(pieces: str, pairs: tuple[str, ...] = (), end: str | None = None) 
 
 
 def _respelled(model: PreTrainedModel, rows: list[int]) -> PreTrainedModel:
-    """The same model over another vocabulary: token i of it is about token ``rows[i]`` of the old one."""
+    """Returns the same model over another vocabulary: token i has the weights of token ``rows[i]`` of the old one."""
     torch.manual_seed(3)
     old = model.config.vocab_size
     fields = model.config.to_diff_dict() | {"vocab_size": len(rows), "eos_token_id": None}
@@ -61,43 +61,43 @@ def _other_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
     size, end = target.vocabulary, "b" if target is toy_target() else None
     letters = LETTERS[:size]
     pairs = (letters[3] + letters[4], letters[2] + letters[0])
-    model = _respelled(_like(target), [*reversed(range(size)), 4, 0])
+    model = _respelled(noisy_copy(target), [*reversed(range(size)), 4, 0])
     return model, Translation(_spelling(letters, end=end), _spelling(letters[::-1], pairs, end))
 
 
 class TestOtherLetters(DrafterContract):
-    """The draft counts its letters from the end, and has tokens for pairs of them; the target's eos is a letter to it."""
+    """The draft counts its letters from the end and has tokens for pairs; the target's end token is a letter to it."""
 
     def drafter(self, target: Target) -> Drafter:
         return self.stopping(target, StopRule())
 
     def stopping(self, target: Target, stop: StopRule) -> Drafter:
-        """One that stops by a rule."""
+        """Returns a drafter with a stop rule."""
         model, translation = _other_letters(target)
         return CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, stop)
 
-    def test_a_carried_threshold_is_forgotten(self) -> None:
+    def test_a_carried_threshold_is_reset(self) -> None:
         target = target_of("llama")
         drafter = self.stopping(target, StopRule("adaptive", 0.3, step=0.5, threshold_decay=0.5))
-        assert isinstance(drafter, Learner)
+        assert isinstance(drafter, CrossPromptState)
         first, again = (decode(target, drafter, PROMPTS[2], GREEDY, LENGTH) for _ in range(2))
-        drafter.forget()
+        drafter.reset_state()
         assert decode(target, drafter, PROMPTS[2], GREEDY, LENGTH).stats == first.stats != again.stats
 
 
 class TestFewOfOtherLetters(DrafterContract):
-    """The draft's head knows every other letter, the toy's eos and one of the pairs, and those of the text."""
+    """The draft's reduced vocabulary has every other letter, the toy's end token and one pair, and tokens of the text."""
 
     def drafter(self, target: Target) -> Drafter:
         model, translation = _other_letters(target)
         width = model.config.vocab_size
         head = DraftHead(model, torch.tensor(sorted({*range(0, width, 2), target.vocabulary - 2})), width)
-        view = twin(model)
-        head.narrow(view)
+        view = shared_copy(model)
+        head.restrict(view)
         return CrossTokenizer(view, target.layers, width, translation, 3, StopRule(), head)
 
     @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
-    def test_no_other_letters_are_drafted(self, sampling: Sampling) -> None:
+    def test_only_tokens_of_the_reduced_vocabulary_or_the_text_are_drafted(self, sampling: Sampling) -> None:
         target = target_of("llama")
         from_text = set()
         for prompt in PROMPTS[:4]:
@@ -110,8 +110,8 @@ class TestFewOfOtherLetters(DrafterContract):
                 from_text |= drafted - few
         assert from_text
 
-    def test_what_is_spelled_anew_is_drafted_too(self) -> None:
-        """The text's last letter and the next one become a pair, which the head does not have."""
+    def test_re_encoded_tokens_join_the_drafted_vocabulary(self) -> None:
+        """The text's last letter and the next one become a pair, which the reduced vocabulary lacks."""
         target = target_of("llama")
         drafter, device = self.drafter(target), torch.device("cpu")
         drafter.start([5, 2], KVCache(target.layers, 64, False, device), Chooser(GREEDY, target.vocabulary, device))
@@ -124,19 +124,19 @@ class TestFewOfOtherLetters(DrafterContract):
 
 
 class TestUnevenVocabularies(DrafterContract):
-    """Each tokenizer knows a letter that its model, or the target, does not: one cannot be read, one cannot be said."""
+    """Each tokenizer has a letter that its model or the target lacks: one cannot be read, one cannot be output."""
 
-    samplings = SAMPLINGS[:2]
+    samplings = DrafterContract.samplings[:2]
 
     def drafter(self, target: Target) -> Drafter:
         size, end = target.vocabulary, "b" if target is toy_target() else None
         letters = LETTERS[:size]
-        model = _respelled(_like(target), [0, *reversed(range(1, size))])
+        model = _respelled(noisy_copy(target), [0, *reversed(range(1, size))])
         translation = Translation(_spelling(letters + "A", end=end), _spelling("A" + letters[::-1], end=end))
         return CrossTokenizer(model, target.layers, size, translation, 3, StopRule())
 
 
-def test_texts_are_spelled_as_each_tokenizer_does() -> None:
+def test_texts_are_encoded_like_each_tokenizer_encodes_them() -> None:
     letters, pairs = _spelling("abcdef"), _spelling("fedcba", ("ab", "cd"))
     translation = Translation(letters, pairs)
     known = translation.to_draft([0, 1, 2])
@@ -146,8 +146,8 @@ def test_texts_are_spelled_as_each_tokenizer_does() -> None:
     assert translation.to_target([0, 1, 2], known, pairs("dab")["input_ids"]) == [3, 0, 1]
 
 
-def test_one_after_the_other_is_spelled_as_all_at_once() -> None:
-    """Real spelling: byte-level tokens with merges that reach across any border, characters cut in two among them."""
+def test_incremental_encoding_equals_encoding_the_whole_text() -> None:
+    """With real byte-level tokens, whose merges reach across any border, and characters that are cut in two."""
     ours = tokenizer(chat=False)
     text = "the quick brown fox — the naïve ox in the inn! on a thin " * 3
     tokens = ours(text)["input_ids"]
@@ -169,10 +169,10 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
             assert len(result.stats.rounds) == 6
 
 
-def test_learnt_positions_end_drafting_and_not_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limited_number_of_positions_ends_drafting_but_not_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("llama")
     spelling = _spelling(LETTERS[: target.vocabulary])
-    monkeypatch.setattr("layerskip.drafters.cross_tokenizer.most_positions", lambda _: 20)
+    monkeypatch.setattr("layerskip.drafters.cross_tokenizer.max_positions", lambda _: 20)
     drafter = CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(spelling, spelling), 3, StopRule())
     for prompt in ([1, 2, 3], [1, 2, 3] * 9):
         result = decode(target, drafter, prompt, GREEDY, LENGTH)
@@ -180,7 +180,7 @@ def test_learnt_positions_end_drafting_and_not_decoding(monkeypatch: pytest.Monk
         assert len(prompt) < 20 or result.stats.drafted == 0
 
 
-def test_a_configuration_names_the_draft(tmp_path: Path) -> None:
+def test_a_configured_draft_model_is_used(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device=DEVICE)
     draft = save_tiny(tmp_path / "draft", seed=2)
     config = SpeculativeConfig.from_dict({"kind": "cross_tokenizer", "draft": str(draft), "draft_length": 2})
@@ -190,7 +190,7 @@ def test_a_configuration_names_the_draft(tmp_path: Path) -> None:
     assert result.stats.drafted > 0
 
 
-def test_a_configuration_names_the_drafts_own_tokens(tmp_path: Path) -> None:
+def test_a_reduced_vocabulary_belongs_to_the_draft_models_tokenizer(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device=DEVICE)
     draft = load_target(str(save_tiny(tmp_path / "draft", seed=2)), dtype="float32", device=DEVICE)
     prompt = target.encode("Hello there")
@@ -205,34 +205,34 @@ def test_a_configuration_names_the_drafts_own_tokens(tmp_path: Path) -> None:
     assert result.tokens == plain.tokens
     assert result.stats.drafted > 0
     save_draft_tokens(tmp_path / "targets", common, target, {})
-    with pytest.raises(
-        ConfigError, match="^draft_head: .*made for another target, .*target, and is to serve .*draft: its w"
-    ):
+    with pytest.raises(ConfigError, match="^draft_head: .*made for another target, .*target, not for .*draft: its w"):
         build_drafter(replace(config, draft_head=str(tmp_path / "targets")), target)
-    strange = [number for number in common.tolist() if number not in {theirs for _, theirs in drafter.translation.shared}]
+    strange = [
+        number for number in common.tolist() if number not in {in_draft for _, in_draft in drafter.translation.shared}
+    ]
     save_draft_tokens(tmp_path / "strange", torch.tensor(strange[:1]), draft, {})
-    with pytest.raises(ConfigError, match="^draft_head: .*strange has no token that .* has, too$"):
+    with pytest.raises(ConfigError, match="^draft_head: .*strange shares no token with "):
         build_drafter(replace(config, draft_head=str(tmp_path / "strange")), target)
 
 
 @pytest.mark.parametrize("kind", ["cross_tokenizer", "draft_model"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path, family: str, kind: str) -> None:
-    """Of one family transformers cannot make a tokenizer out of nothing, of the other it makes an empty one."""
+    """transformers cannot make a tokenizer for one family, and makes an empty one for the other."""
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     bare = without_tokenizer(save_tiny(tmp_path / "bare", family))
     for _ in range(2):  # loaded once, it is refused again
-        with pytest.raises(TargetError, match=rf"^draft: {bare} has no tokenizer, and what it reads cannot be known$"):
+        with pytest.raises(TargetError, match=rf"^draft: {bare} has no tokenizer, so its tokens cannot be matched$"):
             build_drafter(SpeculativeConfig(kind, draft=str(bare)), target)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_target_without_a_tokenizer_has_no_draft_of_another(tmp_path: Path, family: str) -> None:
+def test_a_target_without_a_tokenizer_is_refused(tmp_path: Path, family: str) -> None:
     target = load_target(str(without_tokenizer(save_tiny(tmp_path / "target", family))), dtype="float32", device=DEVICE)
     draft = save_tiny(tmp_path / "draft")
     with pytest.raises(TargetError, match=f"^draft: {target.name} has no tokenizer"):
         build_drafter(SpeculativeConfig("cross_tokenizer", draft=str(draft)), target)
-    assert build_drafter(SpeculativeConfig("draft_model", draft=str(draft)), target)  # nobody can know
+    assert build_drafter(SpeculativeConfig("draft_model", draft=str(draft)), target)  # the tokenizers cannot be compared
 
 
 def test_tokenizers_that_share_nothing_are_refused(tmp_path: Path) -> None:
@@ -245,8 +245,8 @@ def test_tokenizers_that_share_nothing_are_refused(tmp_path: Path) -> None:
         build_drafter(SpeculativeConfig("cross_tokenizer", draft="greek"), target)
 
 
-def test_a_tokenizer_that_does_not_give_back_its_text_is_refused() -> None:
+def test_a_tokenizer_that_does_not_reproduce_its_text_is_refused() -> None:
     lossy = _spelling("abcdef")
     lossy.backend_tokenizer.decoder = decoders.Replace("a", "b")
-    with pytest.raises(UnalignedTokenizers, match="give back"):
+    with pytest.raises(UnalignedTokenizers, match="does not reproduce"):
         Translation(_spelling("aab"[:2]), lossy)

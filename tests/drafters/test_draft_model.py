@@ -1,4 +1,4 @@
-"""Drafting with another model: the contract, padded vocabularies, its own cache, and how a configuration names it."""
+"""Drafting with another model: the contract, padded vocabularies, its own cache, and its configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.loading import load_target
-from layerskip.models.skip_view import twin
+from layerskip.models.skip_view import shared_copy
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
 from tests.drafters.bridges import most_tokens
@@ -28,8 +28,8 @@ from tests.drafters.contract import FAMILIES, GREEDY, LENGTH, PROMPTS, SAMPLINGS
 from tests.families import build
 
 
-def _like(target: Target, noise: float = 0.06) -> PreTrainedModel:
-    """A model that often, but not always, agrees with the target: its weights and some noise."""
+def noisy_copy(target: Target, noise: float = 0.06) -> PreTrainedModel:
+    """Returns a model that often, but not always, agrees with the target: its weights with noise."""
     model = copy.deepcopy(target.model)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def _like(target: Target, noise: float = 0.06) -> PreTrainedModel:
 
 
 def _resized(model: PreTrainedModel, vocabulary: int) -> PreTrainedModel:
-    """The same model with its vocabulary padded to, or cut down to, another width."""
+    """Returns the same model with its vocabulary padded or cut to another width."""
     old = model.config.vocab_size
     fields = model.config.to_diff_dict() | {"vocab_size": vocabulary}
     other = type(model)(type(model.config)(**fields)).eval().to(DEVICE)
@@ -51,60 +51,63 @@ def _resized(model: PreTrainedModel, vocabulary: int) -> PreTrainedModel:
 
 
 class TestNoisyTarget(DrafterContract):
+    samplings = SAMPLINGS
+
     def drafter(self, target: Target) -> Drafter:
-        return DraftModel(_like(target), target.layers, 3, StopRule())
+        return DraftModel(noisy_copy(target), target.layers, 3, StopRule())
 
 
 class TestNoisyTargetOfFewTokens(DrafterContract):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        model = _like(target)
+        model = noisy_copy(target)
         head = DraftHead(model, torch.tensor(most_tokens(target)), target.vocabulary)
-        view = twin(model)
-        head.narrow(view)
+        view = shared_copy(model)
+        head.restrict(view)
         return DraftModel(view, target.layers, 3, StopRule(), head)
 
 
 class TestPaddedVocabulary(DrafterContract):
-    """A wider output; its extra tokens are likely ones for the draft, and none for the target."""
+    """A wider output, whose extra tokens are likely ones for the draft and unknown to the target."""
 
-    remembers = True
+    keeps_state = True
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
         torch.manual_seed(2)
-        model = _resized(_like(target), target.vocabulary + 6)
+        model = _resized(noisy_copy(target), target.vocabulary + 6)
         # It falls as soon as anything was accepted, so that no run of prompts leaves drafts of one token only.
         stop = StopRule("adaptive", 0.3, 0.0, step=0.5, threshold_decay=0.5)
         return DraftModel(model, target.layers, 4, stop)
 
 
 class TestOtherFamily(DrafterContract):
-    """Of another depth, form and cache; it draws its drafts from quite another distribution."""
+    """Another depth, architecture and cache, and a very different draft distribution."""
 
+    samples_by_default = False
     samplings = SAMPLINGS[2:]
 
     def drafter(self, target: Target) -> Drafter:
         if target is toy_target():
             model = build("gpt2", 3, vocab_size=5, num_hidden_layers=2, hidden_size=16)
             return DraftModel(model, 2, 3, StopRule())
-        return DraftModel(_like(target), target.layers, 2, StopRule())
+        return DraftModel(noisy_copy(target), target.layers, 2, StopRule())
 
 
 class TestNarrowVocabulary(DrafterContract):
-    """Without the target's last token, which the target does say and the draft model cannot even be told."""
+    """Without the target's last token, which the target outputs and the draft model cannot read."""
 
     samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
-        return DraftModel(_resized(_like(target), target.vocabulary - 1), target.layers, 3, StopRule())
+        return DraftModel(_resized(noisy_copy(target), target.vocabulary - 1), target.layers, 3, StopRule())
 
 
 @FAMILIES
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), Sampling(0.8, repetition_penalty=1.3)], ids=str)
 def test_the_target_as_its_own_draft_model_is_always_accepted(family: str, sampling: Sampling) -> None:
-    """After whole drafts the model's cache lacks a token; had it gone astray, some draft would be rejected."""
+    """After full acceptance the model's cache lacks a token; a mistake there would make some draft be rejected."""
     target = target_of(family)
     drafter = DraftModel(target.model, target.layers, 3, StopRule())
     for prompt in PROMPTS:
@@ -113,8 +116,8 @@ def test_the_target_as_its_own_draft_model_is_always_accepted(family: str, sampl
         assert result.stats.acceptance_rate == 1.0
 
 
-def test_learnt_positions_end_drafting_and_not_decoding() -> None:
-    """The table of positions ends inside one prompt's output, and before another prompt does."""
+def test_a_limited_number_of_positions_ends_drafting_but_not_decoding() -> None:
+    """The positions end within one prompt's output, and before another prompt does."""
     target = Target(build("gpt2", vocab_size=12))
     fields = target.model.config.to_diff_dict() | {"n_positions": 20}
     short = type(target.model)(type(target.model.config)(**fields)).eval().to(DEVICE)
@@ -136,7 +139,7 @@ def test_learnt_positions_end_drafting_and_not_decoding() -> None:
 
 
 def _saved(folder: Path, family: str, words: int, **changes: int) -> str:
-    """A tiny model in a folder, with a tokenizer that knows so many words."""
+    """Returns the folder of a tiny model and a tokenizer with that many words."""
     model = build(family, vocab_size=16, **changes)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(words)}, unk_token="w0"))
@@ -148,7 +151,7 @@ def _config(draft: str) -> SpeculativeConfig:
     return SpeculativeConfig.from_dict({"kind": "draft_model", "draft": draft, "draft_length": 2})
 
 
-def test_a_configuration_names_a_draft_model_that_is_loaded_once(tmp_path: Path) -> None:
+def test_a_configured_draft_model_is_loaded_once(tmp_path: Path) -> None:
     target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device=DEVICE)
     draft = _saved(tmp_path / "draft", "gpt2", 14, num_hidden_layers=2)
     prompt = [3, 5, 7]
@@ -175,7 +178,7 @@ def test_a_recurrent_draft_model_is_refused(tmp_path: Path) -> None:
         build_drafter(_config(_saved(tmp_path / "draft", "mamba", 14)), target)
 
 
-def test_a_draft_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_draft_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="^draft: .*no folder"):
         build_drafter(_config(str(tmp_path / "nothing")), target_of("llama"))
 

@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE head: the contract, chains and trees, and drafts that are what training foretold."""
+"""Drafting with an EAGLE head: the contract, chains and trees, and drafts that equal training's predictions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.priced_cascade import PricedCascade
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.heads.eagle import EagleHead
-from layerskip.heads.feature_store import Thought, read_features, think
+from layerskip.heads.feature_store import TextFeatures, extract_features, read_features
 from layerskip.heads.readout import Readout
-from layerskip.heads.training import Batch, acceptance, foretell, stored_modules
+from layerskip.heads.training import Batch, acceptance, predict_tokens, stored_modules
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.drafters.contract import (
@@ -63,15 +63,18 @@ class TestThreeLayersOfFewTokens(DrafterContract):
 
 
 class TestLookingBack(DrafterContract):
-    """It reads the tokens before each, drafted ones too."""
+    """It reads the tokens before each token, drafted ones too."""
+
+    samples_by_default = False
 
     def drafter(self, target: Target) -> Drafter:
         return _eagle(target, eagle_head(family_of(target), lookback=2), 4)
 
 
 class TestTreesLookingBack(DrafterContract):
-    """Further than prompts reach."""
+    """It looks further back than prompts reach."""
 
+    samples_by_default = False
     trees = True
     toy = staticmethod(deep_toy)
 
@@ -81,9 +84,10 @@ class TestTreesLookingBack(DrafterContract):
 
 
 class TestBehindLookup(DrafterContract):
-    """A member of a cascade reads what others drafted for; its threshold is carried on."""
+    """As a member of a cascade it reads hidden states of rounds that others drafted; its threshold is carried over."""
 
-    remembers = True
+    samples_by_default = False
+    keeps_state = True
     samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
@@ -92,11 +96,12 @@ class TestBehindLookup(DrafterContract):
 
 
 class TestTreesBehindLookup(DrafterContract):
-    """Trees at an unknown price behind lookups, each of whose tokens has to pay for its verification."""
+    """Trees of unknown cost after lookups whose every token has to pay for its verification."""
 
+    samples_by_default = False
     trees = True
-    learns = True
-    remembers = True
+    history_dependent = True
+    keeps_state = True
     samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
@@ -105,30 +110,30 @@ class TestTreesBehindLookup(DrafterContract):
 
 
 @pytest.mark.parametrize("lookback", [0, 2, 9])
-def test_drafts_are_what_training_foretold(lookback: int) -> None:
-    """One pass over a whole text, unrolled, against drafting it token by token on a cache that is rewound."""
+def test_drafts_equal_the_predictions_of_training(lookback: int) -> None:
+    """One unrolled pass over a whole text, against token-by-token drafting on a cache that is rewound."""
     target, head = target_of("llama"), eagle_head("llama", lookback=lookback)
     modules = stored_modules(head.shape.modules, target.model.base_model_prefix)
-    looked = 0
+    checked = 0
     for prompt in PROMPTS[1:]:
         recorder = Recorder(_eagle(target, head))
         tokens = (*prompt, *decode(target, recorder, prompt, GREEDY, LENGTH).tokens)
-        text = Thought(torch.tensor(tokens), read_features(target, tokens, modules), 0)
+        text = TextFeatures(torch.tensor(tokens), read_features(target, tokens, modules), 0)
         readout = Readout(target, head.tokens)
         with torch.no_grad():
-            said = foretell(head, target.model.get_input_embeddings(), Batch.of([text], head), UNROLL)
+            predictions = predict_tokens(head, target.model.get_input_embeddings(), Batch.of([text], head), UNROLL)
         for context, branches in recorder.drafts:
             row, begin = len(context) - 2, len(context)
             for step, token in enumerate(branches[-1]):
-                if row >= said[step].made.shape[0] or branches[-1][:step] != tokens[begin : begin + step]:
+                if row >= predictions[step].hidden.shape[0] or branches[-1][:step] != tokens[begin : begin + step]:
                     break
-                assert token == int(readout(said[step].made[row]).argmax())
-                looked += 1
-    assert looked > 60
+                assert token == int(readout(predictions[step].hidden[row]).argmax())
+                checked += 1
+    assert checked > 60
 
 
-def test_rounds_in_which_nothing_is_likely_enough_draft_nothing() -> None:
-    """In the middle of a text, and what follows is right."""
+def test_a_round_without_a_likely_token_drafts_nothing() -> None:
+    """Within a text, and the following drafts are right."""
     target = target_of("llama")
     recorder = Recorder(_eagle(target, eagle_head("llama"), candidates=3, tree_tokens=7, least_probability=0.4))
     for prompt in PROMPTS:
@@ -137,14 +142,15 @@ def test_rounds_in_which_nothing_is_likely_enough_draft_nothing() -> None:
     assert 0.1 < sum(empty) / len(empty) < 0.9
 
 
-def test_acceptance_is_that_of_drafts_begun_at_every_position() -> None:
-    """One pass over each text, against as many real decodings as it has positions."""
+def test_training_acceptance_equals_that_of_drafts_at_every_position() -> None:
+    """One pass over each text, against a real decoding from each of its positions."""
     target, head, steps = target_of("llama"), eagle_head("llama"), 2
     modules = stored_modules(head.shape.modules, target.model.base_model_prefix)
     texts, right, tried = [], [0] * steps, [0] * steps
     for prompt in PROMPTS[1:]:
         tokens = (*prompt, *decode(target, NoDraft(), prompt, GREEDY, 24).tokens)
-        texts.append(think(target, tokens, len(prompt) + 1, modules))  # the first token is said before there is a draft
+        # The first new token comes from the prefill, before any draft.
+        texts.append(extract_features(target, tokens, len(prompt) + 1, modules))
         for end in range(len(prompt), len(tokens) - steps):
             drafted = decode(target, _eagle(target, head, steps), tokens[:end], GREEDY, steps + 2).stats.rounds[0].accepted
             for step in range(min(drafted + 1, steps)):
@@ -155,8 +161,8 @@ def test_acceptance_is_that_of_drafts_begun_at_every_position() -> None:
     assert 0 < found[0] < 1
 
 
-def test_trees_hold_the_likeliest_tokens() -> None:
-    """Wide enough, a tree of one level is the head's most likely tokens; its best branch is the chain."""
+def test_trees_contain_the_likeliest_tokens() -> None:
+    """If wide enough, the first level is the head's most likely tokens, and the best branch is the chain."""
     target, head = target_of("llama"), eagle_head("llama")
     for prompt in PROMPTS[1:3]:
         chains, trees = Recorder(_eagle(target, head)), Recorder(_eagle(target, head, candidates=4, tree_tokens=30))
@@ -169,7 +175,7 @@ def test_trees_hold_the_likeliest_tokens() -> None:
 
 
 def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth: int) -> dict[Tokens, float]:
-    """Chances of all branches that are looked at behind a context, each by whole passes of target and head, on no cache."""
+    """Returns the probabilities of all branches after a context, from whole passes of target and head without a cache."""
     embeddings, readout = target.model.get_input_embeddings(), Readout(target, head.tokens)
     known = head.fuse(read_features(target, context[:-1], head.shape.modules))
     readout.follow(context)
@@ -177,7 +183,7 @@ def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth
     def think_of(branch: Tokens) -> torch.Tensor:
         own = [think_of(branch[:level]) for level in range(len(branch))]
         embedded = embeddings(torch.tensor([*context, *branch], device=DEVICE))[None]
-        found: torch.Tensor = head(head.look(embedded, embedded.shape[1] - 1), torch.stack([*known, *own])[None])
+        found: torch.Tensor = head(head.with_lookback(embedded, embedded.shape[1] - 1), torch.stack([*known, *own])[None])
         return found[0, -1]
 
     chances: dict[Tokens, float] = {(): 1.0}
@@ -196,8 +202,8 @@ def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth
 
 @pytest.mark.parametrize(("family", "few", "back"), [("llama", 0, 0), ("llama", 3, 2), ("llama", 0, 9), ("deep", 0, 0)])
 @pytest.mark.parametrize(("width", "size"), [(2, 6), (3, 12)])
-def test_whole_trees_are_those_of_passes_without_a_cache(family: str, few: int, back: int, width: int, size: int) -> None:
-    """At every level, behind prompts and behind what was rejected on the way."""
+def test_trees_equal_those_computed_without_a_cache(family: str, few: int, back: int, width: int, size: int) -> None:
+    """At every level, after prompts and after rejected tokens."""
     target, deepest = tiny(family), 0
     head = eagle_head(family, family == "deep", target.vocabulary - few if few else None, back)
     for prompt in PROMPTS[1:4]:
@@ -212,7 +218,7 @@ def test_whole_trees_are_those_of_passes_without_a_cache(family: str, few: int, 
     assert deepest > 2
 
 
-def test_a_cache_that_was_recorded_with_other_embeddings_is_not_used_again() -> None:
+def test_replaced_embeddings_invalidate_a_recorded_cache() -> None:
     target, head = target_of("llama"), eagle_head("llama")
     embeddings = copy.deepcopy(target.model.get_input_embeddings())
     drafter = Eagle(head, embeddings, Readout(target, head.tokens), 3, StopRule())

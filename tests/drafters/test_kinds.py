@@ -1,4 +1,4 @@
-"""Every kind of drafter is one file, small, that names what it follows."""
+"""Every kind of drafter is one small file that names the papers it follows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAPERS = {
 
 
 @pytest.mark.parametrize("kind", [kind for kind in kinds() if kind != "none"])
-def test_a_kind_is_one_small_file_with_its_paper_at_its_head(kind: str) -> None:
+def test_a_kind_is_one_small_file_that_names_its_papers(kind: str) -> None:
     source = (FOLDER / f"{kind}.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) < 260
     head = ast.get_docstring(ast.parse(source)) or ""

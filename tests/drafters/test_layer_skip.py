@@ -36,13 +36,14 @@ def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter
 
 
 class TestSkippedAttention(DrafterContract):
-    """Attention 0 is where transformers reads a cache's length; here it never runs in the draft."""
+    """transformers reads a cache's length from attention 0, which the draft skips here."""
 
     def drafter(self, target: Target) -> Drafter:
         return _drafter(target, "attention:0", "attention:0", draft_length=3)
 
 
 class TestThreshold(DrafterContract):
+    samples_by_default = False
     samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
@@ -51,7 +52,7 @@ class TestThreshold(DrafterContract):
 
 
 class TestAdaptive(DrafterContract):
-    remembers = True
+    keeps_state = True
     samplings = SAMPLINGS[2:]
 
     def drafter(self, target: Target) -> Drafter:
@@ -74,12 +75,16 @@ def _bridged(target: Target, mask: str, kind: str, rank: int = 0, width: int = 0
 
 
 class TestBridgedByMeans(DrafterContract):
+    samples_by_default = False
+
     def drafter(self, target: Target) -> Drafter:
         return _bridged(target, "layers:1", "mean", draft_length=3)
 
 
 class TestBridgedByMaps(DrafterContract):
-    """A run of layers and single sub-layers, and a part of the vocabulary."""
+    """A run of layers and single sub-layers, with a part of the vocabulary."""
+
+    samples_by_default = False
 
     def drafter(self, target: Target) -> Drafter:
         head = head_folder(family_of(target), most_tokens(target))
@@ -87,7 +92,7 @@ class TestBridgedByMaps(DrafterContract):
 
 
 class TestBridgedByMLPs(DrafterContract):
-    """Where tokens are drawn, in place of a run of layers and of a single MLP."""
+    """Bridges replace a run of layers and a single MLP, also if tokens are drawn."""
 
     trees = True
     toy = staticmethod(deep_toy)
@@ -97,6 +102,7 @@ class TestBridgedByMLPs(DrafterContract):
 
 
 class TestBridgedByMLPsBesideWholeMaps(DrafterContract):
+    samples_by_default = False
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
@@ -104,12 +110,14 @@ class TestBridgedByMLPsBesideWholeMaps(DrafterContract):
 
 
 class TestBridgedByMapsOfLowRank(DrafterContract):
+    samples_by_default = False
+
     def drafter(self, target: Target) -> Drafter:
         return _bridged(target, "layers:1-2", "linear", 4, draft_length=3)
 
 
 class TestThreeTokens(DrafterContract):
-    """Much of what the target says cannot be drafted; the output has all of it nonetheless."""
+    """Much of the target's output cannot be drafted; the output is complete nonetheless."""
 
     toy_prompt = FEW_PROMPT
 
@@ -119,6 +127,7 @@ class TestThreeTokens(DrafterContract):
 
 
 class TestFewTokens(DrafterContract):
+    samples_by_default = False
     samplings = SAMPLINGS[2:]
 
     def drafter(self, target: Target) -> Drafter:
@@ -136,8 +145,8 @@ class TestSiblingsOfFewTokens(DrafterContract):
         return _drafter(target, "attention:1;mlp:2", "mlp:0", draft_length=3, **fields)
 
 
-def test_siblings_are_the_runners_up_of_an_unsure_draft() -> None:
-    """With nothing skipped the draft's distributions are the target's, which one teacher-forced pass tells."""
+def test_siblings_are_the_likely_runners_up_of_each_token() -> None:
+    """With nothing skipped the draft's distributions are the target's, which one teacher-forced pass gives."""
     target, least = target_of("llama"), 0.15
     for prompt in PROMPTS[1:4]:
         drafter = Recorder(_drafter(target, "", "", draft_length=3, siblings=2, least_probability=least))
@@ -170,8 +179,8 @@ def test_any_mask_is_lossless(family: str, mask: str) -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 1.0])
-def test_a_threshold_stops_behind_the_first_token_of_low_confidence(threshold: float) -> None:
-    """With nothing skipped the draft's confidence is the target's, which one teacher-forced pass tells."""
+def test_a_threshold_stops_after_the_first_token_of_low_confidence(threshold: float) -> None:
+    """With nothing skipped the draft's confidence is the target's, which one teacher-forced pass gives."""
     target = target_of("llama")
     stop = {"kind": "threshold", "threshold": threshold}
     for prompt in PROMPTS[:4]:
@@ -192,6 +201,6 @@ def test_a_threshold_stops_behind_the_first_token_of_low_confidence(threshold: f
 
 
 @pytest.mark.parametrize("mask", ["attention:4", "mlp:2,9", "layers:0-7"])
-def test_layers_that_the_target_lacks_are_refused(mask: str) -> None:
+def test_a_mask_of_missing_layers_is_refused(mask: str) -> None:
     with pytest.raises(ConfigError, match="^mask: .*out of range"):
         _drafter(target_of("llama"), mask, mask)

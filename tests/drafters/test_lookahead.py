@@ -1,4 +1,4 @@
-"""Lookahead decoding: the contract, and the pool against what the target says behind each guess."""
+"""Lookahead decoding: the contract, and the pool against the target's tokens after each guess."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from layerskip.config import SpeculativeConfig
-from layerskip.decoding.drafter import Context, Drafter, Said
+from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
 from layerskip.decoding.tree import path_to
 from layerskip.drafters.lookahead import Lookahead
 from layerskip.drafters.registry import build_drafter
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 class TestLookahead(DrafterContract):
     trees = True
-    learns = True  # from what the target said on the way there, though not beyond the prompt
+    history_dependent = True  # it learns from the target's logits, within a prompt
 
     def drafter(self, target: Target) -> Drafter:
         fields = {"kind": "lookahead", "draft_length": 2, "window": 3, "candidates": 2}
@@ -36,10 +36,12 @@ def _branches(drafter: Lookahead, context: Context, limit: int) -> list[tuple[in
     return [tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))]
 
 
-def _said(drafter: Lookahead, context: Context, follows: dict[int, int]) -> Said:
-    """A target that says one thing behind each token, whatever came before."""
+def _pass_output(drafter: Lookahead, context: Context, follows: dict[int, int]) -> VerifyOutput:
+    """The output of a target that has a fixed next token for each token."""
     block = torch.cat((context.last, drafter.draft(context, 99).tokens))
-    return Said(block, torch.nn.functional.one_hot(torch.tensor([follows[int(token)] for token in block]), 40).float())
+    return VerifyOutput(
+        block, torch.nn.functional.one_hot(torch.tensor([follows[int(token)] for token in block]), 40).float()
+    )
 
 
 def test_columns_of_the_window_become_ngrams() -> None:
@@ -47,19 +49,19 @@ def test_columns_of_the_window_become_ngrams() -> None:
     drafter.start((10, 11, 12, 13), None, None)  # type: ignore[arg-type]
     context = _context(10, 11, 12, 13, 30)
     follows = {token: token + 1 for token in range(39)}
-    # Nothing is known behind 30: the window alone, a chain of guesses out of the prompt.
+    # No n-gram begins with 30: the window alone, a chain of guesses from the prompt.
     assert _branches(drafter, context, 99) == [(10,), (10, 11), (10, 11, 12)]
-    drafter.hear(_said(drafter, context, follows))
+    drafter.observe_logits(_pass_output(drafter, context, follows))
     rows = [(10,), (10, 11), (10, 11, 12), (10, 11), (10, 11, 12), (10, 11, 12, 13)]
     assert _branches(drafter, context, 99) == rows
-    drafter.hear(_said(drafter, context, {token: token + 20 for token in range(13)} | {13: 33, 30: 0}))
-    # The guesses 10, 11, 12; then what the target said behind each, and behind that.
-    behind = {token: _branches(drafter, _context(token), 2) for token in (10, 11, 12, 13)}
-    assert behind == {10: [(11,), (11, 31), (11, 12)], 11: [(12,), (12, 32), (12, 13)], 12: [(13,), (13, 33)], 13: []}
+    drafter.observe_logits(_pass_output(drafter, context, {token: token + 20 for token in range(13)} | {13: 33, 30: 0}))
+    # The guesses 10, 11, 12; then the target's tokens after each of them, and after those.
+    ngrams = {token: _branches(drafter, _context(token), 2) for token in (10, 11, 12, 13)}
+    assert ngrams == {10: [(11,), (11, 31), (11, 12)], 11: [(12,), (12, 32), (12, 13)], 12: [(13,), (13, 33)], 13: []}
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4])
-def test_a_window_that_does_not_fit_stays_away_and_comes_back(limit: int) -> None:
+def test_a_window_is_left_out_only_while_it_exceeds_the_limit(limit: int) -> None:
     drafter = Lookahead(2, 3, 2)
     drafter.start((1, 2, 3, 1, 2), None, None)  # type: ignore[arg-type]
     context = _context(1, 2, 3, 1, 2)
@@ -68,16 +70,16 @@ def test_a_window_that_does_not_fit_stays_away_and_comes_back(limit: int) -> Non
     assert (3,) in branches
     assert all(len(branch) <= limit for branch in branches)
     if limit < 3:
-        drafter.hear(Said(torch.tensor([2, 3]), torch.zeros(2, 40)))  # of a pass that it asked nothing in
+        drafter.observe_logits(VerifyOutput(torch.tensor([2, 3]), torch.zeros(2, 40)))  # of a pass that it asked nothing in
     assert (1, 2, 3) in _branches(drafter, context, 99)
 
 
 @pytest.mark.parametrize("verified", [(), (10,), (20, 21, 22)])
-def test_nothing_is_learnt_where_the_draft_of_another_was_verified(verified: tuple[int, ...]) -> None:
-    """Shorter ones than its own, and one as long."""
+def test_a_pass_that_verified_another_draft_teaches_nothing(verified: tuple[int, ...]) -> None:
+    """Drafts shorter than its own, and one of the same length."""
     drafter, context = Lookahead(2, 3, 2), _context(10, 11, 12, 13, 30)
     drafter.start((10, 11, 12, 13), None, None)  # type: ignore[arg-type]
     window = _branches(drafter, context, 99)
     block = torch.tensor([30, *verified])
-    drafter.hear(Said(block, torch.nn.functional.one_hot(block, 40).float()))
+    drafter.observe_logits(VerifyOutput(block, torch.nn.functional.one_hot(block, 40).float()))
     assert _branches(drafter, context, 99) == window

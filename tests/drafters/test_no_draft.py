@@ -7,11 +7,12 @@ from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.stats import Round
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.target import Target
-from tests.drafters.contract import PROMPTS, DrafterContract, target_of
+from tests.drafters.contract import PROMPTS, SAMPLINGS, DrafterContract, target_of
 
 
 class TestNoDraft(DrafterContract):
     drafts = False
+    samplings = SAMPLINGS
 
     def drafter(self, target: Target) -> Drafter:
         return build_drafter(SpeculativeConfig(), target)

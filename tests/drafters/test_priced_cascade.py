@@ -1,4 +1,4 @@
-"""Several drafters of known cost: the contract, and who is asked at all."""
+"""Cascades with known costs: the contract, and which members are asked at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from layerskip.config import AcceptRule, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter, Finder
+from layerskip.decoding.drafter import Drafter, Lookup
 from layerskip.decoding.stats import Round
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
@@ -22,26 +22,29 @@ from layerskip.models.target import Target
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Recorder, generated, target_of
 from tests.drafters.heads import eagle_head, family_of
 from tests.drafters.members import LOOKUP, SKIP, Choosing, member_of
-from tests.drafters.test_draft_model import _like
-from tests.drafters.test_token_recycling import experienced
+from tests.drafters.test_draft_model import noisy_copy
+from tests.drafters.test_token_recycling import experienced_drafter
 
 
 class Priced(Choosing):
     samplings = SAMPLINGS[1:2]
 
     def rounds(self, passes: int) -> tuple[dict[int, set[tuple[int, ...]]], list[Round], Counter[int | None]]:
-        """In which contexts each member has drafted in some passes over all prompts, all rounds, and how many were whose."""
+        """Returns the contexts in which each member drafted, all rounds, and the number of rounds of each member.
+
+        Decodes all prompts ``passes`` times.
+        """
         target = target_of("llama")
         cascade = self.drafter(target)
         assert isinstance(cascade, PricedCascade)
         cascade.members = members = tuple(Recorder(member) for member in cascade.members)
         taken, observe = Counter[int | None](), cascade.observe
 
-        def heard(verdict: Verdict) -> None:
+        def observed(verdict: Verdict) -> None:
             taken[cascade._drafted] += 1
             observe(verdict)
 
-        cascade.observe = heard  # type: ignore[method-assign]
+        cascade.observe = observed  # type: ignore[method-assign]
         rounds = [r for prompt in PROMPTS * passes for r in decode(target, cascade, prompt, GREEDY, LENGTH).stats.rounds]
         drafts = (member.drafts for member in members)
         return {n: {context for context, branches in each if branches} for n, each in enumerate(drafts)}, rounds, taken
@@ -51,8 +54,8 @@ class TestLookupThenTreesThatHaveToPay(Priced):
     trees = True
 
     def drafter(self, target: Target) -> Drafter:
-        """The second has decoded before, so that it has something to draft."""
-        return PricedCascade([member_of("prompt_lookup", target), copy.deepcopy(experienced(target))], (1.25, 1.3))
+        """The second member has decoded before, so that it has something to draft."""
+        return PricedCascade([member_of("prompt_lookup", target), copy.deepcopy(experienced_drafter(target))], (1.25, 1.3))
 
     def test_some_drafts_are_taken_and_some_declined(self) -> None:
         drafted, rounds, _ = self.rounds(1)
@@ -60,48 +63,55 @@ class TestLookupThenTreesThatHaveToPay(Priced):
 
 
 class TestLookupRetrievalAndTreesThatHaveToPay(Priced):
-    """Whoever finds drafts for nothing is asked, and all have their rounds."""
+    """All lookups are asked, and each drafts rounds."""
 
+    samples_by_default = False
     trees = True
 
     def drafter(self, target: Target) -> Drafter:
-        members = [member_of("prompt_lookup", target), member_of("retrieval", target), copy.deepcopy(experienced(target))]
+        members = [
+            member_of("prompt_lookup", target),
+            member_of("retrieval", target),
+            copy.deepcopy(experienced_drafter(target)),
+        ]
         return PricedCascade(members, (1.0, 1.05))
 
-    def test_more_than_one_drafts(self) -> None:
+    def test_every_member_drafts_rounds(self) -> None:
         _, _, taken = self.rounds(2)
         assert all(taken[place] for place in range(3))
 
 
 class TestLookupThenWindowThatHasToPay(Priced):
+    samples_by_default = False
     trees = True
 
     def drafter(self, target: Target) -> Drafter:
         members = [member_of(kind, target) for kind in ("prompt_lookup", "lookahead")]
         return PricedCascade(members, (1.02, 1.04), (0.0, 0.0))
 
-    def test_it_has_some_rounds_and_not_all_that_are_left(self) -> None:
+    def test_the_second_member_drafts_some_of_the_remaining_rounds(self) -> None:
         _, _, taken = self.rounds(2)
         assert taken[1]
         assert taken[None]
 
 
 class TestLookupThenLayerSkipThatHasToPay(Priced):
-    """Drawn drafts, too: what decides who drafts is known before anything is drawn."""
+    """Also with drawn drafts: which member drafts is decided before anything is drawn."""
 
-    samplings = SAMPLINGS
+    samplings = Choosing.samplings
 
     def drafter(self, target: Target) -> Drafter:
         skip = SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
         members = [build_drafter(SpeculativeConfig.from_dict(fields), target) for fields in (LOOKUP, skip)]
         return PricedCascade(members, (1.02, 1.04), (0.0, 0.05))
 
-    def test_it_has_some_rounds_and_not_all_that_are_left(self) -> None:
+    def test_the_second_member_drafts_some_of_the_remaining_rounds(self) -> None:
         drafted, rounds, _ = self.rounds(2)
         assert 0 < len(drafted[1]) < sum(not found.drafted for found in rounds)
 
 
 class TestLookupThenHeadThatHasToPay(Priced):
+    samples_by_default = False
     trees = True
 
     def drafter(self, target: Target) -> Drafter:
@@ -111,24 +121,24 @@ class TestLookupThenHeadThatHasToPay(Priced):
 
 
 class TestSureModelAndLookupThatHaveToPay(Priced):
-    """Of two models the first leaves rounds where it is unsure to the second."""
+    """The first of two models leaves rounds with a low first confidence to the second."""
 
     samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
         sure, second = (
-            DraftModel(_like(target), target.layers, 3, stop) for stop in (StopRule("threshold", 0.6), StopRule())
+            DraftModel(noisy_copy(target), target.layers, 3, stop) for stop in (StopRule("threshold", 0.6), StopRule())
         )
         return PricedCascade([sure, member_of("prompt_lookup", target), second], (1.01, 1.02), (0.01, 0.0, 0.01))
 
-    def test_where_the_first_is_unsure_another_drafts(self) -> None:
+    def test_another_member_drafts_if_the_first_is_provisional(self) -> None:
         drafted, _, taken = self.rounds(1)
         assert taken[0]
         assert taken[2]
         assert len(drafted[0]) > taken[0]
 
 
-def test_who_runs_a_model_at_an_unknown_price_is_asked_where_nothing_that_was_found_pays() -> None:
+def test_without_draft_costs_a_model_is_asked_if_no_lookup_pays() -> None:
     target, asked, lost = target_of("llama"), 0, 0
     first, second = (Recorder(member_of(kind, target)) for kind in ("prompt_lookup", "layer_skip"))
     cascade = PricedCascade([first, second], (1.1, 1.2))
@@ -145,7 +155,7 @@ def test_who_runs_a_model_at_an_unknown_price_is_asked_where_nothing_that_was_fo
     assert lost > 5
 
 
-def test_lossy_rules_leave_the_order_to_decide() -> None:
+def test_lossy_rules_use_the_cascade_without_costs() -> None:
     members = [SpeculativeConfig.from_dict(fields) for fields in (LOOKUP, SKIP)]
     costs = {"verify_cost": (1.1, 1.2), "draft_cost": (0.0, 0.1)}
     for rule, kind in (("exact", PricedCascade), ("typical", Cascade)):
@@ -154,8 +164,8 @@ def test_lossy_rules_leave_the_order_to_decide() -> None:
 
 
 @pytest.mark.parametrize("kind", ["prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip"])
-def test_who_is_told_no_price_is_who_finds_drafts(kind: str) -> None:
-    """A configuration says so before anything is built, the drafter once it is."""
+def test_a_configuration_is_a_lookup_exactly_if_its_drafter_is(kind: str) -> None:
+    """The configuration is known before anything is built."""
     drafter = member_of(kind, target_of("llama"))
     fields = {"mask": "attention:0"} if kind == "layer_skip" else {}
-    assert SpeculativeConfig.from_dict({"kind": kind} | fields).finds == (isinstance(drafter, Finder) and drafter.finds)
+    assert SpeculativeConfig.from_dict({"kind": kind} | fields).lookup == (isinstance(drafter, Lookup) and drafter.lookup)

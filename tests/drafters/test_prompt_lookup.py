@@ -1,4 +1,4 @@
-"""Drafting by lookup: the contract, and the drafts themselves against a brute-force search."""
+"""Drafting by lookup: the contract, and the drafts against a brute-force search."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ CPU = torch.device("cpu")
 
 
 class TestLastMatch(DrafterContract):
+    samplings = SAMPLINGS
+
     def drafter(self, target: Target) -> Drafter:
         fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
         return build_drafter(SpeculativeConfig.from_dict(fields), target)
 
 
 class TestFirstMatch(DrafterContract):
+    samples_by_default = False
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
@@ -36,17 +39,17 @@ class TestFirstMatch(DrafterContract):
 
 
 def _search(tokens: Sequence[int], sizes: tuple[int, int], match: str, length: int) -> list[int]:
-    """What followed an earlier occurrence of the longest n-gram that has one, and then what follows when that is said."""
+    """Returns what followed an earlier occurrence of the longest n-gram that has one, continued with the copied tokens."""
     least, most = sizes
     for size in range(most, least - 1, -1):
         if size < len(tokens):
             ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tokens[-size:]]
             if ends:
                 end = ends[-1] if match == "last" else ends[0]
-                said = list(tokens)
+                extended = list(tokens)
                 for offset in range(length):
-                    said.append(said[end + offset])
-                return said[len(tokens) :]
+                    extended.append(extended[end + offset])
+                return extended[len(tokens) :]
     return []
 
 
@@ -63,8 +66,8 @@ def _draft(drafter: PromptLookup, tokens: list[int], limit: int) -> list[int]:
 
 @pytest.mark.parametrize("match", ["last", "first"])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (2, 2), (2, 4)], ids=str)
-def test_drafts_equal_those_of_a_search(sizes: tuple[int, int], match: str) -> None:
-    """While the context grows by one to four tokens a round, over an alphabet small enough for many matches."""
+def test_drafts_equal_those_of_a_brute_force_search(sizes: tuple[int, int], match: str) -> None:
+    """The context grows by one to four tokens a round, over an alphabet small enough for many matches."""
     chance = random.Random(0)
     drafter, found = PromptLookup(*sizes, match, 5), 0
     for _, limit in itertools.product(range(10), (2, 9)):
@@ -90,11 +93,11 @@ def test_drafts_equal_those_of_a_search(sizes: tuple[int, int], match: str) -> N
         ([4], "first", []),
     ],
 )
-def test_examples_by_hand(tokens: list[int], match: str, expected: list[int]) -> None:
+def test_drafts_equal_examples_worked_out_by_hand(tokens: list[int], match: str, expected: list[int]) -> None:
     assert _draft(_started(PromptLookup(1, 2, match, 3), tokens), tokens, 3) == expected
 
 
-def test_a_new_prompt_forgets_the_one_before() -> None:
+def test_a_new_prompt_clears_the_index() -> None:
     drafter = _started(PromptLookup(1, 2, "last", 3), [1, 2, 3, 1])
     assert _draft(drafter, [1, 2, 3, 1], 3) == [2, 3, 1]
     assert _draft(_started(drafter, [5, 1]), [5, 1], 3) == []
@@ -106,11 +109,11 @@ def test_a_new_prompt_forgets_the_one_before() -> None:
         ([1, 2, 7, 1, 2], 2),
         ([9, 1, 2, 7, 8, 1, 2], 2),
         ([9, 1, 2, 3, 7, 9, 1, 2, 3], 4),  # longer than the n-gram that found it
-        ([1, 2, 3, 7, 1, 2, 3], 3),  # up to where the text begins
-        ([6] * 30, 8),  # and no further than anybody asks
+        ([1, 2, 3, 7, 1, 2, 3], 3),  # up to the start of the text
+        ([6] * 30, 8),  # but at most MAX_MATCH
         ([1, 2, 3], 0),
     ],
 )
-def test_a_match_is_as_long_as_the_texts_are_alike(tokens: list[int], match: int) -> None:
+def test_a_match_counts_all_tokens_that_agree(tokens: list[int], match: int) -> None:
     drafter = _started(PromptLookup(1, 2, "last", 3), tokens)
-    assert drafter.draft(Context(tokens, torch.tensor(tokens[-1:])), 3).match == match
+    assert drafter.draft(Context(tokens, torch.tensor(tokens[-1:])), 3).match_length == match

@@ -1,4 +1,4 @@
-"""Drafting by retrieval: the contract, the trees against a brute-force count, and what is kept from text to text."""
+"""Drafting by retrieval: the contract, the trees against a brute-force count, and which texts are kept."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ SHAPE = {"ngram_min": 1, "ngram_max": 3, "draft_length": 4, "tree_tokens": 6, "l
 
 class TestOwnTexts(DrafterContract):
     trees = True
-    learns = True
-    remembers = True
+    history_dependent = True
+    keeps_state = True
 
     def drafter(self, target: Target) -> Drafter:
         return build_drafter(SpeculativeConfig.from_dict({"kind": "retrieval"} | SHAPE), target)
 
 
 class TestDatastore(DrafterContract):
+    samples_by_default = False
     trees = True
-    learns = True
-    remembers = True
+    history_dependent = True
+    keeps_state = True
 
     def drafter(self, target: Target) -> Drafter:
         source = random.Random(0)
@@ -42,12 +43,15 @@ class TestDatastore(DrafterContract):
 
 
 def _agreement(text: list[int], context: list[int]) -> int:
-    """How many of their last tokens are the same."""
+    """Returns how many of their last tokens are the same."""
     return max(n for n in range(min(len(text), len(context)) + 1) if not n or text[-n:] == context[-n:])
 
 
 def _trees(texts: list[list[int]], context: list[int], longest: int, depth: int) -> dict[tuple[int, ...], float]:
-    """How often each continuation followed where at least half as much agrees as at best, and no less than ``longest``."""
+    """Returns how often each continuation followed, over occurrences that agree at least half as much as the best.
+
+    Occurrences agree in at least ``longest`` tokens, or in as many as the best one.
+    """
     places = [(_agreement(t[:e], context), t[e : e + depth]) for t in texts for e in range(1, len(t))]
     best = max((agreement for agreement, _ in places), default=0)
     rows = [row for agreement, row in places if agreement >= max(1, min(best, longest), best / 2)]
@@ -60,7 +64,7 @@ def _trees(texts: list[list[int]], context: list[int], longest: int, depth: int)
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["own texts", "datastore"])
-def test_trees_hold_what_followed_most_often(stored: bool) -> None:
+def test_trees_contain_the_most_frequent_continuations(stored: bool) -> None:
     target, source = target_of("llama"), random.Random(1)
     for _ in range(60):
         texts = [source.choices(range(4), k=source.randint(1, 12)) for _ in range(3)]
@@ -80,8 +84,8 @@ def test_trees_hold_what_followed_most_often(stored: bool) -> None:
         assert chances == pytest.approx(likely[:5])
 
 
-def test_much_longer_matches_decide_however_short_the_ngrams_are() -> None:
-    """Texts are indexed by single tokens; few places that agree with much of the context go before many that do not."""
+def test_occurrences_with_much_shorter_matches_are_left_out() -> None:
+    """Texts are indexed by single tokens; few occurrences that agree with much of the context replace many that do not."""
     source, longest = random.Random(4), 0
     for _ in range(40):
         phrases = [source.sample(range(8), k=6) for _ in range(4)]
@@ -105,12 +109,12 @@ def test_much_longer_matches_decide_however_short_the_ngrams_are() -> None:
     assert longest == 5
 
 
-def test_the_text_at_work_is_copied_on_where_it_repeats_itself() -> None:
+def test_a_repetition_in_the_present_text_is_continued() -> None:
     drafter = Retrieval(None, 1, 3, 5, 8, 0.5)
     assert drafter.propose([7, 3, 4, 3, 4], 5) == ([3, 4, 3, 4, 3], [-1, 0, 1, 2, 3], [1.0] * 5, 2)
 
 
-def test_every_place_of_an_ngram_is_found() -> None:
+def test_every_occurrence_of_an_ngram_is_found() -> None:
     target, source = target_of("llama"), random.Random(2)
     texts = [source.choices(range(3), k=source.randint(0, 30)) for _ in range(20)]
     store = Datastore.build(texts, target)
@@ -124,7 +128,7 @@ def test_every_place_of_an_ngram_is_found() -> None:
     assert not store.places([11])
 
 
-def test_a_datastore_is_kept_and_belongs_to_its_tokens(tmp_path: Path) -> None:
+def test_a_datastore_is_saved_and_belongs_to_its_vocabulary(tmp_path: Path) -> None:
     target = target_of("llama")
     folder = tmp_path / "store"
     Datastore.build([[3, 4, 5], [3, 4, 6]], target, "two texts").save(folder)
@@ -139,24 +143,24 @@ def test_a_datastore_is_kept_and_belongs_to_its_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("datastore.json", b"{", "cannot read"),
         ("datastore.json", b'{"schema": "other"}', "is not a datastore of this version"),
-        ("datastore.json", b'{"schema": "layerskip.datastore/1", "tokens": null}', "its parts are not equally long"),
+        ("datastore.json", b'{"schema": "layerskip.datastore/1", "tokens": null}', "its parts differ in length"),
         (
             "datastore.json",
             b'{"schema": "layerskip.datastore/1", "tokens": 3, "texts": 1, "source": "", "prompts": null}',
-            "it does not say of what texts",
+            "it does not name the texts",
         ),
         ("tokens.npy", b"", "cannot read"),
         ("suffixes.npy", b"\x93NUMPY\x01\x00", "cannot read"),
-        ("suffixes.npy", "shorter", "its parts are not equally long"),
+        ("suffixes.npy", "shorter", "its parts differ in length"),
         ("tokens.npy", None, "cannot read"),
     ],
 )
 def test_a_damaged_datastore_is_refused_in_one_line(
-    tmp_path: Path, name: str, content: bytes | str | None, said: str
+    tmp_path: Path, name: str, content: bytes | str | None, message: str
 ) -> None:
     target, folder = target_of("llama"), tmp_path / "store"
     Datastore.build([[3, 4, 5]], target).save(folder)
@@ -168,22 +172,22 @@ def test_a_damaged_datastore_is_refused_in_one_line(
         other = Datastore.build([[3]], target)
         other.save(tmp_path / "other")
         (tmp_path / "other" / name).replace(folder / name)
-    with pytest.raises(ConfigError, match=rf"^datastore: [^\n]*{said}[^\n]*$"):
+    with pytest.raises(ConfigError, match=rf"^datastore: [^\n]*{message}[^\n]*$"):
         Datastore.load(folder, target)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("tokens.npy", "its tokens are not those"), ("suffixes.npy", "its suffixes do not")]
+    ("name", "message"), [("tokens.npy", "its tokens do not match"), ("suffixes.npy", "its suffixes do not")]
 )
 @pytest.mark.parametrize("place", [-1, -2, -4])
-def test_a_flipped_bit_in_a_datastore_is_found(tmp_path: Path, name: str, said: str, place: int) -> None:
-    """A token that the target does not have would end decoding, a round later."""
+def test_a_flipped_bit_in_a_datastore_is_detected(tmp_path: Path, name: str, message: str, place: int) -> None:
+    """A token that the target lacks would break decoding a round later."""
     target, folder = target_of("llama"), tmp_path / "store"
     Datastore.build([[3, 4, 5], [6, 7]], target).save(folder)
     content = bytearray((folder / name).read_bytes())
     content[place] ^= 1
     (folder / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"^datastore: {folder} is damaged: {said}[^\n]*$"):
+    with pytest.raises(ConfigError, match=rf"^datastore: {folder} is damaged: {message}[^\n]*$"):
         Datastore.load(folder, target)
 
 
@@ -194,7 +198,7 @@ def test_an_empty_corpus_is_refused() -> None:
         Datastore.build([[99]], target_of("llama"))
 
 
-def test_the_oldest_texts_are_dropped_where_memory_ends() -> None:
+def test_the_oldest_texts_are_dropped_if_memory_is_full() -> None:
     drafter = Retrieval(None, 1, 2, 2, 4, 0.0, memory=20)
     for first in range(0, 40, 4):
         drafter.start((), None, None)  # type: ignore[arg-type]
@@ -207,7 +211,7 @@ def test_the_oldest_texts_are_dropped_where_memory_ends() -> None:
     assert len(drafter._places) <= 2 * (20 + 4)
 
 
-def test_of_a_text_longer_than_the_memory_its_end_is_kept() -> None:
+def test_the_end_of_a_text_longer_than_the_memory_is_kept() -> None:
     drafter = Retrieval(None, 1, 2, 2, 4, 0.0, memory=20)
     drafter.start((), None, None)  # type: ignore[arg-type]
     drafter.propose([*range(30)], 2)
@@ -217,7 +221,7 @@ def test_of_a_text_longer_than_the_memory_its_end_is_kept() -> None:
     assert drafter.propose([3], 2) == ([], [], [], 0)
 
 
-def test_a_datastore_serves_a_target_whose_tokenizer_nobody_gave(tiny_target: Target, tmp_path: Path) -> None:
-    """As in transformers' generate, which has the model alone."""
+def test_a_datastore_serves_a_target_without_a_tokenizer(tiny_target: Target, tmp_path: Path) -> None:
+    """As in transformers' ``generate``, which has only the model."""
     Datastore.build([[3, 4, 5]], tiny_target).save(tmp_path / "store")
     assert Datastore.load(tmp_path / "store", Target(tiny_target.model)).continuations([3], 2, 9) == [[4, 5]]

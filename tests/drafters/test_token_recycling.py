@@ -1,4 +1,4 @@
-"""Drafting from recycled tokens: the contract, what is kept of a pass, and how a tree grows from it."""
+"""Drafting from recycled tokens: the contract, what is stored of a pass, and how a tree grows from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter, Said
+from layerskip.decoding.drafter import Drafter, VerifyOutput
 from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.token_recycling import TokenRecycling
@@ -24,7 +24,7 @@ def _fresh(target: Target) -> Drafter:
 
 
 @functools.cache
-def experienced(target: Target) -> Drafter:
+def experienced_drafter(target: Target) -> Drafter:
     drafter = _fresh(target)
     for prompt in PROMPTS:
         decode(target, drafter, [token % target.vocabulary for token in prompt], Sampling(), LENGTH, eos_ids=frozenset())
@@ -33,20 +33,20 @@ def experienced(target: Target) -> Drafter:
 
 class TestTokenRecycling(DrafterContract):
     trees = True
-    learns = True
-    remembers = True
+    history_dependent = True
+    keeps_state = True
 
     def drafter(self, target: Target) -> Drafter:
-        """One that has decoded before, so that it has something to draft."""
-        return copy.deepcopy(experienced(target))
+        """A drafter that has decoded before, so that it has something to draft."""
+        return copy.deepcopy(experienced_drafter(target))
 
 
 def _taught(tree_tokens: int = 9, least: float = 0.0) -> TokenRecycling:
-    """Behind 0 it has seen 1 (0.6) and 2 (0.4), behind 1 always 2, behind 2 0 (0.9) and 1 (0.1)."""
+    """Its table has the successors 1 (0.6) and 2 (0.4) of 0, 2 (1.0) of 1, and 0 (0.9) and 1 (0.1) of 2."""
     drafter = TokenRecycling(3, tree_tokens, 2, least)
     probs = torch.tensor([[0.0, 0.6, 0.4], [0.0, 0.0, 1.0], [0.9, 0.1, 0.0]])
     block = torch.tensor([0, 1, 2])
-    drafter.hear(Said(block, probs.log()))
+    drafter.observe_logits(VerifyOutput(block, probs.log()))
     return drafter
 
 
@@ -66,5 +66,5 @@ def test_the_likeliest_branch_grows_first(
     assert _taught(size, least).grow(0, depth) == (tokens, parents, pytest.approx(chances))
 
 
-def test_nothing_grows_from_a_token_that_was_never_seen() -> None:
+def test_an_unseen_token_gives_an_empty_tree() -> None:
     assert _taught().grow(7, 3) == ([], [], [])

@@ -1,4 +1,4 @@
-"""Hidden states on disk: what is read back, what a kill costs, and what does not fit."""
+"""Tests the store of hidden states: its contents, recovery after a kill, and its budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXTS = [TrainingText((3, 4, 5, 6, 7), 2), TrainingText((5, 4, 3), 1), TrainingT
 MODULES = ("model.layers.1", "model")
 
 
-def test_what_is_read_back_is_what_the_model_thought(tmp_path: Path) -> None:
+def test_stored_features_are_the_models_hidden_states(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path, MODULES)
     store.fill(TARGET, TEXTS, 10**6)
     assert len(store) == 3
@@ -36,7 +36,7 @@ def test_what_is_read_back_is_what_the_model_thought(tmp_path: Path) -> None:
         assert torch.equal(found.features, expected.to(torch.bfloat16))
 
 
-def test_a_kill_costs_the_text_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_loses_only_the_text_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FeatureStore(tmp_path, MODULES).fill(TARGET, TEXTS, 10**6)
     index, numbers = tmp_path / "texts.jsonl", tmp_path / "features.bin"
     index.write_bytes(index.read_bytes()[:-4])  # the last line was being written
@@ -45,11 +45,11 @@ def test_a_kill_costs_the_text_at_work(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(store) == 2
     read: list[tuple[int, ...]] = []
 
-    def note(target: Target, tokens: tuple[int, ...], modules: tuple[str, ...]) -> torch.Tensor:
+    def record(target: Target, tokens: tuple[int, ...], modules: tuple[str, ...]) -> torch.Tensor:
         read.append(tokens)
         return read_features(target, tokens, modules)
 
-    monkeypatch.setattr(feature_store, "read_features", note)
+    monkeypatch.setattr(feature_store, "read_features", record)
     store.fill(TARGET, TEXTS, 10**6)
     assert read == [TEXTS[2].tokens]
     assert torch.equal(FeatureStore(tmp_path, MODULES)[2].features, store[2].features)
@@ -63,7 +63,7 @@ def test_a_damaged_index_is_refused_in_one_line(line: str, tmp_path: Path) -> No
         FeatureStore(tmp_path, MODULES)
 
 
-def test_the_budget_ends_it(tmp_path: Path) -> None:
+def test_the_store_stops_at_its_budget(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path, MODULES)
     store.fill(TARGET, TEXTS, 2 * 64 * 8)
     assert len(store) == 2
@@ -79,8 +79,8 @@ def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: p
     assert not len(store)
 
 
-def test_a_smaller_budget_holds_the_first_texts_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does anybody read them again who asks for all."""
+def test_a_smaller_budget_hides_texts_and_keeps_them_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later call with a larger budget does not read them again."""
     FeatureStore(tmp_path, MODULES).fill(TARGET, TEXTS, 10**6)
     whole = FeatureStore(tmp_path, MODULES)
     monkeypatch.setattr(feature_store, "read_features", None)
@@ -92,14 +92,14 @@ def test_a_smaller_budget_holds_the_first_texts_and_loses_none(tmp_path: Path, m
     few.fill(TARGET, TEXTS, 10**6)
     assert len(few) == 3 and few.nbytes == whole.nbytes
     assert torch.equal(few[2].features, whole[2].features)
-    with pytest.raises(ConfigError, match=rf"^features: {tmp_path} holds what the target thought of other texts"):
+    with pytest.raises(ConfigError, match=rf"^features: {tmp_path} holds hidden states of other texts"):
         few.fill(TARGET, TEXTS[1:], 10**6)
 
 
-def test_who_says_more_than_its_output_layer_does_is_refused_by_name() -> None:
+def test_a_family_whose_logits_are_not_its_output_layers_is_refused() -> None:
     for family in ("llama", "gemma2", "granite", "qwen2"):
         check_readout(Target(build(family)))
     check_readout(Target(build("hyperclovax")))
     for odd in (build("hyperclovax", logits_scaling=3.0), build("modernbert-decoder")):
-        with pytest.raises(UnsupportedModel, match=f"^{type(odd).__name__}: no head can be taught"):
+        with pytest.raises(UnsupportedModel, match=f"^{type(odd).__name__}: no head can be trained"):
             check_readout(Target(odd))

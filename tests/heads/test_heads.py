@@ -1,4 +1,4 @@
-"""Heads on disk: who they belong to, and what is refused."""
+"""Tests saved heads: which target they belong to, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layerskip.heads.medusa import MedusaHeads, MedusaShape, load_medusa
 from layerskip.heads.readout import Readout, choose_tokens
 from layerskip.models.loading import load_target
 from layerskip.models.target import Target
-from layerskip.models.trained_module import save_head
+from layerskip.models.trained_module import save_trained
 from tests.accelerator import DEVICE
 from tests.drafters.contract import GREEDY, target_of
 from tests.families import build
@@ -37,11 +37,11 @@ def head(target: Target) -> EagleHead:
 
 @pytest.fixture
 def folder(target: Target, head: EagleHead, tmp_path: Path) -> Path:
-    save_head(tmp_path / "head", KIND, head.shape.to_dict(), head.weights(), target, {"steps": 0})
+    save_trained(tmp_path / "head", KIND, head.shape.to_dict(), head.weights(), target, {"steps": 0})
     return tmp_path / "head"
 
 
-def test_a_head_comes_back_as_it_was(target: Target, head: EagleHead, folder: Path) -> None:
+def test_a_loaded_head_equals_the_saved_one(target: Target, head: EagleHead, folder: Path) -> None:
     loaded = load_eagle(folder, target)
     assert loaded.shape == head.shape
     states = torch.randn(1, 5, head.shape.hidden, device=DEVICE)
@@ -54,7 +54,9 @@ def test_a_head_serves_its_target_in_any_dtype(target: Target, head: EagleHead, 
         same = load_target(target.name, dtype=dtype, device=DEVICE)
         loaded = load_eagle(folder, same)
         assert loaded.fc.weight.dtype == getattr(torch, dtype)
-        assert torch.equal(loaded.body.rotary_emb.inv_freq, head.body.rotary_emb.inv_freq)  # or far positions lie elsewhere
+        assert torch.equal(
+            loaded.body.rotary_emb.inv_freq, head.body.rotary_emb.inv_freq
+        )  # reduced precision would move distant positions
 
 
 def test_a_head_for_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_a_head_of_another_kind_is_refused(target: Target, folder: Path) -> None
 
 
 @pytest.mark.parametrize("harm", ["no folder", "no weights", "half the weights", "not json", "other schema"])
-def test_a_head_that_cannot_be_read_is_refused(target: Target, folder: Path, harm: str) -> None:
+def test_an_unreadable_head_is_refused(target: Target, folder: Path, harm: str) -> None:
     weights, about = folder / "head.safetensors", folder / "head.json"
     if harm == "no folder":
         folder = folder / "nothing"
@@ -87,13 +89,13 @@ def test_a_head_that_cannot_be_read_is_refused(target: Target, folder: Path, har
         load_eagle(folder, target)
 
 
-LOST = "lost"
+MISSING = "missing"
 
 
 @pytest.mark.parametrize(
     ("part", "value"),
     [
-        ("shape", LOST),
+        ("shape", MISSING),
         ("shape", None),
         ("shape", {}),
         ("shape", {"heads": 0}),
@@ -110,15 +112,15 @@ LOST = "lost"
         ("shape", {"lookback": "2"}),
         ("shape", {"modules": ["model.layers.99"]}),
         ("shape", {"colour": "red"}),
-        ("target", LOST),
+        ("target", MISSING),
         ("target", None),
         ("target", {"weights": None}),
         ("target", {"weights": ["x"]}),
     ],
 )
-def test_a_head_whose_description_is_damaged_is_refused(target: Target, folder: Path, part: str, value: object) -> None:
+def test_a_head_with_damaged_metadata_is_refused(target: Target, folder: Path, part: str, value: object) -> None:
     about = json.loads((folder / "head.json").read_text())
-    if value == LOST:
+    if value == MISSING:
         del about[part]
     else:
         about[part] = about[part] | value if isinstance(value, dict) and value else value
@@ -141,7 +143,7 @@ def test_a_head_whose_description_is_damaged_is_refused(target: Target, folder: 
     ],
     ids=str,
 )
-def test_a_head_whose_weights_are_damaged_is_refused(
+def test_a_head_with_damaged_weights_is_refused(
     target: Target, head: EagleHead, folder: Path, change: dict[str, torch.Tensor | None]
 ) -> None:
     kept = {name: tensor for name, tensor in (head.weights() | change).items() if tensor is not None}
@@ -153,28 +155,28 @@ def test_a_head_whose_weights_are_damaged_is_refused(
 def test_a_damaged_medusa_head_is_refused(target: Target, tmp_path: Path) -> None:
     heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
     weights = dict(heads.state_dict())
-    save_head(tmp_path / "whole", "medusa", heads.shape.to_dict(), weights, target, {})
+    save_trained(tmp_path / "whole", "medusa", heads.shape.to_dict(), weights, target, {})
     assert len(load_medusa(tmp_path / "whole", target).blocks) == 2
     weights.pop("blocks.1.bias")
-    save_head(tmp_path / "half", "medusa", heads.shape.to_dict(), weights, target, {})
+    save_trained(tmp_path / "half", "medusa", heads.shape.to_dict(), weights, target, {})
     with pytest.raises(ConfigError, match="^head: .* is damaged"):
         load_medusa(tmp_path / "half", target)
 
 
 @pytest.mark.parametrize("change", [{"modules": []}, {"modules": ["model.layers.99"]}, {"heads": 0}, {"vocabulary": "x"}])
-def test_a_medusa_head_whose_shape_is_damaged_is_refused(target: Target, tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_medusa_head_with_a_damaged_shape_is_refused(target: Target, tmp_path: Path, change: dict[str, object]) -> None:
     heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
-    save_head(tmp_path, "medusa", heads.shape.to_dict() | change, dict(heads.state_dict()), target, {})
+    save_trained(tmp_path, "medusa", heads.shape.to_dict() | change, dict(heads.state_dict()), target, {})
     with pytest.raises(ConfigError, match=rf"^head: {tmp_path} is damaged: [^\n]*$"):
         load_medusa(tmp_path, target)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_a_configuration_names_a_head(target: Target, folder: Path, tmp_path: Path, kind: str) -> None:
+def test_a_configuration_with_a_head_decodes_losslessly(target: Target, folder: Path, tmp_path: Path, kind: str) -> None:
     if kind == "medusa":
         heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
         folder = tmp_path / "medusa"
-        save_head(folder, kind, heads.shape.to_dict(), dict(heads.state_dict()), target, {})
+        save_trained(folder, kind, heads.shape.to_dict(), dict(heads.state_dict()), target, {})
     config = SpeculativeConfig.from_dict({"kind": kind, "head": str(folder), "draft_length": 2})
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
     prompt = target.encode("Hello")
@@ -184,7 +186,7 @@ def test_a_configuration_names_a_head(target: Target, folder: Path, tmp_path: Pa
     assert result.stats.drafted > 0
 
 
-def test_drafted_tokens_are_the_commonest_and_those_that_end() -> None:
+def test_the_most_common_tokens_and_the_required_ones_are_chosen() -> None:
     counts = torch.tensor([5, 0, 9, 1, 7, 0])
     assert choose_tokens(counts, 3, [1]).tolist() == [1, 2, 4]
     assert choose_tokens(counts, 99, []).tolist() == list(range(6))
@@ -192,8 +194,8 @@ def test_drafted_tokens_are_the_commonest_and_those_that_end() -> None:
 
 
 @pytest.mark.parametrize("family", ["cohere", "gemma2", "granite", "llama"])
-def test_a_readout_is_the_targets_own_output_layer(family: str) -> None:
-    """Some families scale or cap what it says."""
+def test_a_readout_equals_the_targets_output_layer(family: str) -> None:
+    """Some families scale or cap their logits."""
     model = build(family)
     target, tokens = Target(model), torch.tensor([[3, 4, 5, 6]], device=DEVICE)
     with torch.no_grad():
@@ -201,7 +203,7 @@ def test_a_readout_is_the_targets_own_output_layer(family: str) -> None:
         assert torch.allclose(Readout(target, None)(hidden), model(input_ids=tokens).logits, atol=1e-5)
 
 
-def test_a_readout_says_the_tokens_that_are_drafted_from_alone(target: Target) -> None:
+def test_a_readout_over_some_tokens_returns_their_logits_alone(target: Target) -> None:
     chosen = torch.tensor([3, 8, 50])
     part, whole = Readout(target, chosen), Readout(target, None)
     hidden = torch.randn(2, 32, device=DEVICE)

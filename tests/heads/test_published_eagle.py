@@ -1,4 +1,4 @@
-"""EAGLE heads as their authors publish them: what is taken, which target they are for, and what is refused."""
+"""Tests EAGLE heads in their authors' layout: loading, matching with a target, and refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerskip.config import ConfigError
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
 from layerskip.models.loading import load_target
 from layerskip.models.target import Target
-from layerskip.models.trained_module import save_head
+from layerskip.models.trained_module import save_trained
 from tests.accelerator import DEVICE
 from tests.tiny import save_tiny
 
@@ -35,7 +35,7 @@ def _head(target: Target, attention_bias: bool = False) -> EagleHead:
     plain = EagleShape.of(target)
     head = EagleHead(EagleShape(**plain.to_dict() | {"attention_bias": attention_bias})).eval()
     for name, weight in head.named_parameters():
-        if "self_attn" in name:  # what its layer begins with would hide what is lost
+        if "self_attn" in name:  # zero weights would hide lost tensors
             torch.nn.init.normal_(weight, std=0.3)
     return head
 
@@ -43,7 +43,7 @@ def _head(target: Target, attention_bias: bool = False) -> EagleHead:
 def _publish(
     folder: Path, head: EagleHead, embeddings: Tensor | None, file: str = "model.safetensors", **changes: Any
 ) -> Path:
-    """As EAGLE-1's own code does: a Llama configuration of one layer, the target's embeddings beside the weights."""
+    """Save a head as EAGLE-1's own code does: a one-layer Llama configuration, and weights with the target's embeddings."""
     shape, weights = head.shape, {name.removeprefix("body."): tensor for name, tensor in head.weights().items()}
     folder.mkdir(exist_ok=True)
     save = save_file if file.endswith("safetensors") else torch.save
@@ -56,7 +56,7 @@ def _publish(
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_a_head_in_its_authors_layout_is_taken(target: Target, embeddings: Tensor, tmp_path: Path, file: str) -> None:
+def test_a_head_in_its_authors_layout_is_loaded(target: Target, embeddings: Tensor, tmp_path: Path, file: str) -> None:
     head = _head(target)
     names = {name.removeprefix("body.") for name in head.weights()}
     assert {"fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"} < names
@@ -68,9 +68,9 @@ def test_a_head_in_its_authors_layout_is_taken(target: Target, embeddings: Tenso
 
 
 def _reference(weights: dict[str, Tensor], shape: EagleShape, embedded: Tensor, states: Tensor) -> Tensor:
-    """What EAGLE-1's model does (arXiv 2401.15077, section 4.1, and its authors' configuration), in plain torch.
+    """EAGLE-1's model (arXiv 2401.15077, section 4.1, and its authors' configuration) in plain torch.
 
-    A linear map of embeddings and states, in this order, and one Llama layer that norms its MLP's input alone.
+    A linear map of embeddings and states, in this order, and one Llama layer with a norm before its MLP alone.
     """
 
     def linear(name: str, of: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ def _reference(weights: dict[str, Tensor], shape: EagleShape, embedded: Tensor, 
     return after + linear("layers.0.mlp.down_proj", torch.nn.functional.silu(gate) * up)
 
 
-def test_a_published_head_says_what_its_authors_model_would(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
-    """Their names, their order and their norms, by a model that is none of ours."""
+def test_a_published_head_equals_a_reference_implementation(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+    """Compares names, order of inputs and norms."""
     head = _head(target)
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=0.3)
@@ -110,20 +110,20 @@ def test_a_published_head_says_what_its_authors_model_would(target: Target, embe
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_whose_attention_has_biases_is_taken_and_saved(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
-    """Those published for Qwen2: of queries, keys and values, not of what is made of them."""
+def test_a_head_with_attention_biases_is_loaded_and_saved(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+    """As published for Qwen2: queries, keys and values have biases, the output projection has none."""
     head = _head(target, attention_bias=True)
     biases = {name for name in head.weights() if "self_attn" in name and name.endswith("bias")}
     assert biases == {f"body.layers.0.self_attn.{name}_proj.bias" for name in "qkv"}
     loaded = load_eagle(_publish(tmp_path / "theirs", head, embeddings), target)
-    save_head(tmp_path / "ours", KIND, loaded.shape.to_dict(), loaded.weights(), target, {})
+    save_trained(tmp_path / "ours", KIND, loaded.shape.to_dict(), loaded.weights(), target, {})
     states = torch.randn(1, 4, head.shape.hidden)
     for found in (loaded, load_eagle(tmp_path / "ours", target)):
         assert torch.equal(found(states, states), head(states, states))
     assert not torch.allclose(_head(target)(states, states), head(states, states))
 
 
-def test_heads_of_before_there_were_such_biases_are_what_they_were(target: Target) -> None:
+def test_shapes_from_before_attention_biases_are_unchanged(target: Target) -> None:
     fields = EagleShape.of(target).to_dict()
     assert "attention_bias" not in fields
     assert not EagleShape.from_dict(fields).attention_bias
@@ -131,7 +131,7 @@ def test_heads_of_before_there_were_such_biases_are_what_they_were(target: Targe
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_copy_in_half_precision_is_the_targets_own(
+def test_embeddings_in_half_precision_match_the_target(
     target: Target, embeddings: Tensor, tmp_path: Path, stored: torch.dtype, dtype: str
 ) -> None:
     embeddings[3] *= 1e-5  # where float16 has few bits
@@ -148,8 +148,7 @@ def test_a_copy_in_half_precision_is_the_targets_own(
 def test_a_head_for_a_model_tuned_from_the_same_one_is_refused(
     target: Target, embeddings: Tensor, tmp_path: Path, stored: torch.dtype, dtype: str
 ) -> None:
-    """As Vicuna's for Llama-2-chat: sizes alike, and embeddings that moved by one small step of an optimiser, a tenth of
-    them at all."""
+    """As Vicuna's for Llama-2-chat: the sizes are equal, and one small optimiser step moved a tenth of the embeddings."""
     other = load_target(target.name, dtype=dtype, device=DEVICE)
     moved = embeddings + 2e-5 * torch.randn(embeddings.shape).sign() * (torch.arange(len(embeddings)) % 10 == 0)[:, None]
     folder = _publish(tmp_path, _head(target), moved.to(stored))
@@ -165,18 +164,18 @@ def test_a_head_for_other_sizes_is_refused(target: Target, embeddings: Tensor, t
         load_eagle(_publish(tmp_path, head, embeddings[:-3].clone()), target)
     with pytest.raises(ConfigError, match="^head: .* another target: its embeddings"):
         load_eagle(_publish(tmp_path, head, embeddings[:, :-3].clone()), target)
-    with pytest.raises(ConfigError, match="^head: .* another target: it reads 64 numbers a token"):
+    with pytest.raises(ConfigError, match="^head: .* another target: it reads 64 elements per token"):
         load_eagle(_publish(tmp_path, head, embeddings, hidden_size=64), target)
 
 
-def test_eagle_3s_layout_is_refused_for_what_it_is(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+def test_the_layout_of_eagle_3_is_refused_by_name(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
     folder = _publish(tmp_path, _head(target), embeddings)
     save_file(load_file(folder / "model.safetensors") | {"d2t": torch.arange(4)}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"^head: [^\n]* EAGLE-3's authors do, which is not read"):
+    with pytest.raises(ConfigError, match=r"^head: [^\n]* EAGLE-3's authors, which is not supported"):
         load_eagle(folder, target)
 
 
-def test_a_head_without_embeddings_is_known_by_its_sizes(target: Target, tmp_path: Path) -> None:
+def test_a_head_without_embeddings_is_matched_by_its_sizes(target: Target, tmp_path: Path) -> None:
     head = _head(target)
     assert load_eagle(_publish(tmp_path, head, None), target).shape == head.shape
 
@@ -212,7 +211,7 @@ class _Harmful:
 
 
 @pytest.mark.parametrize("harm", ["code", "a number", "a list", "nothing", "half"])
-def test_a_pickled_head_is_refused_unless_it_is_tensors(
+def test_a_pickle_of_anything_but_tensors_is_refused(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What heads learn: targets that line up with the text, a closed form that is the best linear map, and what is counted."""
+"""Tests the training of heads: alignment of targets, the closed form, scaling, and acceptance counts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout
-from layerskip.heads.scaling import Units
-from layerskip.heads.training import Batch, agreements, fit_linear, foretell, loss_of
+from layerskip.heads.scaling import HeadScaling
+from layerskip.heads.training import Batch, acceptance_counts, fit_linear, head_loss, predict_tokens
 from tests.drafters.contract import target_of
-from tests.drafters.heads import UNROLL, eagle_head, thoughts
+from tests.drafters.heads import UNROLL, eagle_head, feature_texts
 
 TARGET = target_of("llama")
 EMBEDDINGS, READOUT = TARGET.model.get_input_embeddings(), Readout(TARGET, None)
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_is_wanted_is_what_the_target_says_there(whole: bool) -> None:
-    texts = thoughts("llama")[:3]
+def test_wanted_distributions_are_the_targets(whole: bool) -> None:
+    texts = feature_texts("llama")[:3]
     head = EagleHead(EagleShape.of(TARGET))
-    found = foretell(head, EMBEDDINGS, Batch.of(texts, head, whole=whole), UNROLL)
+    found = predict_tokens(head, EMBEDDINGS, Batch.of(texts, head, whole=whole), UNROLL)
     for step, one in enumerate(found):
         expected, own = [], []
         for text in texts:
@@ -37,29 +37,29 @@ def test_what_is_wanted_is_what_the_target_says_there(whole: bool) -> None:
                 if whole or place >= text.begin:
                     expected.append(probs[place - 1])
                     own.append(int(text.tokens[place]))
-        assert one.own.tolist() == own
-        assert torch.allclose(READOUT(one.final).softmax(-1), torch.stack(expected), atol=1e-5)
+        assert one.tokens.tolist() == own
+        assert torch.allclose(READOUT(one.target_hidden).softmax(-1), torch.stack(expected), atol=1e-5)
 
 
-def test_texts_of_a_batch_do_not_see_each_other() -> None:
-    texts, head = thoughts("llama")[:4], eagle_head("llama")
+def test_texts_of_a_batch_are_independent() -> None:
+    texts, head = feature_texts("llama")[:4], eagle_head("llama")
     with torch.no_grad():
-        together = foretell(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
-        alone = [foretell(head, EMBEDDINGS, Batch.of([text], head), UNROLL) for text in texts]
+        together = predict_tokens(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
+        alone = [predict_tokens(head, EMBEDDINGS, Batch.of([text], head), UNROLL) for text in texts]
     longest = max(len(text.tokens) for text in texts)
     for step in range(UNROLL):
-        rows = [one[step].made for one, text in zip(alone, texts, strict=True) if len(text.tokens) == longest]
+        rows = [one[step].hidden for one, text in zip(alone, texts, strict=True) if len(text.tokens) == longest]
         assert rows
-        marks = together[step].alive
+        marks = together[step].mask
         ends = marks.sum(1).cumsum(0).tolist()
-        parts = [together[step].made[a:b] for a, b in itertools.pairwise([0, *ends])]
+        parts = [together[step].hidden[a:b] for a, b in itertools.pairwise([0, *ends])]
         same = [part for part, text in zip(parts, texts, strict=True) if len(text.tokens) == longest]
         for one, other in zip(rows, same, strict=True):
             assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_the_closed_form_is_the_best_linear_map() -> None:
-    texts = thoughts("llama")
+def test_the_closed_form_equals_least_squares() -> None:
+    texts = feature_texts("llama")
     head = EagleHead(EagleShape.of(TARGET))
     fit_linear(head, EMBEDDINGS, texts, ridge=1e-7)
     rows, wanted = [], []
@@ -68,115 +68,117 @@ def test_the_closed_form_is_the_best_linear_map() -> None:
         rows.append(torch.cat((EMBEDDINGS(text.tokens)[first + 1 :], text.features[first:-1]), -1))
         wanted.append(text.features[first + 1 :])
     inputs = torch.cat((torch.cat(rows), torch.ones(sum(map(len, rows)), 1)), -1).double()
-    table, behind = inputs.detach().numpy(), torch.cat(wanted).double().numpy()
-    best = np.linalg.lstsq(table, behind, rcond=None)[0]  # few tokens: embeddings do not span their width
+    table, outputs = inputs.detach().numpy(), torch.cat(wanted).double().numpy()
+    best = np.linalg.lstsq(table, outputs, rcond=None)[0]  # few tokens: embeddings do not span their width
     found = torch.cat((head.fc.weight.T, head.fc.bias[None])).detach().double().numpy()
-    error, least = (np.square(table @ weights - behind).mean() for weights in (found, best))
+    error, least = (np.square(table @ weights - outputs).mean() for weights in (found, best))
     assert least * 0.999 < error < least * 1.01
 
 
 @pytest.mark.parametrize("lookback", [0, 3])
-def test_an_untrained_head_is_its_linear_map(lookback: int) -> None:
+def test_an_untrained_head_equals_its_linear_map(lookback: int) -> None:
     head = EagleHead(EagleShape.of(TARGET, lookback=lookback))
     states, embedded = torch.randn(1, 5, 32), torch.randn(1, 5, 32)
-    assert torch.allclose(head(head.look(embedded, 5), states), head.fc(torch.cat((embedded, states), -1)))
+    assert torch.allclose(head(head.with_lookback(embedded, 5), states), head.fc(torch.cat((embedded, states), -1)))
 
 
 @pytest.mark.parametrize(("known", "count"), [(6, 6), (6, 4), (6, 3), (6, 1), (1, 1)])
-def test_every_token_is_seen_beside_those_before_it(known: int, count: int) -> None:
+def test_lookback_appends_the_embeddings_of_previous_tokens(known: int, count: int) -> None:
     head, embedded = EagleHead(EagleShape.of(TARGET, lookback=2)), torch.randn(2, known, 32)
-    found = head.look(embedded, count)
+    found = head.with_lookback(embedded, count)
     for text, row in itertools.product(range(2), range(count)):
         place = known - count + row
-        beside = [embedded[text, place - back] if place >= back else torch.zeros(32) for back in range(3)]
-        assert torch.equal(found[text, row], torch.cat(beside))
+        expected = [embedded[text, place - back] if place >= back else torch.zeros(32) for back in range(3)]
+        assert torch.equal(found[text, row], torch.cat(expected))
 
 
-def test_untrained_medusa_heads_say_what_the_target_does() -> None:
+def test_untrained_medusa_heads_return_the_hidden_state() -> None:
     heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
     states = torch.randn(3, 32)
     assert torch.equal(heads(states), states[:, None].expand(3, 2, 32))
 
 
-def test_learning_makes_drafts_right_more_often() -> None:
-    texts = thoughts("llama")
+def test_training_reduces_the_loss_and_raises_acceptance() -> None:
+    texts = feature_texts("llama")
     fresh = EagleHead(EagleShape.of(TARGET))
     batch = Batch.of(texts, fresh)
     with torch.no_grad():
-        before, after = (foretell(head, EMBEDDINGS, batch, UNROLL) for head in (fresh, eagle_head("llama")))
-    assert loss_of(after, READOUT) < loss_of(before, READOUT)
-    assert sum(right for _, right in agreements(after, READOUT)) > sum(right for _, right in agreements(before, READOUT))
+        before, after = (predict_tokens(head, EMBEDDINGS, batch, UNROLL) for head in (fresh, eagle_head("llama")))
+    assert head_loss(after, READOUT) < head_loss(before, READOUT)
+    assert sum(right for _, right in acceptance_counts(after, READOUT)) > sum(
+        right for _, right in acceptance_counts(before, READOUT)
+    )
 
 
-def test_a_draft_counts_as_long_as_it_was_right_so_far() -> None:
-    texts, head = thoughts("llama")[:5], eagle_head("llama")
+def test_acceptance_counts_only_drafts_right_so_far() -> None:
+    texts, head = feature_texts("llama")[:5], eagle_head("llama")
     with torch.no_grad():
-        found = foretell(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
-    counts = agreements(found, READOUT)
-    assert counts[0][0] == int(found[0].alive.sum())
-    reached = torch.ones_like(found[0].alive)
+        found = predict_tokens(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
+    counts = acceptance_counts(found, READOUT)
+    assert counts[0][0] == int(found[0].mask.sum())
+    reached = torch.ones_like(found[0].mask)
     for (tried, right), one in zip(counts, found, strict=True):
-        table = torch.zeros_like(one.alive)
-        table[one.alive] = READOUT(one.made).argmax(-1) == one.own
-        assert tried == int((one.alive & reached).sum())
-        reached = reached & one.alive & table
+        table = torch.zeros_like(one.mask)
+        table[one.mask] = READOUT(one.hidden).argmax(-1) == one.tokens
+        assert tried == int((one.mask & reached).sum())
+        reached = reached & one.mask & table
         assert right == int(reached.sum())
 
 
 @pytest.mark.parametrize(("three_layers", "lookback"), [(False, 0), (True, 0), (False, 2), (True, 2)])
-def test_a_head_says_the_same_in_other_units(three_layers: bool, lookback: int) -> None:
-    texts, trained = thoughts("llama", three_layers)[:4], eagle_head("llama", three_layers, lookback=lookback)
+def test_a_rescaled_head_computes_the_same_function(three_layers: bool, lookback: int) -> None:
+    texts, trained = feature_texts("llama", three_layers)[:4], eagle_head("llama", three_layers, lookback=lookback)
     head = copy.deepcopy(trained)
     norm = head.body.layers[0].post_attention_layernorm
     eps = norm.variance_epsilon
-    units = Units(0.1, torch.linspace(0.5, 4.0, 96) if three_layers else torch.tensor(2.5), 2.5)
+    scaling = HeadScaling(0.1, torch.linspace(0.5, 4.0, 96) if three_layers else torch.tensor(2.5), 2.5)
     with torch.no_grad():
-        before = foretell(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
-        units.enter(head)
+        before = predict_tokens(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
+        scaling.apply(head)
         assert not torch.allclose(head.fc.weight, trained.fc.weight, rtol=0.1)
-        after = foretell(head, EMBEDDINGS, Batch.of(texts, head, units), UNROLL)
+        after = predict_tokens(head, EMBEDDINGS, Batch.of(texts, head, scaling), UNROLL)
     for one, other in zip(before, after, strict=True):
-        assert torch.allclose(one.made, other.made, atol=1e-4)
+        assert torch.allclose(one.hidden, other.hidden, atol=1e-4)
     assert norm.variance_epsilon == pytest.approx(eps / 2.5**2)
-    units.leave(head)
+    scaling.undo(head)
     assert norm.variance_epsilon == pytest.approx(eps)
     for name, tensor in trained.state_dict().items():
         assert torch.allclose(tensor, head.state_dict()[name], rtol=1e-4)
 
 
-def test_units_leave_biases_of_attention_alone() -> None:
+def test_scaling_keeps_the_function_with_attention_biases() -> None:
     torch.manual_seed(0)
     trained = EagleHead(replace(EagleShape.of(TARGET), attention_bias=True))
     attention = trained.body.layers[0].self_attn
-    trained.load_state_dict(eagle_head("llama").state_dict(), strict=False)  # which has no biases there
+    trained.load_state_dict(eagle_head("llama").state_dict(), strict=False)  # it has no biases there
     with torch.no_grad():
         for part in (attention.q_proj, attention.k_proj, attention.v_proj):
             part.bias.normal_()
-    head, units = copy.deepcopy(trained), Units(0.1, torch.tensor(2.5), 2.5)
-    units.enter(head)
-    texts = thoughts("llama")[:4]
+    head, scaling = copy.deepcopy(trained), HeadScaling(0.1, torch.tensor(2.5), 2.5)
+    scaling.apply(head)
+    texts = feature_texts("llama")[:4]
     with torch.no_grad():
-        before = foretell(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
-        after = foretell(head, EMBEDDINGS, Batch.of(texts, head, units), UNROLL)
+        before = predict_tokens(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
+        after = predict_tokens(head, EMBEDDINGS, Batch.of(texts, head, scaling), UNROLL)
         attention.v_proj.bias += 1
-        biased = foretell(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
+        biased = predict_tokens(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
     for one, other, moved in zip(before, after, biased, strict=True):
-        assert torch.allclose(one.made, other.made, atol=1e-4)
-        assert not torch.allclose(one.made, moved.made, atol=1e-2)
+        assert torch.allclose(one.hidden, other.hidden, atol=1e-4)
+        assert not torch.allclose(one.hidden, moved.hidden, atol=1e-2)
 
 
-def test_units_are_the_sizes_of_what_answers_are_made_from() -> None:
+def test_scales_are_root_mean_squares_over_answers() -> None:
     texts = [
         replace(text, features=text.features * torch.tensor([2.0, 3.0, 5.0, 7.0]).repeat_interleave(32))
-        for text in thoughts("llama", True)
+        for text in feature_texts("llama", True)
     ]
-    units = Units.of(eagle_head("llama", True), EMBEDDINGS, texts)
+    scaling = HeadScaling.of(eagle_head("llama", True), EMBEDDINGS, texts)
     states = torch.cat([text.features[text.begin :] for text in texts])
     embedded = EMBEDDINGS(torch.cat([text.tokens[text.begin :] for text in texts])).detach()
     sizes = [embedded, states[:, -32:], *(states[:, place : place + 32] for place in (0, 32, 64))]
-    found = [units.embeddings, units.states, *units.read[::32].tolist()]
-    for some, unit in zip(sizes, found, strict=True):
+    found = [scaling.embeddings, scaling.outputs, *scaling.inputs[::32].tolist()]
+    for some, scale in zip(sizes, found, strict=True):
         size = float(some.square().mean().sqrt())
-        assert 2**-0.5 <= unit / size <= 2**0.5
-        assert math.frexp(unit)[0] == 0.5  # a power of two
-    assert torch.equal(units.read.view(3, 32), units.read[::32, None].expand(3, 32))
+        assert 2**-0.5 <= scale / size <= 2**0.5
+        assert math.frexp(scale)[0] == 0.5  # a power of two
+    assert torch.equal(scaling.inputs.view(3, 32), scaling.inputs[::32, None].expand(3, 32))

@@ -1,4 +1,4 @@
-"""The verdict on two greedy outputs, against margins computed from the model's own logits."""
+"""The comparison of two greedy outputs, against margins computed from the model's own logits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @torch.inference_mode()
 def _scores(target: Target, tokens: list[int], sampling: Sampling = PLAIN) -> Tensor:
-    """``[V]``: what the model says behind some tokens, without any cache."""
+    """Returns ``[V]``: the model's scores after some tokens, without a cache."""
     return processed_scores(tokens, target.model(torch.tensor([tokens], device=DEVICE)).logits[0, -1], sampling)
 
 
@@ -42,7 +42,7 @@ def _greedy(target: Target, sampling: Sampling = PLAIN) -> list[int]:
 
 
 def _swapped(tokens: list[int], token: int, position: int = POSITION) -> list[int]:
-    """Another token at one place, and other ones behind it."""
+    """Returns the tokens with another one at ``position``, and other ones after it."""
     return [*tokens[:position], token, *(t + 1 for t in tokens[position + 1 :])]
 
 
@@ -67,8 +67,8 @@ def test_the_margin_is_how_far_the_lower_token_lies_below_the_best(
         assert find_divergence(target, "p", PROMPT, actual, expected, sampling) == found
 
 
-def test_a_token_that_is_not_the_best_of_either_output_counts_too(target: Target) -> None:
-    """The baseline itself may be wrong: both tokens must be likely."""
+def test_both_different_tokens_must_be_likely(target: Target) -> None:
+    """The baseline itself may be wrong."""
     expected = _greedy(target)
     scores = _scores(target, PROMPT + expected[:POSITION])
     _, second, *_, worst = scores.sort(descending=True).indices.tolist()
@@ -79,7 +79,7 @@ def test_a_token_that_is_not_the_best_of_either_output_counts_too(target: Target
 
 
 def test_rounding_explains_a_small_margin_in_half_precision_only(target: Target) -> None:
-    """Every token of the vocabulary in the best one's place; between 2 and 8 ulps either verdict will do."""
+    """Every token of the vocabulary replaces the best one; between 2 and 8 ulps either verdict is right."""
     expected = _greedy(target)
     scores = _scores(target, PROMPT + expected[:POSITION])
     ulp = torch.finfo(target.model.dtype).eps * float(scores.abs().max())
@@ -111,7 +111,7 @@ def test_a_tie_is_a_near_tie_in_half_precision_only(target: Target) -> None:
     assert Losslessness(1, (found,)).verdict == ("different" if target.dtype == "float32" else "near_tie")
 
 
-def test_an_output_that_ends_where_the_other_goes_on_is_different(target: Target) -> None:
+def test_an_output_that_ends_early_is_different(target: Target) -> None:
     expected = _greedy(target)
     for one, other in ((expected, expected[:5]), (expected[:5], expected)):
         found = find_divergence(target, "p", PROMPT, one, other, PLAIN)
@@ -143,7 +143,7 @@ def test_the_verdict_is_that_of_the_worst_divergence(lossless: Losslessness, ver
     assert lossless.to_dict()["verdict"] == verdict
 
 
-def test_verdicts_join() -> None:
+def test_results_of_several_measurements_join() -> None:
     joined = Losslessness.join([Losslessness(2, (NEAR,)), Losslessness(0), Losslessness(3, (FAR, NEAR))])
     assert joined.to_dict() == {
         "verdict": "different",

@@ -1,4 +1,4 @@
-"""Measuring: who decodes what and when, what is counted, and whether a changed output is caught."""
+"""Measuring: which contender decodes what and when, what is counted, and whether a changed output is detected."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from layerskip import PromptSet, Sampling, SpeculativeConfig, StopRule, Target, load_target
+from layerskip import PromptSet, Sampling, SpeculativeConfig, StopRule, Target, load_target, measure
 from layerskip.decoding.decode import DecodeResult
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, NoDraft
 from layerskip.decoding.sampling import Chooser
-from layerskip.measure import measure
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from layerskip.models.cache import KVCache
@@ -30,34 +29,34 @@ CONFIGS = [
     SpeculativeConfig("layer_skip", mask="attention:0;mlp:1", draft_length=3),
     SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=2),
 ]
-Doctor = Callable[[list[int]], list[int]]
+Change = Callable[[list[int]], list[int]]
 
 
 @dataclass
 class Recorder:
-    """A contender that writes down what it is asked, and may change what another one answers."""
+    """A contender that records its tasks, and may change another one's outputs."""
 
     name: str
     inner: Contender
     log: list[tuple[str, list[int], Task]]
-    doctor: Doctor = list
+    change: Change = list
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
         self.log.append((self.name, list(prompt), task))
-        made = self.inner(prompt, task, on_prefill)
-        return DecodeResult(self.doctor(made.tokens), made.stats, made.finish)
+        result = self.inner(prompt, task, on_prefill)
+        return DecodeResult(self.change(result.tokens), result.stats, result.finish)
 
 
 @dataclass
-class Ward:
-    """Contenders with a common log; the first is plain decoding."""
+class LoggedContenders:
+    """Contenders with a common log; all of them decode plainly."""
 
     target: Target
     log: list[tuple[str, list[int], Task]] = field(default_factory=list)
 
-    def contenders(self, **doctors: Doctor) -> dict[str, Contender]:
+    def contenders(self, **changes: Change) -> dict[str, Contender]:
         plain = Decoder(self.target, NoDraft())
-        return {name: Recorder(name, plain, self.log, doctor) for name, doctor in doctors.items()}
+        return {name: Recorder(name, plain, self.log, change) for name, change in changes.items()}
 
 
 def _verdicts(rows: Sequence[dict[str, Sample]]) -> dict[str, set[str]]:
@@ -71,7 +70,7 @@ def _change(tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_honest_drafters_are_exact_in_float32(tiny_target: Target, config: SpeculativeConfig) -> None:
+def test_lossless_drafters_are_exact_in_float32(tiny_target: Target, config: SpeculativeConfig) -> None:
     measured = measure(tiny_target, PROMPTS, config, max_new_tokens=16)
     assert measured.lossless.verdict == "exact"
     assert measured.lossless.compared == len(PROMPTS)
@@ -84,15 +83,15 @@ def test_honest_drafters_are_exact_in_float32(tiny_target: Target, config: Specu
     json.dumps(measured.to_dict(), allow_nan=False)
 
 
-def test_half_precision_may_tie_but_not_differ(tiny_folder: object) -> None:
+def test_half_precision_has_near_ties_at_most(tiny_folder: object) -> None:
     target = load_target(str(tiny_folder), dtype="bfloat16", device=DEVICE)
     measured = measure(target, PROMPTS, CONFIGS[1], max_new_tokens=32)
     assert measured.lossless.verdict in ("exact", "near_tie")
 
 
-@pytest.mark.parametrize("doctor", [_change, lambda tokens: [0, *tokens[1:]], lambda tokens: tokens[:-1]])
-def test_a_contender_that_changes_the_output_is_caught(tiny_target: Target, doctor: Doctor) -> None:
-    contenders = Ward(tiny_target).contenders(plain=list, changed=doctor, honest=list)
+@pytest.mark.parametrize("change", [_change, lambda tokens: [0, *tokens[1:]], lambda tokens: tokens[:-1]])
+def test_a_contender_that_changes_the_output_is_detected(tiny_target: Target, change: Change) -> None:
+    contenders = LoggedContenders(tiny_target).contenders(plain=list, changed=change, honest=list)
     rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, TASK))
     assert _verdicts(rows) == {"plain": {"exact"}, "changed": {"different"}, "honest": {"exact"}}
 
@@ -110,28 +109,28 @@ class Vandal(NoDraft):
         return super().draft(context, limit)
 
 
-def test_a_drafter_that_damages_the_targets_cache_is_caught(tiny_target: Target) -> None:
+def test_a_drafter_that_damages_the_targets_cache_is_detected(tiny_target: Target) -> None:
     contenders = {"plain": Decoder(tiny_target, NoDraft()), "vandal": Decoder(tiny_target, Vandal())}
     rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, TASK))
     assert _verdicts(rows) == {"plain": {"exact"}, "vandal": {"different"}}
 
 
-def test_who_leaves_decodes_no_more(tiny_target: Target) -> None:
-    ward, gone = Ward(tiny_target), set[str]()
-    contenders = ward.contenders(a=list, b=list, c=list)
+def test_an_excluded_contender_decodes_no_more(tiny_target: Target) -> None:
+    logged, gone = LoggedContenders(tiny_target), set[str]()
+    contenders = logged.contenders(a=list, b=list, c=list)
     names = []
     for row in interleave(tiny_target, PROMPTS, contenders, TASK, without=gone):
         names.append(set(row))
         gone.add("b")
     assert names == [{"a", "b", "c"}, *[{"a", "c"}] * (len(PROMPTS) - 1)]
-    assert sum(name == "b" for name, _, _ in ward.log) == 2  # the warm-up is one of them
+    assert sum(name == "b" for name, _, _ in logged.log) == 2  # the warm-up is one of them
 
 
 def test_all_contenders_decode_every_prompt_in_a_random_order(tiny_target: Target) -> None:
-    ward, names = Ward(tiny_target), ("a", "b", "c")
-    rows = list(interleave(tiny_target, PROMPTS, ward.contenders(**dict.fromkeys(names, list)), TASK, repeats=2))
+    logged, names = LoggedContenders(tiny_target), ("a", "b", "c")
+    rows = list(interleave(tiny_target, PROMPTS, logged.contenders(**dict.fromkeys(names, list)), TASK, repeats=2))
     assert [row["b"].prompt_id for row in rows] == [item.id for item in PROMPTS] * 2
-    warm_up, measured = ward.log[:3], ward.log[3:]
+    warm_up, measured = logged.log[:3], logged.log[3:]
     assert sorted(name for name, _, _ in warm_up) == list(names)
     turns = [measured[i : i + 3] for i in range(0, len(measured), 3)]
     asked = [tiny_target.encode(item.messages()) for item in PROMPTS] * 2
@@ -145,46 +144,48 @@ def test_all_contenders_decode_every_prompt_in_a_random_order(tiny_target: Targe
     assert len({turn[0][2].seed for turn in turns}) == len(turns)
 
 
-def test_the_seed_fixes_the_order(tiny_target: Target) -> None:
+def test_the_seed_determines_the_order(tiny_target: Target) -> None:
     orders = []
     for seed in (0, 0, 1):
-        ward = Ward(tiny_target)
+        logged = LoggedContenders(tiny_target)
         list(
             interleave(
                 tiny_target,
                 PROMPTS,
-                ward.contenders(a=list, b=list, c=list),
+                logged.contenders(a=list, b=list, c=list),
                 Task(max_new_tokens=2, seed=seed),
             )
         )
-        orders.append([name for name, _, _ in ward.log[3:]])
+        orders.append([name for name, _, _ in logged.log[3:]])
     assert orders[0] == orders[1] != orders[2]
 
 
 def test_a_caller_may_stop_early(tiny_target: Target) -> None:
-    ward = Ward(tiny_target)
-    rows = interleave(tiny_target, PROMPTS, ward.contenders(a=list, b=list), TASK)
-    assert ward.log == []
+    logged = LoggedContenders(tiny_target)
+    rows = interleave(tiny_target, PROMPTS, logged.contenders(a=list, b=list), TASK)
+    assert logged.log == []
     taken = list(itertools.islice(rows, 2))
     rows.close()  # type: ignore[attr-defined]
     assert [row["a"].prompt_id for row in taken] == [item.id for item in PROMPTS][:2]
-    assert len(ward.log) == 2 * (1 + 2)
+    assert len(logged.log) == 2 * (1 + 2)
 
 
-def test_everyone_hears_the_first_contenders_answers(tiny_target: Target) -> None:
+def test_all_contenders_continue_from_the_first_contenders_answers(tiny_target: Target) -> None:
     talk = PromptItem("talk", "chat", "Hello there.", ("And then?", "In the end?"))
-    ward = Ward(tiny_target)
-    (row,) = interleave(tiny_target, PromptSet((talk,)), ward.contenders(plain=list, changed=_change), TASK)
+    logged = LoggedContenders(tiny_target)
+    (row,) = interleave(tiny_target, PromptSet((talk,)), logged.contenders(plain=list, changed=_change), TASK)
     messages: list[dict[str, str]] = [{"role": "user", "content": "Hello there."}]
     expected = []
     for followup in (*talk.followups, None):
         expected.append(tiny_target.encode(messages))
         prompt = torch.tensor([expected[-1]])
-        made = tiny_target.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
-        answer = tiny_target.decode(made[0, prompt.shape[1] :].tolist())
+        output = tiny_target.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12
+        )
+        answer = tiny_target.decode(output[0, prompt.shape[1] :].tolist())
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": followup or ""}]
     for name in ("plain", "changed"):
-        assert [prompt for who, prompt, _ in ward.log[2:] if who == name] == expected
+        assert [prompt for asked, prompt, _ in logged.log[2:] if asked == name] == expected
         assert (row[name].tokens, row[name].lossless.compared) == (36, 3)
     assert row["plain"].lossless.verdict == "exact"
     assert row["changed"].lossless.to_dict()["different"] == 3
@@ -209,7 +210,7 @@ def test_everyone_hears_the_first_contenders_answers(tiny_target: Target) -> Non
     ],
     ids=str,
 )
-def test_who_learns_from_prompts_before_knows_what_it_would_have_known(
+def test_earlier_prompts_restore_the_state_of_a_drafter(
     tiny_target: Target, config: SpeculativeConfig, learns: bool
 ) -> None:
     decoded: list[str] = []
@@ -224,8 +225,8 @@ def test_who_learns_from_prompts_before_knows_what_it_would_have_known(
 
     found = contenders()["ours"]
     assert isinstance(found, Decoder)
-    assert found.learns == learns
-    prompts = PromptSet((*PROMPTS.take(2), *PROMPTS.take(2)))  # the second two are known to whoever learns
+    assert found.keeps_state == learns
+    prompts = PromptSet((*PROMPTS.take(2), *PROMPTS.take(2)))  # a drafter that keeps state knows the second two
     early, late = PromptSet(prompts.items[:2]), PromptSet(prompts.items[2:])
     rows = list(interleave(tiny_target, prompts, contenders(), TASK))
     decoded.clear()
@@ -251,17 +252,17 @@ def test_a_sampled_conversation_is_compared_once(tiny_target: Target) -> None:
     assert "greedy" in rows[0]["skip"].lossless.basis
 
 
-def test_a_change_is_caught_where_tokens_are_sampled(tiny_target: Target) -> None:
-    contenders = Ward(tiny_target).contenders(plain=list, changed=_change)
+def test_a_change_is_detected_if_tokens_are_sampled(tiny_target: Target) -> None:
+    contenders = LoggedContenders(tiny_target).contenders(plain=list, changed=_change)
     rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, Task(SAMPLED, 12)))
     assert _verdicts(rows) == {"plain": {"exact"}, "changed": {"different"}}
 
 
 def test_sampled_measurements_penalise_repetition_in_their_check(tiny_target: Target) -> None:
-    ward = Ward(tiny_target)
+    logged = LoggedContenders(tiny_target)
     sampling = Sampling(temperature=0.8, repetition_penalty=1.2)
-    list(interleave(tiny_target, PROMPTS.take(1), ward.contenders(a=list), Task(sampling, 8)))
-    asked = {task.sampling for _, _, task in ward.log}
+    list(interleave(tiny_target, PROMPTS.take(1), logged.contenders(a=list), Task(sampling, 8)))
+    asked = {task.sampling for _, _, task in logged.log}
     assert asked == {sampling, Sampling(repetition_penalty=1.2)}
 
 

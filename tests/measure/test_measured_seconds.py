@@ -21,7 +21,7 @@ TASK = Task(max_new_tokens=12)
 
 
 class Clock:
-    """Time that passes only where it is told to."""
+    """A clock that only the test moves."""
 
     now = 100.0
 
@@ -31,7 +31,7 @@ class Clock:
 
 @dataclass
 class Timed:
-    """A contender that takes a known time, and knows some tokens when prefill ends."""
+    """A contender that takes a known time, and has ``known`` tokens when prefill ends."""
 
     clock: Clock
     prefill: float
@@ -45,7 +45,7 @@ class Timed:
         return DecodeResult([7] * 9, DecodeStats((Round(2, 1, 2),)), "length")
 
 
-def test_tokens_that_prefill_gave_are_not_credited_to_decoding(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_from_prefill_are_not_credited_to_decoding(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
     contenders = {"ours": Timed(clock, 2.0, 4.0, known=1), "peer": Timed(clock, 1.0, 3.0, known=3)}
@@ -70,7 +70,7 @@ def test_a_conversations_times_are_added_up(tiny_target: Target, monkeypatch: py
 
 
 class _Slow(NoDraft):
-    """Takes its time."""
+    """A drafter that sleeps."""
 
     def draft(self, context: Context, limit: int) -> Draft:
         time.sleep(0.01)
@@ -78,7 +78,7 @@ class _Slow(NoDraft):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the clock of a GPU does not see the host sleep")
-def test_what_drafts_take_is_part_of_what_decoding_takes(tiny_target: Target) -> None:
+def test_drafting_time_is_part_of_decoding_time(tiny_target: Target) -> None:
     contenders = {"baseline": Decoder(tiny_target, NoDraft()), "candidate": Decoder(tiny_target, _Slow())}
     measurement = Measurement.of(interleave(tiny_target, PROMPTS, contenders, TASK), "baseline", "candidate")
     for sample in measurement.candidate:

@@ -1,4 +1,4 @@
-"""The figures of a measurement, by hand and against SciPy's bootstrap."""
+"""The figures of a measurement, worked out by hand and against SciPy's bootstrap."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_speed_is_tokens_over_seconds_of_all_prompts() -> None:
     assert {kind: part.speedup for kind, part in TWO.by_category.items()} == pytest.approx({"chat": 2.0, "code": 4 / 3})
 
 
-def test_the_candidates_rounds_and_memory_are_told() -> None:
+def test_rounds_and_memory_are_those_of_the_candidate() -> None:
     assert TWO.stats.acceptance_rate == pytest.approx(6 / 10)
     assert TWO.stats.tokens_per_round == pytest.approx(3.0)
     assert TWO.stats.acceptance_by_position == pytest.approx((1.0, 1 / 3, 0.5, 0.5))
     assert TWO.peak_memory_bytes == 3000
 
 
-def test_a_prompt_that_decodes_nothing_weighs_nothing() -> None:
+def test_a_prompt_that_decodes_nothing_has_no_weight() -> None:
     nothing = _sample(0, 0.125)
     padded = Measurement((*TWO.baseline, nothing), (*TWO.candidate, nothing))
     assert nothing.tokens_per_second == 0.0
@@ -54,8 +54,8 @@ def test_a_prompt_that_decodes_nothing_weighs_nothing() -> None:
 
 
 @pytest.mark.parametrize(("baseline", "candidate"), [(0, 5), (5, 0), (0, 0)])
-def test_where_one_side_decodes_nothing_there_is_no_speedup(baseline: int, candidate: int) -> None:
-    """Sampled outputs may end at once on one side alone."""
+def test_a_pair_in_which_one_side_decodes_nothing_has_no_speedup(baseline: int, candidate: int) -> None:
+    """Sampled outputs may end at once on one side only."""
     pair = _sample(baseline, 0.5), _sample(candidate, 0.25)
     assert pair_speedup(*pair) == 1.0
     measured = Measurement(pair[:1], pair[1:])
@@ -65,7 +65,7 @@ def test_where_one_side_decodes_nothing_there_is_no_speedup(baseline: int, candi
     assert measured.interval() == (1.0, 1.0)
 
 
-def test_the_speedup_lies_within_its_interval_where_one_side_ended_at_once() -> None:
+def test_the_interval_contains_the_speedup_if_one_side_ended_at_once() -> None:
     measured = Measurement((_sample(10, 1.0), _sample(0, 0.1)), (_sample(10, 0.5), _sample(900, 1.0)))
     low, high = measured.interval()
     assert low <= measured.speedup <= high
@@ -87,8 +87,8 @@ def _random_measurement(pairs: int, seed: int) -> Measurement:
     )
 
 
-def test_over_many_prompts_the_interval_is_the_bootstraps() -> None:
-    """Where prompts are many, all ways to make an interval agree; SciPy's percentiles are one."""
+def test_with_many_prompts_the_interval_equals_the_bootstraps() -> None:
+    """With many prompts all methods agree; SciPy's percentile interval is one."""
     measured = _random_measurement(400, 2)
     rows = [[[s.decoded_tokens, s.decode_seconds] for s in side] for side in (measured.baseline, measured.candidate)]
     columns = [np.array(rows[side])[:, field] for side in (0, 1) for field in (0, 1)]
@@ -105,7 +105,7 @@ def test_over_many_prompts_the_interval_is_the_bootstraps() -> None:
 
 
 def _noisy_measurement(prompts: int, spread: float, random: np.random.Generator) -> Measurement:
-    """Prompts of one length whose speedups are log-normal around 1.5: the wider the spread, the more skewed."""
+    """Prompts of one length whose speedups are log-normal around 1.5; the wider the spread, the more skewed."""
     seconds = np.exp(spread * random.normal(size=prompts) - spread**2 / 2) / 1.5
     return Measurement(
         tuple(_sample(10, 1.0, f"p{i}") for i in range(prompts)),
@@ -114,15 +114,16 @@ def _noisy_measurement(prompts: int, spread: float, random: np.random.Generator)
 
 
 @pytest.mark.parametrize(("prompts", "spread"), [(3, 0.1), (4, 0.3), (6, 0.03), (12, 0.3), (24, 0.6)])
-def test_the_interval_covers_the_truth(prompts: int, spread: float) -> None:
-    """Efron's percentiles cover it in 85, 90 and 91 % of the last three."""
+def test_the_interval_covers_the_true_speedup(prompts: int, spread: float) -> None:
+    """Efron's percentiles cover it in 85, 90 and 91 % of the last three cases."""
     random = np.random.default_rng(1)
     intervals = [_noisy_measurement(prompts, spread, random).interval() for _ in range(400)]
     assert 0.93 <= np.mean([low <= 1.5 <= high for low, high in intervals]) <= 0.99
 
 
 @pytest.mark.parametrize("prompts", [2, 3, 4, 5, 8])
-def test_of_few_prompts_the_interval_is_at_least_students_and_of_fewer_than_five_no_more(prompts: int) -> None:
+def test_with_few_prompts_the_interval_is_at_least_students(prompts: int) -> None:
+    """With fewer than five prompts it equals Student's."""
     measured = _noisy_measurement(prompts, 0.01, np.random.default_rng(0))
     logs = np.log(measured.speedups)
     student = t.interval(0.95, prompts - 1, loc=logs.mean(), scale=sem(logs))
@@ -134,7 +135,7 @@ def test_of_few_prompts_the_interval_is_at_least_students_and_of_fewer_than_five
 
 
 @pytest.mark.parametrize("seconds", [(1.0,) * 5, (1.0, 1.0, 1.0, 1.0, 9.0), (1.0, 1.0 + 1e-9, 1.0, 1.0, 9.0), (1.0, 3.0)])
-def test_prompts_that_are_all_but_equal_give_finite_limits(seconds: tuple[float, ...]) -> None:
+def test_nearly_equal_prompts_give_finite_limits(seconds: tuple[float, ...]) -> None:
     sides = ([_sample(10, s, f"p{i}") for i, s in enumerate(each)] for each in ((2.0,) * len(seconds), seconds))
     measured = Measurement(*map(tuple, sides))
     low, high = measured.interval()
@@ -177,7 +178,7 @@ def test_turns_of_a_conversation_are_added_up() -> None:
 
 def test_one_changed_output_makes_the_measurement_different() -> None:
     verdicts = [Losslessness(1), Losslessness(1, (Divergence("b", 0, 9.0, 0.1),))]
-    candidate = tuple(s.judged(v) for s, v in zip(TWO.candidate, verdicts, strict=True))
+    candidate = tuple(s.with_losslessness(v) for s, v in zip(TWO.candidate, verdicts, strict=True))
     measured = Measurement(TWO.baseline, candidate)
     assert measured.lossless.verdict == "different"
     assert measured.to_dict()["losslessness"]["verdict"] == "different"
@@ -212,7 +213,7 @@ def test_the_table_has_a_row_for_each_prompt() -> None:
     assert table["baseline_tokens_per_second"] == pytest.approx([10.0, 15.0])
 
 
-def test_a_measurement_of_nothing_claims_nothing() -> None:
+def test_an_empty_measurement_claims_nothing() -> None:
     figures = Measurement((), ()).to_dict()
     json.dumps(figures, allow_nan=False)
     assert (figures["speedup"], figures["tokens"], figures["losslessness"]["verdict"]) == (

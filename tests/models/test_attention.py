@@ -1,4 +1,4 @@
-"""Attention on grouped heads gives what transformers' own attention gives, and leaves the model as it was."""
+"""Grouped attention gives the results of transformers' own attention and does not change the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.families import build
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mistral", "glm4", "gpt_oss", "phi", "gemma2"])
 @pytest.mark.parametrize("length", [12, 40])
-def test_a_block_behind_a_prefix_equals_a_pass_without_any_cache(family: str, length: int) -> None:
+def test_a_block_after_a_prefix_equals_a_pass_without_a_cache(family: str, length: int) -> None:
     model = build(family)
     implementation = model.config._attn_implementation
     tokens = torch.randint(3, 60, (length + 6,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
@@ -31,7 +31,7 @@ def test_a_block_behind_a_prefix_equals_a_pass_without_any_cache(family: str, le
     assert model.config._attn_implementation == implementation
 
 
-def test_a_view_is_made_once_and_goes_with_its_model() -> None:
+def test_a_decoding_view_is_made_once_and_shares_weights() -> None:
     model = build("llama")
     assert decoding_view(model) is decoding_view(model)
     assert decoding_view(model).lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
@@ -40,7 +40,7 @@ def test_a_view_is_made_once_and_goes_with_its_model() -> None:
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("count", [5, 80])
 @pytest.mark.parametrize("biased", [False, True])
-def test_attention_that_is_learnt_through_has_the_gradient_of_exact_attention(groups: int, count: int, biased: bool) -> None:
+def test_gradients_are_those_of_exact_attention(groups: int, count: int, biased: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = (6, count, 16), (groups, 90, 16), (groups, 90, 16)
     states = [torch.randn(1, *shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
@@ -50,15 +50,15 @@ def test_attention_that_is_learnt_through_has_the_gradient_of_exact_attention(gr
     upstream = torch.randn(1, count, 6, 16, generator=generator)
 
     attend = ALL_ATTENTION_FUNCTIONS[attention.NAME]
-    found, _ = attend(torch.nn.Module(), *states, bias if biased else seen, scaling=0.3)
-    found.backward(upstream.bfloat16())
+    actual, _ = attend(torch.nn.Module(), *states, bias if biased else seen, scaling=0.3)
+    actual.backward(upstream.bfloat16())
 
     query, key, value = (part.detach().double().requires_grad_() for part in states)
     wide = [part.repeat_interleave(6 // groups, 1) for part in (key, value)]
     scores = (query @ wide[0].transpose(-1, -2) * 0.3).masked_fill(~seen, -float("inf"))
     expected = (scores.softmax(-1) @ wide[1]).transpose(1, 2)
     expected.backward(upstream.double())
-    torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0.03)
+    torch.testing.assert_close(actual.double(), expected, atol=0.03, rtol=0.03)
     for part, exact in zip(states, (query, key, value), strict=True):
         assert part.grad is not None
         assert exact.grad is not None

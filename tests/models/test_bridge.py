@@ -1,4 +1,4 @@
-"""Bridges: what fitting finds, against transformers' own hidden states and real drafts; what is refused."""
+"""Bridges: initialisation, files, exports and refusals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from layerskip import Export, ExportError, generate
-from layerskip.attachments import attached
+from layerskip.attachments import attached_folders
 from layerskip.bridges.fit import Calibration
-from layerskip.bridges.mlp_regression import learn
+from layerskip.bridges.mlp_regression import regress_mlp
 from layerskip.bridges.ridge import regress
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.drafters.registry import build_drafter
@@ -42,20 +42,20 @@ from tests.tiny import save_tiny
         ("layers:0,2-3;mlp:1", ["layers_0_0", "mlp_1_1", "layers_2_3"]),
     ],
 )
-def test_a_mask_leaves_gaps(mask: str, names: list[str]) -> None:
+def test_a_mask_has_gaps(mask: str, names: list[str]) -> None:
     assert [gap.name for gap in SkipMask.parse(mask, 4).gaps] == names
 
 
-def test_a_map_of_lower_rank_adds_most_of_what_the_full_map_adds() -> None:
-    """Against the singular vectors of what the full map adds to the rows that both are fitted to."""
+def test_a_map_of_lower_rank_is_the_best_approximation_of_the_full_map() -> None:
+    """Compared with the leading singular vectors of the full map's outputs on the rows of the fit."""
     torch.manual_seed(0)
     hidden = torch.randn(400, 12)
-    wanted = hidden @ torch.randn(12, 12) * torch.tensor([4.0, 3.0, 2.0, *[0.3] * 9]) + torch.randn(400, 12)
+    targets = hidden @ torch.randn(12, 12) * torch.tensor([4.0, 3.0, 2.0, *[0.3] * 9]) + torch.randn(400, 12)
     gap = SkipMask.parse("layers:1", 3).gaps[0]
     full, ranked = (Bridges(BridgeShape("layers:1", 3, 12, "linear", rank)).of(gap) for rank in (0, 3))
     with torch.no_grad():
-        regress(full, hidden, wanted)
-        regress(ranked, hidden, wanted)
+        regress(full, hidden, targets)
+        regress(ranked, hidden, targets)
         added, fewer = full(hidden), ranked(hidden)
     middle = added.mean(0)
     left, values, right = torch.linalg.svd(added - middle, full_matrices=False)
@@ -73,50 +73,48 @@ def test_a_map_of_full_rank_is_the_full_map() -> None:
     assert torch.allclose(full(states), ranked(states), atol=1e-4)
 
 
-def test_bridges_of_lower_rank_read_fewer_numbers() -> None:
+def test_bridges_of_lower_rank_have_fewer_parameters() -> None:
     target = target_of("llama")
     shapes = [
         bridge_shape(target, "layers:1;mlp:3", *rest) for rest in (("mean",), ("linear", 4), ("linear",), ("mlp", 0, 8))
     ]
     sizes = [sum(parameter.numel() for parameter in Bridges(shape).parameters()) for shape in shapes]
-    assert [shape.numbers for shape in shapes] == sizes == sorted(sizes)
-    assert [shape.spans for shape in shapes] == [2, 2, 2, 2]
+    assert [shape.parameter_count for shape in shapes] == sizes == sorted(sizes)
+    assert [shape.bridge_count for shape in shapes] == [2, 2, 2, 2]
 
 
-def test_bridges_begin_as_their_neighbours() -> None:
+def test_a_warm_start_copies_the_nearest_bridges() -> None:
     target = target_of("llama")
     other, own = (
         Bridges(bridge_shape(target, "layers:0;layers:2-3;mlp:1")),
         Bridges(bridge_shape(target, "layers:1-2;attention:3")),
     )
-    for _, bridge in other.parts():
+    for _, bridge in other.items():
         torch.nn.init.normal_(bridge.bias)
-    own.warm(other)
+    own.warm_start(other)
     assert torch.equal(own.of(Gap("layers", 1, 2)).bias, other.of(Gap("layers", 2, 3)).bias)
     assert not own.of(Gap("attention", 3, 3)).bias.any()
     with pytest.raises(ConfigError, match="^bridge: .* another kind or size"):
-        own.warm(Bridges(bridge_shape(target, "layers:1", "mean")))
+        own.warm_start(Bridges(bridge_shape(target, "layers:1", "mean")))
 
 
 @pytest.mark.parametrize(("bridged", "helps"), [(0.6, True), (0.5, False), (0.4, False)])
-def test_a_fit_helps_where_its_drafts_are_right_more_often(
-    bridged: float, helps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fit_helps_if_acceptance_rises(bridged: float, helps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Calibration, "judge", lambda _, mask, bridges: 0.5 if bridges is None else bridged)
     assert calibration("llama").fit(bridge_shape(target_of("llama"), "layers:1-2")).helps is helps
 
 
 @pytest.mark.parametrize("noise", [False, True])
-def test_an_mlp_learns_what_a_map_cannot_and_never_noise(noise: bool) -> None:
+def test_an_mlp_learns_nonlinear_targets_and_ignores_noise(noise: bool) -> None:
     torch.manual_seed(0)
     bridge = Bridges(BridgeShape("layers:1", 3, 12, "mlp", 0, 32)).of(SkipMask.parse("layers:1", 3).gaps[0])
     hidden = torch.randn(6000, 12)
-    wanted = torch.randn(6000, 12) if noise else hidden.roll(1, -1) + hidden.square()
+    targets = torch.randn(6000, 12) if noise else hidden.roll(1, -1) + hidden.square()
     other = Bridges(bridge.shape).of(SkipMask.parse("layers:1", 3).gaps[0])
     with torch.no_grad():
-        regress(other, hidden, wanted)
-        learn(bridge, hidden, wanted)
-        errors = [float((found(hidden) - wanted).square().mean()) for found in (other, bridge)]
+        regress(other, hidden, targets)
+        regress_mlp(bridge, hidden, targets)
+        errors = [float((part(hidden) - targets).square().mean()) for part in (other, bridge)]
         same = torch.equal(other(hidden), bridge(hidden))
     assert same == noise
     assert noise or errors[1] < 0.9 * errors[0]
@@ -127,7 +125,7 @@ def test_a_view_and_a_scan_refuse_bridges_of_another_mask(own: str) -> None:
     target = Target(build("llama"))
     mask, bridges = SkipMask.parse("layers:1", 4), Bridges(bridge_shape(target, own))
     continuations = (Continuation("0", "own", (3, 4, 5), (6, 7, 8), 3),)
-    refused = pytest.raises(ConfigError, match=f"^bridges: stand in for {own}, not for layers:1$")
+    refused = pytest.raises(ConfigError, match=f"^bridges: made for mask '{own}', not for 'layers:1'$")
     with refused:
         skip_view(target.model, mask, bridges)
     with refused:
@@ -141,7 +139,7 @@ def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
     config = SpeculativeConfig("layer_skip", mask="layers:1-2", bridge=str(tmp_path / "bridge"))
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
     build_drafter(config, target)
-    with pytest.raises(ConfigError, match="^bridge: .* stands in for layers:1-2, not for layers:1"):
+    with pytest.raises(ConfigError, match="^bridge: .* is made for mask 'layers:1-2', not for 'layers:1'$"):
         build_drafter(replace(config, mask="layers:1"), target)
     other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device=DEVICE)
     with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
@@ -149,52 +147,52 @@ def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bridge" / "head.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="^bridge: cannot read"):
         build_drafter(config, target)
-    with pytest.raises(ConfigError, match="^bridge: nothing is skipped"):
+    with pytest.raises(ConfigError, match="^bridge: the mask skips nothing"):
         replace(config, mask="")
 
 
-def test_bridges_say_whose_they_are_and_what_they_were_fitted_to(tmp_path: Path) -> None:
-    """And serve their target in any dtype and place, but not another revision of it, whatever its weights."""
-    model, found = target_of("llama").model, calibration("llama")
-    mine = Target(model, None, "some/model", "one")
-    save_bridges(tmp_path, found.fit(bridge_shape(mine, "layers:1-2")).bridges, mine, {}, found.digest)
-    about = json.loads((tmp_path / "head.json").read_text())
-    assert about["target"]["name"] == "some/model" and about["target"]["revision"] == "one"
-    assert about["target"]["dtype"] == "float32"
-    assert about["calibration"] == found.digest != Calibration(found.target, found.continuations[:9], 2**24).digest
-    for other in (mine, Target(model, None, "some/model"), Target(model, None, "elsewhere", "two")):
+def test_saved_bridges_name_their_target_and_calibration(tmp_path: Path) -> None:
+    """They fit their target in any dtype and under any name, but not another revision of the same name."""
+    model, fitted = target_of("llama").model, calibration("llama")
+    own = Target(model, None, "some/model", "one")
+    save_bridges(tmp_path, fitted.fit(bridge_shape(own, "layers:1-2")).bridges, own, {}, fitted.digest)
+    metadata = json.loads((tmp_path / "head.json").read_text())
+    assert metadata["target"]["name"] == "some/model" and metadata["target"]["revision"] == "one"
+    assert metadata["target"]["dtype"] == "float32"
+    assert metadata["calibration"] == fitted.digest != Calibration(fitted.target, fitted.continuations[:9], 2**24).digest
+    for other in (own, Target(model, None, "some/model"), Target(model, None, "elsewhere", "two")):
         load_bridges(tmp_path, other)
     with pytest.raises(ConfigError, match="^bridge: .* another target, some/model, .* its revision is one, not two$"):
         load_bridges(tmp_path, Target(model, None, "some/model", "two"))
 
 
-def test_loading_bridges_draws_nothing(tmp_path: Path) -> None:
-    """A seed says the same of the first text as of the next: weights are drawn for modules that are then read."""
+def test_loading_bridges_uses_no_random_numbers(tmp_path: Path) -> None:
+    """A seed gives the same first and second text, although initial weights are drawn before the file is read."""
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     save_bridges(tmp_path / "bridge", Bridges(bridge_shape(target, "layers:1-2", "mlp", 2, 3)), target, {})
     skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", bridge=str(tmp_path / "bridge"))
     method = Export(Export.describe(target), skip).custom_generate()
-    ids, made = torch.tensor([[9, 30, 31, 9]], device=DEVICE), []
+    ids, outputs = torch.tensor([[9, 30, 31, 9]], device=DEVICE), []
     for _ in range(2):
         torch.manual_seed(0)
         options = dict(do_sample=True, temperature=3.0, top_k=0, max_new_tokens=16)
-        made.append(target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=method, **options))
-    assert made[0].equal(made[1])
+        outputs.append(target.model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=method, **options))
+    assert outputs[0].equal(outputs[1])
 
 
-def test_a_copy_that_was_killed_stops_no_export(tmp_path: Path) -> None:
+def test_an_interrupted_copy_does_not_prevent_an_export(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     save_draft_tokens(tmp_path / "tokens", torch.arange(5, 40), target, {})
     config = SpeculativeConfig("layer_skip", 3, mask="layers:1", draft_head=str(tmp_path / "tokens"))
     Export(Export.describe(target), config).save(tmp_path / "best.json")
-    (folder,) = attached(tmp_path / "best.json")
-    folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}"))  # as a process of this number would have left it
+    (folder,) = attached_folders(tmp_path / "best.json")
+    folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}"))  # as a killed process with this id leaves it
     Export(Export.describe(target), config).save(tmp_path / "best.json")
-    assert attached(tmp_path / "best.json") == [folder]
+    assert attached_folders(tmp_path / "best.json") == [folder]
 
 
-def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
-    """Moved to another machine with what lies beside it, the places where it was found gone."""
+def test_an_export_contains_its_bridges(tmp_path: Path) -> None:
+    """The export is moved with its attachments, and the original folders are deleted."""
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     shape = bridge_shape(target, "layers:1-2")
     parts = tmp_path / "parts"
@@ -205,11 +203,11 @@ def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
     skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", **fields)  # type: ignore[arg-type]
     config = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), skip))
     for name in ("best", "again"):
-        Export(Export.describe(target), config).save(tmp_path / "found" / f"{name}.json")
-    beside = attached(tmp_path / "found" / "best.json")
-    assert sorted(place.name.partition("-")[0] for place in beside) == ["best.bridge", "best.draft_head"]
+        Export(Export.describe(target), config).save(tmp_path / "original" / f"{name}.json")
+    folders = attached_folders(tmp_path / "original" / "best.json")
+    assert sorted(place.name.partition("-")[0] for place in folders) == ["best.bridge", "best.draft_head"]
     shutil.rmtree(parts)
-    (tmp_path / "found").rename(tmp_path / "elsewhere")
+    (tmp_path / "original").rename(tmp_path / "elsewhere")
     assert not list((tmp_path / "elsewhere").rglob("training.pt"))
     export = Export.load(tmp_path / "elsewhere" / "best.json", target)
     assert Path(export.config.members[1].bridge).is_relative_to(tmp_path / "elsewhere")
@@ -223,7 +221,7 @@ def test_an_export_takes_its_bridges_along(tmp_path: Path) -> None:
     fields = json.loads((tmp_path / "elsewhere" / "best.json").read_text())
     fields["config"]["members"][1]["mask"] = "layers:1"
     (tmp_path / "elsewhere" / "edited.json").write_text(json.dumps(fields))
-    with pytest.raises(ExportError, match=r"^config\.bridge: .* stands in for layers:1-2, not for layers:1$"):
+    with pytest.raises(ExportError, match=r"^config\.bridge: .* is made for mask 'layers:1-2', not for 'layers:1'$"):
         Export.load(tmp_path / "elsewhere" / "edited.json", target)
     shutil.rmtree(export.config.members[1].bridge)
     with pytest.raises(ConfigError, match="^bridge: cannot read"):
@@ -255,9 +253,9 @@ def test_shapes_out_of_range_are_refused(fields: dict[str, object]) -> None:
 def test_damaged_bridges_are_refused(tmp_path: Path) -> None:
     target = target_of("llama")
     folder = Path(bridge_folder("llama", "layers:1-2", "linear"))
-    about = json.loads((folder / "head.json").read_text())
+    metadata = json.loads((folder / "head.json").read_text())
     (tmp_path / "head.safetensors").write_bytes((folder / "head.safetensors").read_bytes())
     for harm in ({"mask": "layers:1"}, {"kind": "mean"}, {"other": 1}):
-        (tmp_path / "head.json").write_text(json.dumps(about | {"shape": about["shape"] | harm}))
+        (tmp_path / "head.json").write_text(json.dumps(metadata | {"shape": metadata["shape"] | harm}))
         with pytest.raises(ConfigError, match="^bridge: .* is damaged"):
             load_bridges(tmp_path, target, SkipMask.parse(str(harm.get("mask", "layers:1-2")), 4))

@@ -1,4 +1,4 @@
-"""The key-value cache: one length for all layers, rewound by assignment, right past sliding windows."""
+"""The key-value cache: one length for all layers, rewound by assignment, also past sliding windows."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _tokens(seed: int, count: int = LENGTH) -> Tensor:
 
 
 def _fresh(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """``[n, V]``: one pass without any cache."""
+    """``[n, V]``: one pass without a cache."""
     with torch.inference_mode():
         return model(input_ids=tokens[None], use_cache=False).logits[0]
 
 
-def _close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 1e-5)
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * 1e-5)
 
 
 def _cache(model: PreTrainedModel, static_shapes: bool = False, length: int = LENGTH) -> KVCache:
@@ -44,7 +44,7 @@ def _cache(model: PreTrainedModel, static_shapes: bool = False, length: int = LE
 
 @pytest.fixture
 def target(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as the decoding loop runs it; what it must give is what the model itself gives."""
+    """The view that the decoding loop runs; its logits must equal the model's."""
     return decoding_view(model)
 
 
@@ -57,9 +57,9 @@ def test_blocks_of_any_size_give_the_logits_of_one_pass(
     expected = _fresh(model, tokens)
     for size in (5, 1, 1, 80, 3, 10):
         start = cache.length
-        found = forward(target, tokens[start : start + size], cache, last=size)
-        assert cache.length == cache.get_seq_length() == start  # a pass never moves it
-        _close(found, expected[start : start + size])
+        actual = forward(target, tokens[start : start + size], cache, last=size)
+        assert cache.length == cache.get_seq_length() == start  # a pass never changes it
+        _assert_close(actual, expected[start : start + size])
         cache.length += size
     assert cache.length == LENGTH
 
@@ -67,7 +67,7 @@ def test_blocks_of_any_size_give_the_logits_of_one_pass(
 @SHAPES
 @torch.inference_mode()
 def test_a_rewind_leaves_no_trace(model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool) -> None:
-    """Committed positions, more than a window of them, are taken back and written anew."""
+    """Committed positions, more than a window of them, are rewound and written again."""
     tokens, cache = _tokens(0), _cache(model, static_shapes)
     forward(target, tokens, cache, last=1)
     cache.length = LENGTH
@@ -75,9 +75,9 @@ def test_a_rewind_leaves_no_trace(model: PreTrainedModel, target: PreTrainedMode
         cache.length = kept
         rewritten = torch.cat((tokens[:kept], _tokens(kept + 1)[kept:]))
         expected = _fresh(model, rewritten)
-        _close(forward(target, rewritten[kept : kept + 2], cache, last=2), expected[kept : kept + 2])
+        _assert_close(forward(target, rewritten[kept : kept + 2], cache, last=2), expected[kept : kept + 2])
         cache.length = kept + 2
-        _close(forward(target, rewritten[kept + 2 :], cache, last=1), expected[-1:])
+        _assert_close(forward(target, rewritten[kept + 2 :], cache, last=1), expected[-1:])
         cache.length = LENGTH
 
 
@@ -92,15 +92,15 @@ def test_passes_that_are_not_committed_are_overwritten(
     cache.length = 20
     for seed in (1, 2):
         rejected = _tokens(seed, 6)
-        _close(forward(target, rejected, cache, last=6), _fresh(model, torch.cat((tokens[:20], rejected)))[20:])
-    _close(forward(target, tokens[20:23], cache, last=3), expected[20:23])
+        _assert_close(forward(target, rejected, cache, last=6), _fresh(model, torch.cat((tokens[:20], rejected)))[20:])
+    _assert_close(forward(target, tokens[20:23], cache, last=3), expected[20:23])
     cache.length = 22  # only two of the three are accepted
-    _close(forward(target, tokens[22:], cache, last=LENGTH - 22), expected[22:])
+    _assert_close(forward(target, tokens[22:], cache, last=LENGTH - 22), expected[22:])
 
 
 @SHAPES
 @torch.inference_mode()
-def test_writing_behind_the_last_position_is_refused(
+def test_writing_past_the_last_position_is_refused(
     model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
 ) -> None:
     tokens, cache = _tokens(0), _cache(model, static_shapes, length=10)
@@ -108,7 +108,7 @@ def test_writing_behind_the_last_position_is_refused(
     cache.length = 8
     with pytest.raises(CacheFull, match="^cache: "):
         forward(target, tokens[8:11], cache, last=1)
-    _close(forward(target, tokens[8:10], cache, last=2), _fresh(model, tokens[:10])[8:])
+    _assert_close(forward(target, tokens[8:10], cache, last=2), _fresh(model, tokens[:10])[8:])
 
 
 @SHAPES
@@ -140,7 +140,7 @@ def test_memory_is_allocated_once(static_shapes: bool) -> None:
 
 @torch.inference_mode()
 def test_static_shapes_read_positions_from_the_device() -> None:
-    """A captured graph replays with the position that the tensor then holds, not with the one it was captured with."""
+    """A captured graph replays with the present value of the position tensor, not with the captured one."""
     cache = KVCache(1, 10, static_shapes=True)
     position = cache.position
     assert isinstance(position, Tensor)
@@ -156,4 +156,4 @@ def test_forward_returns_the_last_logits_of_a_block(model: PreTrainedModel, targ
     tokens = _tokens(3, 9)
     expected = _fresh(model, tokens)
     for last in (1, 4, 9):
-        _close(forward(target, tokens, _cache(model), last), expected[-last:])
+        _assert_close(forward(target, tokens, _cache(model), last), expected[-last:])

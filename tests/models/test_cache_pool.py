@@ -1,4 +1,4 @@
-"""A cache is lent to one at a time, again and again, for as long as what was recorded on it holds."""
+"""The cache pool: a cache has one user at a time and is reused while its captured passes are valid."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from layerskip.config import StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
-from layerskip.device.memory import release
+from layerskip.device.memory import release_memory
 from layerskip.drafters.draft_model import DraftModel
-from layerskip.models import cache_pool as lending
+from layerskip.models import cache_pool
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, release_cache
 from layerskip.models.forward import forward
-from layerskip.models.graph_capture import RecordedCache
+from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.families import build
 
 LAYERS = 4
-PLACE = torch.device(DEVICE)
+TORCH_DEVICE = torch.device(DEVICE)
 PROMPT = [5, 9, 3, 7]
 
 
@@ -34,44 +34,44 @@ def _tokens(count: int) -> Tensor:
     return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 
-def _lent(model: Any, positions: int = 40, holder: object | None = None) -> RecordedCache:
+def _acquired(model: Any, positions: int = 40, holder: object | None = None) -> CapturingCache:
     cache = acquire_cache(model, LAYERS, positions, model.device, static_shapes=True, holder=holder)
-    assert isinstance(cache, RecordedCache)
+    assert isinstance(cache, CapturingCache)
     return cache
 
 
-def test_a_cache_is_lent_to_one_at_a_time_and_then_again() -> None:
+def test_a_cache_has_one_user_at_a_time_and_is_reused() -> None:
     model = build("llama")
-    first, second = _lent(model), _lent(model)
+    first, second = _acquired(model), _acquired(model)
     assert first is not second
     first.length = 7
     release_cache(model, first)
-    again = _lent(model, 50)
-    assert again is first and (again.length, again.room) == (0, 50)
+    again = _acquired(model, 50)
+    assert again is first and (again.length, again.capacity) == (0, 50)
     release_cache(model, again)
-    release_cache(model, again)  # twice by mistake
-    assert _lent(model) is first
-    assert _lent(model) is not first
-    assert _lent(build("llama", 1)) is not first
-    assert _lent(model, first.max_length + 1).max_length > first.max_length
+    release_cache(model, again)  # a second release is harmless
+    assert _acquired(model) is first
+    assert _acquired(model) is not first
+    assert _acquired(build("llama", 1)) is not first
+    assert _acquired(model, first.max_length + 1).max_length > first.max_length
 
 
-def test_a_cache_that_records_nothing_is_as_long_as_asked_for_and_never_lent_again() -> None:
+def test_a_cache_without_captures_has_the_requested_length_and_is_not_reused() -> None:
     model = build("llama")
-    cache = acquire_cache(model, LAYERS, 40, PLACE, static_shapes=False)
+    cache = acquire_cache(model, LAYERS, 40, TORCH_DEVICE, static_shapes=False)
     assert type(cache) is KVCache and cache.max_length == 40
     release_cache(model, cache)
-    assert acquire_cache(model, LAYERS, 40, PLACE, static_shapes=False) is not cache
+    assert acquire_cache(model, LAYERS, 40, TORCH_DEVICE, static_shapes=False) is not cache
 
 
 @torch.inference_mode()
-def test_nothing_of_an_earlier_text_is_left_in_a_lent_cache() -> None:
-    """Masked positions are read, too, and what is no number stays none whatever it is multiplied by."""
+def test_a_reused_cache_has_nothing_of_an_earlier_text() -> None:
+    """Masked positions are read too, and NaN times 0 is NaN."""
     model = build("llama")
     view, outputs = decoding_view(model), []
-    for spoilt in (False, True):
-        cache = _lent(model)
-        assert cache.is_written == spoilt
+    for reused in (False, True):
+        cache = _acquired(model)
+        assert cache.is_written == reused
         for _ in range(2):
             forward(view, _tokens(8), cache, last=1)
             cache.length = 8
@@ -82,61 +82,61 @@ def test_nothing_of_an_earlier_text_is_left_in_a_lent_cache() -> None:
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
-def test_a_cache_of_other_weights_is_not_lent_again() -> None:
+def test_a_cache_for_other_weights_is_not_reused() -> None:
     model = build("llama")
-    first = _lent(model)
+    first = _acquired(model)
     release_cache(model, first)
     model.to(torch.float64)
-    assert _lent(model) is not first
+    assert _acquired(model) is not first
 
 
-def test_what_waits_to_be_lent_is_let_go_where_memory_is_short() -> None:
+def test_pooled_caches_are_freed_when_memory_is_short() -> None:
     model = build("llama")
-    first = _lent(model)
+    first = _acquired(model)
     release_cache(model, first)
-    release()
-    assert _lent(model) is not first
+    release_memory()
+    assert _acquired(model) is not first
 
 
-def test_passes_are_recorded_on_a_gpu_unless_the_context_is_long() -> None:
+def test_passes_are_captured_on_a_gpu_unless_the_context_is_long() -> None:
     model = build("llama")
-    assert isinstance(acquire_cache(model, LAYERS, 40, PLACE), RecordedCache) == (PLACE.type == "cuda")
-    assert type(acquire_cache(model, LAYERS, 100_000, PLACE)) is KVCache
+    assert isinstance(acquire_cache(model, LAYERS, 40, TORCH_DEVICE), CapturingCache) == (TORCH_DEVICE.type == "cuda")
+    assert type(acquire_cache(model, LAYERS, 100_000, TORCH_DEVICE)) is KVCache
 
 
 @pytest.mark.parametrize("positions", [4097, 4608, 4609, 8192, 8193, 20_000, 32_768])
-def test_a_long_cache_is_hardly_longer_than_asked_for(positions: int) -> None:
-    """As passes read all of it, masked or not; and there are few lengths, so that most prompts find one."""
-    found = _lent(build("llama"), positions).max_length
-    assert positions <= found <= positions * 9 / 8
-    assert found % 512 == 0
+def test_a_long_cache_is_at_most_an_eighth_longer_than_requested(positions: int) -> None:
+    """Passes read masked positions too. There are few lengths, so that most prompts find a pooled cache."""
+    length = _acquired(build("llama"), positions).max_length
+    assert positions <= length <= positions * 9 / 8
+    assert length % 512 == 0
 
 
-def test_what_waits_on_a_device_that_a_model_has_left_is_let_go() -> None:
-    """Also where nothing is recorded on the next one."""
+def test_pooled_caches_are_dropped_when_the_model_moves() -> None:
+    """Even if nothing is captured on the new device."""
     model = build("llama")
-    first = _lent(model)
+    first = _acquired(model)
     release_cache(model, first)
     acquire_cache(model, LAYERS, 40, torch.device("meta"), static_shapes=False)
-    assert _lent(model) is not first
+    assert _acquired(model) is not first
 
 
-def test_a_cache_is_of_all_weights_that_passes_read() -> None:
-    model, beside = build("llama"), nn.Linear(2, 2)
+def test_a_cache_depends_on_all_weights_that_passes_read() -> None:
+    model, module = build("llama"), nn.Linear(2, 2)
 
-    def lent() -> KVCache:
-        return acquire_cache(model, LAYERS, 40, model.device, static_shapes=True, reads=[beside])
+    def acquired() -> KVCache:
+        return acquire_cache(model, LAYERS, 40, model.device, static_shapes=True, reads=[module])
 
-    first = lent()
+    first = acquired()
     release_cache(model, first)
-    assert lent() is first
+    assert acquired() is first
     release_cache(model, first)
-    beside.weight.data = beside.weight.data.clone()
-    assert lent() is not first
+    module.weight.data = module.weight.data.clone()
+    assert acquired() is not first
 
 
 class _Wrapped(Tensor):
-    """A tensor that lies where another one says, as quantised ones do."""
+    """A tensor that wraps another one, as quantised ones do."""
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Any:
@@ -147,70 +147,70 @@ class _Wrapped(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return cls(args[0].inner)  # of what makes a parameter of it
+        return cls(args[0].inner)  # called by nn.Parameter
 
 
-def test_nothing_is_recorded_where_nobody_can_tell_whether_weights_were_moved() -> None:
+def test_nothing_is_captured_if_moved_weights_cannot_be_detected() -> None:
     model = nn.Linear(2, 2)
-    assert isinstance(acquire_cache(model, 1, 40, PLACE, static_shapes=True), RecordedCache)
+    assert isinstance(acquire_cache(model, 1, 40, TORCH_DEVICE, static_shapes=True), CapturingCache)
     model.weight = nn.Parameter(_Wrapped(torch.ones(2, 2)), requires_grad=False)
-    assert type(acquire_cache(model, 1, 40, PLACE, static_shapes=True)) is KVCache
+    assert type(acquire_cache(model, 1, 40, TORCH_DEVICE, static_shapes=True)) is KVCache
 
 
 class _Holder:
     pass
 
 
-def test_a_holder_has_one_cache_until_it_is_gone() -> None:
+def test_a_holder_keeps_one_cache_until_it_is_collected() -> None:
     model, holder, other = build("llama"), _Holder(), _Holder()
-    first = _lent(model, holder=holder)
-    assert _lent(model, holder=other) is not first
-    assert _lent(model, holder=holder) is first  # which it gave back for it
+    first = _acquired(model, holder=holder)
+    assert _acquired(model, holder=other) is not first
+    assert _acquired(model, holder=holder) is first  # the first cache was released for it
     del holder
     gc.collect()
-    assert _lent(model) is first
-    assert _lent(model) is not first
+    assert _acquired(model) is first
+    assert _acquired(model) is not first
 
 
-def test_what_a_drafter_had_is_lent_again_once_it_is_gone() -> None:
+def test_the_cache_of_a_collected_drafter_is_reused() -> None:
     target, draft = Target(build("llama")), build("llama", 1)
     drafter = DraftModel(draft, LAYERS, 2, StopRule())
     decode(target, drafter, PROMPT, Sampling(), 8, static_shapes=True)
     first = drafter._cache
     del drafter
     gc.collect()
-    assert _lent(draft) is first
+    assert _acquired(draft) is first
 
 
-def test_a_cache_may_be_returned_while_another_is_lent() -> None:
-    """A holder may go at any time."""
-    with lending._lock:
-        free = lending._lock.acquire(blocking=False)
+def test_a_cache_can_be_released_while_another_is_acquired() -> None:
+    """A holder can be collected at any time."""
+    with cache_pool._lock:
+        free = cache_pool._lock.acquire(blocking=False)
     assert free
-    lending._lock.release()
+    cache_pool._lock.release()
 
 
-def test_what_was_recorded_outlasts_a_client_that_goes() -> None:
+def test_captured_passes_survive_an_interrupted_request() -> None:
     target = Target(build("llama"))
 
-    def leave(tokens: list[int]) -> None:
+    def interrupt(tokens: list[int]) -> None:
         if len(tokens) < 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        decode(target, NoDraft(), PROMPT, Sampling(), 8, callback=leave, static_shapes=True)
-    assert any(type(cache) is RecordedCache for cache in lending._waiting[target.model])
+        decode(target, NoDraft(), PROMPT, Sampling(), 8, callback=interrupt, static_shapes=True)
+    assert any(type(cache) is CapturingCache for cache in cache_pool._free[target.model])
 
 
 def test_an_interrupted_pass_leaves_no_trace() -> None:
-    """Whether shapes were static, and what the device was told, is as in a new cache."""
+    """Static shapes and the length on the device are reset."""
     model = build("llama")
-    cache = _lent(model)
+    cache = _acquired(model)
     with torch.inference_mode():
         cache.length = 7
         cache._on_device().fill_(9)
         cache.static_shapes = True
     release_cache(model, cache)
-    assert _lent(model) is cache
+    assert _acquired(model) is cache
     cache.length = 7
     assert not cache.static_shapes and int(cache._on_device()) == 7

@@ -1,4 +1,4 @@
-"""Checkpoints of kept layers: transformers loads them, they compute what the skipped model does, and they draft."""
+"""Checkpoints of kept layers load in transformers, compute the same as the skipped model, and serve as draft models."""
 
 from __future__ import annotations
 
@@ -72,20 +72,20 @@ def _load(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def idle(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """Five layers, of which three hardly matter."""
+    """Five layers, three of which have little effect."""
     folder = save_tiny(tmp_path_factory.mktemp("idle") / "llama", num_hidden_layers=5, idle=(1, 2, 3))
     return load_target(str(folder), dtype="float32", device=DEVICE)
 
 
 @pytest.fixture(scope="module")
 def cut(idle: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its checkpoint without those."""
+    """The checkpoint without these three layers."""
     mask = SkipMask.parse("layers:1-3", 5)
     return save_draft_checkpoint(idle, mask, tmp_path_factory.mktemp("cut") / "draft")
 
 
 @pytest.mark.parametrize(("family", "changes", "text", "fields"), CUT)
-def test_transformers_loads_what_the_skipped_model_computes(
+def test_the_checkpoint_computes_the_same_as_the_skipped_model(
     tmp_path: Path, family: str, changes: dict[str, Any], text: str, fields: dict[str, Any]
 ) -> None:
     target = Target(build(family, **changes))
@@ -99,7 +99,7 @@ def test_transformers_loads_what_the_skipped_model_computes(
     torch.testing.assert_close(_logits(_load(folder), 64), expected)
 
 
-def test_the_target_is_left_as_it_is(tmp_path: Path) -> None:
+def test_the_target_does_not_change(tmp_path: Path) -> None:
     target = Target(build("gemma3_text"))
     config, logits = target.model.config.to_dict(), _logits(target.model, 64)
     save_draft_checkpoint(target, SkipMask.parse("layers:1-2", 4), tmp_path)
@@ -115,7 +115,7 @@ def test_weights_keep_their_dtype(tiny_folder: Path, tmp_path: Path, dtype: str)
     assert str(loaded.dtype) == f"torch.{dtype}"
 
 
-def test_it_drafts_as_transformers_assistant(idle: Target, cut: Path) -> None:
+def test_it_works_as_assistant_model_of_transformers(idle: Target, cut: Path) -> None:
     tokens = torch.tensor([idle.encode("the rain in the on")])
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     plain = idle.model.generate(**inputs, do_sample=False, max_new_tokens=32)
@@ -123,7 +123,7 @@ def test_it_drafts_as_transformers_assistant(idle: Target, cut: Path) -> None:
     assert assisted.equal(plain)
 
 
-def test_it_drafts_as_our_draft_model(idle: Target, cut: Path) -> None:
+def test_it_works_as_draft_model(idle: Target, cut: Path) -> None:
     plain = generate(idle, "the rain in the on", max_new_tokens=48)
     config = SpeculativeConfig("draft_model", draft=str(cut), draft_length=4)
     drafted = generate(idle, "the rain in the on", config, max_new_tokens=48)
@@ -131,22 +131,22 @@ def test_it_drafts_as_our_draft_model(idle: Target, cut: Path) -> None:
     assert drafted.stats.acceptance_rate > 0.5
 
 
-def test_it_is_a_target_with_the_same_words(idle: Target, cut: Path) -> None:
+def test_it_is_a_target_with_the_same_tokenizer(idle: Target, cut: Path) -> None:
     target = load_target(str(cut), dtype="float32", device=DEVICE)
     assert (target.layers, target.architecture, target.eos_ids) == (2, idle.architecture, idle.eos_ids)
     assert target.encode("the rain, 雨") == idle.encode("the rain, 雨")
 
 
 @pytest.fixture
-def roomy() -> Iterator[Path]:
-    """A folder that does not outlive the test, for weights of a real model."""
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is deleted after the test, for weights of a real model."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
 
-def test_a_real_model_out_of_a_gguf_file_is_cut(smollm2: Target, roomy: Path) -> None:
+def test_a_real_model_from_a_gguf_file_is_cut(smollm2: Target, temporary_folder: Path) -> None:
     mask = SkipMask.parse("layers:2-27", 30)
-    folder = save_draft_checkpoint(smollm2, mask, roomy / "draft")
+    folder = save_draft_checkpoint(smollm2, mask, temporary_folder / "draft")
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     expected = _logits(skip_view(smollm2.model, mask), 49152)
     loaded = load_target(str(folder), dtype="float32", device=DEVICE)
@@ -177,14 +177,14 @@ def test_a_mask_for_another_depth_is_refused(tiny_target: Target, tmp_path: Path
     assert not (tmp_path / "draft").exists()
 
 
-def test_a_folder_with_something_in_it_is_refused_and_kept(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_non_empty_folder_is_refused_and_kept(tiny_target: Target, tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("keep me")
     with pytest.raises(FileExistsError, match=str(tmp_path)):
         save_draft_checkpoint(tiny_target, SkipMask.parse("layers:1", 3), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["precious.txt"]
 
 
-# What a layer of these computes depends on its number, or on how many there are.
+# In these families, a layer depends on its number or on the number of layers.
 @pytest.mark.parametrize(
     ("family", "text"), [("diffllama", "layers:1"), ("minicpm3", "layers:2"), ("deepseek_v3", "layers:0")]
 )
@@ -195,7 +195,7 @@ def test_a_family_that_cannot_be_cut_is_refused_by_name(tmp_path: Path, family: 
     assert not (tmp_path / "draft").exists()
 
 
-def test_what_cannot_be_skipped_cannot_be_cut(tmp_path: Path) -> None:
+def test_a_family_that_cannot_be_skipped_cannot_be_cut(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"^BloomForCausalLM: "):
         save_draft_checkpoint(Target(build("bloom")), SkipMask.parse("layers:1", 4), tmp_path / "draft")
     assert not (tmp_path / "draft").exists()

@@ -1,4 +1,4 @@
-"""Drafts from few tokens of the vocabulary."""
+"""Draft heads: drafts from a part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, generated
 
 
 @pytest.mark.parametrize("kind", ["layer_skip", "draft_model"])
-def test_a_draft_has_the_tokens_of_its_head_and_of_the_text_alone(kind: str, tmp_path: Path) -> None:
+def test_a_draft_has_only_tokens_of_its_head_and_of_the_text(kind: str, tmp_path: Path) -> None:
     target = target_of("llama")
     tokens = (3, 4, 8, 9, 10)
     fields: dict[str, Any] = {"mask": ""}
@@ -42,16 +42,16 @@ def test_a_draft_has_the_tokens_of_its_head_and_of_the_text_alone(kind: str, tmp
     assert from_text
     head = DraftHead(target.model, torch.tensor(tokens), target.vocabulary)
     view = skip_view(target.model, SkipMask.none(target.layers))
-    head.narrow(view)
+    head.restrict(view)
     ids = torch.tensor([PROMPTS[1]], device=DEVICE)
     with torch.no_grad():
-        few, whole = view(input_ids=ids).logits[0], target.model(input_ids=ids).logits[0]
-    assert torch.allclose(few, whole[:, list(tokens)], atol=1e-5)
+        reduced, full = view(input_ids=ids).logits[0], target.model(input_ids=ids).logits[0]
+    assert torch.allclose(reduced, full[:, list(tokens)], atol=1e-5)
 
 
 def test_a_draft_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     target = target_of("llama")
-    with pytest.raises(ConfigError, match="^draft_head: .*tokens that the model does not have"):
+    with pytest.raises(ConfigError, match="^draft_head: .*tokens outside the model's vocabulary"):
         DraftHead(target.model, torch.tensor([1, 99]), target.vocabulary)
     save_draft_tokens(tmp_path, torch.tensor([4, 3]), target, {})
     with pytest.raises(ConfigError, match="^draft_head: .* is damaged"):

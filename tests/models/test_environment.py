@@ -1,4 +1,4 @@
-"""What a measurement says about where it ran, against what the machine and the packages say themselves."""
+"""The environment of a measurement compared with the machine and the installed packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layerskip import Target
 from layerskip.models.environment import environment, git_commit
 
 
-def test_versions_are_those_that_are_imported(tiny_target: Target) -> None:
+def test_versions_are_those_of_the_imported_packages(tiny_target: Target) -> None:
     modules = {
         "torch": torch,
         "transformers": transformers,
@@ -26,24 +26,26 @@ def test_versions_are_those_that_are_imported(tiny_target: Target) -> None:
         "hydra-core": hydra,
     }
     expected = {name: module.__version__ for name, module in modules.items()}
-    found = environment(tiny_target)["versions"]
-    assert found == expected | {"python": platform.python_version()}
+    result = environment(tiny_target)["versions"]
+    assert result == expected | {"python": platform.python_version()}
 
 
 def test_the_machine_is_described_in_plain_values(tiny_target: Target) -> None:
-    found = json.loads(json.dumps(environment(tiny_target), allow_nan=False))
-    assert (found["device"], found["threads"]) == ("cpu", torch.get_num_threads())
-    assert found["device_name"].strip()
-    assert platform.system() in found["platform"]
+    result = json.loads(json.dumps(environment(tiny_target), allow_nan=False))
+    assert (result["device"], result["threads"]) == ("cpu", torch.get_num_threads())
+    assert result["device_name"].strip()
+    assert platform.system() in result["platform"]
 
 
-def test_a_commit_is_told_with_what_is_not_its_own(tmp_path: Path) -> None:
-    """Of this program's checkout, and by its code; not of a project that it is installed in."""
+def test_the_commit_is_marked_if_the_code_was_changed(tmp_path: Path) -> None:
+    """Only for this program's own checkout, and ``-dirty`` only if its code changed."""
 
     def git(*arguments: str) -> str:
-        who = ("-c", "user.name=one", "-c", "user.email=one@example.com")
-        done = subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        author = ("-c", "user.name=one", "-c", "user.email=one@example.com")
+        completed = subprocess.run(
+            ["git", "-C", str(tmp_path), *author, *arguments], capture_output=True, text=True, check=True
+        )
+        return completed.stdout.strip()
 
     assert git_commit(tmp_path) is None
     git("init")

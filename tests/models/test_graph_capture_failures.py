@@ -1,4 +1,4 @@
-"""What cannot be recorded is run as it is: this time, or for good where it never will be."""
+"""Passes that cannot be captured run eagerly: once, or for good if the model can never be captured."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from layerskip.device.tolerance import close
-from layerskip.models.cuda_graphs import Anew
+from layerskip.device.tolerance import nearly_equal
+from layerskip.models.cuda_graphs import EagerPass
 from layerskip.models.forward import forward
-from layerskip.models.graph_capture import RecordedCache, _refused
+from layerskip.models.graph_capture import CapturingCache, _refused
 from layerskip.models.skip_view import decoding_view
 from tests.accelerator import DEVICE
 from tests.families import build
 
 LAYERS = 4
-PLACE = torch.device(DEVICE)
+TORCH_DEVICE = torch.device(DEVICE)
 
 
 def _tokens(count: int) -> Tensor:
@@ -34,8 +34,8 @@ def _failing(error: Exception) -> Any:
     return fail
 
 
-def _prefilled(model: PreTrainedModel) -> tuple[PreTrainedModel, RecordedCache]:
-    view, cache = decoding_view(model), RecordedCache(LAYERS, 40, PLACE)
+def _prefilled(model: PreTrainedModel) -> tuple[PreTrainedModel, CapturingCache]:
+    view, cache = decoding_view(model), CapturingCache(LAYERS, 40, TORCH_DEVICE)
     forward(view, _tokens(8), cache, last=1)
     cache.length = 8
     return view, cache
@@ -43,24 +43,24 @@ def _prefilled(model: PreTrainedModel) -> tuple[PreTrainedModel, RecordedCache]:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("no\nsuch thing")])
 @torch.inference_mode()
-def test_only_what_will_never_be_recorded_is_refused(
+def test_a_model_is_refused_only_if_it_can_never_be_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    """Not what there was no memory for; and of what is refused, the reason is told."""
+    """Running out of memory is no refusal. A refusal is logged with its reason."""
     model = build("llama")
     view, cache = _prefilled(model)
     expected = model(_tokens(11)[None], use_cache=False).logits[0, 8:]
     with monkeypatch.context() as patch:
-        patch.setattr(RecordedCache, "_make", _failing(error))
-        assert close(forward(view, _tokens(11)[8:], cache, last=3), expected)
+        patch.setattr(CapturingCache, "_capture", _failing(error))
+        assert nearly_equal(forward(view, _tokens(11)[8:], cache, last=3), expected)
     refused = "no" in str(error)[:2]
-    assert (view in _refused, "as they are: no" in caplog.text, "such" in caplog.text) == (refused, refused, False)
-    assert close(forward(view, _tokens(11)[8:], cache, last=3), expected)
+    assert (view in _refused, "run eagerly: no" in caplog.text, "such" in caplog.text) == (refused, refused, False)
+    assert nearly_equal(forward(view, _tokens(11)[8:], cache, last=3), expected)
     assert any(cache._passes.values()) != refused
 
 
 @torch.inference_mode()
-def test_what_is_no_number_tells_nothing_of_a_record() -> None:
+def test_non_finite_logits_neither_refuse_nor_confirm_a_capture() -> None:
     model = build("llama")
     view, cache = _prefilled(model)
     weight = model.get_output_embeddings().weight
@@ -73,9 +73,9 @@ def test_what_is_no_number_tells_nothing_of_a_record() -> None:
 
 
 @torch.inference_mode()
-def test_a_device_that_is_lost_is_no_reason_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     view, cache = _prefilled(build("llama"))
-    monkeypatch.setattr(RecordedCache, "_make", _failing(RuntimeError("CUDA error: device-side assert triggered")))
+    monkeypatch.setattr(CapturingCache, "_capture", _failing(RuntimeError("CUDA error: device-side assert triggered")))
     with pytest.raises(RuntimeError, match="device-side assert"):
         forward(view, _tokens(1), cache, last=1)
     with pytest.raises(RuntimeError, match="device-side assert"):
@@ -84,43 +84,43 @@ def test_a_device_that_is_lost_is_no_reason_to_go_on(monkeypatch: pytest.MonkeyP
 
 
 @torch.inference_mode()
-def test_passes_that_say_nothing_are_recorded() -> None:
+def test_passes_without_logits_are_captured() -> None:
     view, cache = _prefilled(build("llama"))
     assert forward(view, _tokens(2), cache, last=0).shape == (0, 64)
     assert any(cache._passes.values())
 
 
 @torch.inference_mode()
-def test_where_no_move_can_be_recorded_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_move_that_cannot_be_captured_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     _, cache = _prefilled(build("llama"))
-    before, asked = [states.clone() for states in cache.buffers()], []
+    before, attempts = [states.clone() for states in cache.buffers()], []
     cache.length = 4
-    monkeypatch.setattr(RecordedCache, "_make", lambda *_: asked.append(1) or _failing(RuntimeError("no"))())
+    monkeypatch.setattr(CapturingCache, "_capture", lambda *_: attempts.append(1) or _failing(RuntimeError("no"))())
     for _ in range(2):
         cache.gather([2])
         cache.gather([0])
     for states, old in zip(cache.buffers(), before, strict=True):
         assert torch.equal(states[:, :, 4], old[:, :, 6])
-    assert len(asked) == 1
+    assert len(attempts) == 1
 
 
-def test_one_pass_is_recorded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_work: list[int] = []
-    most: list[int] = []
+def test_one_pass_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[int] = []
+    peaks: list[int] = []
 
-    def slow(cache: RecordedCache, *_: object) -> Anew:
-        at_work.append(0)
-        most.append(len(at_work))
+    def slow(cache: CapturingCache, *_: object) -> EagerPass:
+        running.append(0)
+        peaks.append(len(running))
         time.sleep(0.2)
-        at_work.pop()
-        return Anew()
+        running.pop()
+        return EagerPass()
 
     @torch.inference_mode()
-    def record(cache: RecordedCache) -> None:
+    def capture(cache: CapturingCache) -> None:
         cache.gather([1])
 
-    monkeypatch.setattr(RecordedCache, "_make", slow)
-    caches = [RecordedCache(LAYERS, 40, PLACE) for _ in range(2)]
+    monkeypatch.setattr(CapturingCache, "_capture", slow)
+    caches = [CapturingCache(LAYERS, 40, TORCH_DEVICE) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(record, caches))
-    assert most == [1, 1]
+        list(pool.map(capture, caches))
+    assert peaks == [1, 1]

@@ -1,4 +1,4 @@
-"""Rows of an output layer, as a text goes on."""
+"""Output rows while a text grows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def test_rows_are_those_of_common_tokens_and_of_the_text(bias: Tensor | None) ->
     weight = torch.randn(VOCABULARY, 6, generator=torch.Generator().manual_seed(0))
     rows = OutputRows(weight, bias, torch.tensor(COMMON), KNOWN)
     text: list[int] = []
-    for length in (0, 3, 40, 41, 300, 800):  # more than there is room for at first, and more again
-        text += [(7 * place + 1) % VOCABULARY for place in range(len(text), length)]
+    for length in (0, 3, 40, 41, 300, 800):  # beyond the reserved rows, twice
+        text += [(7 * row + 1) % VOCABULARY for row in range(len(text), length)]
         with torch.inference_mode():  # as decoding does
             rows.follow(text)
         tokens = rows.tokens.tolist()
         assert tuple(tokens[: len(COMMON)]) == COMMON
         assert sorted(tokens) == sorted({*COMMON, *(token for token in text if token < KNOWN)})
-        assert [rows.token(place) for place in range(len(tokens))] == tokens
+        assert [rows.token(row) for row in range(len(tokens))] == tokens
         assert torch.equal(rows.weight, weight[tokens])
         assert rows.bias is None if bias is None else rows.bias is not None and torch.equal(rows.bias, bias[tokens])
     rows.begin()

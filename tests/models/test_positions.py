@@ -1,4 +1,4 @@
-"""Scaled rotary positions, against transformers' ``generate``: exact on either side of an edge, refused across it."""
+"""Scaled rotary positions compared with transformers' ``generate``: exact on both sides of a threshold, refused across."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from layerskip import SpeculativeConfig, Target, UnsupportedModel, generate
-from layerskip.models.positions import most_positions
+from layerskip.models.positions import max_positions
 from tests.families import build
 
-EDGE = 24
+THRESHOLD = 24
 LONG = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4,
-    "original_max_position_embeddings": EDGE,
+    "original_max_position_embeddings": THRESHOLD,
 }  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LOOKUP = SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=2, draft_length=6)
@@ -24,7 +24,7 @@ TREE = SpeculativeConfig("token_recycling", draft_length=3, least_probability=0.
 
 
 def _long(**more: Any) -> PreTrainedModel:
-    return build("phi3", rope_parameters=LONG, original_max_position_embeddings=EDGE, **more)
+    return build("phi3", rope_parameters=LONG, original_max_position_embeddings=THRESHOLD, **more)
 
 
 def _prompt(length: int) -> list[int]:
@@ -32,38 +32,38 @@ def _prompt(length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("config", [SpeculativeConfig(), LOOKUP, SKIP, TREE], ids=lambda config: config.kind)
-@pytest.mark.parametrize("length", [EDGE - 16, EDGE + 1, EDGE + 9])
-def test_texts_on_one_side_of_an_edge_are_those_of_generate(config: SpeculativeConfig, length: int) -> None:
+@pytest.mark.parametrize("length", [THRESHOLD - 16, THRESHOLD + 1, THRESHOLD + 9])
+def test_texts_on_one_side_of_the_threshold_equal_those_of_generate(config: SpeculativeConfig, length: int) -> None:
     model, prompt = _long(), _prompt(length)
     tokens = torch.tensor([prompt], device=model.device)
     expected = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=16)
-    found = generate(Target(model), prompt, config, max_new_tokens=16)
-    assert found.tokens == expected[0, length:].tolist()
+    actual = generate(Target(model), prompt, config, max_new_tokens=16)
+    assert actual.tokens == expected[0, length:].tolist()
 
 
-def test_a_text_that_may_cross_an_edge_is_refused_by_name() -> None:
+def test_a_text_that_may_cross_the_threshold_is_refused() -> None:
     model = _long()
     with pytest.raises(UnsupportedModel, match=r"^max_new_tokens: Phi3ForCausalLM .* from 24 tokens on \(longrope\)"):
-        generate(Target(model), _prompt(EDGE - 15), LOOKUP, max_new_tokens=16)
-    # The edge is what makes it so: behind it, the tokens before it turn otherwise, too.
+        generate(Target(model), _prompt(THRESHOLD - 15), LOOKUP, max_new_tokens=16)
+    # The reason: one token beyond the threshold changes the encoding of the tokens before it.
     other = _long()
-    tokens = torch.tensor([_prompt(EDGE)], device=model.device)
+    tokens = torch.tensor([_prompt(THRESHOLD)], device=model.device)
     with torch.inference_mode():
         short, long = (
-            m(torch.cat((tokens, tokens[:, :1]), 1)[:, :n]).logits[0, EDGE - 1]
-            for m, n in ((model, EDGE), (other, EDGE + 1))
+            m(torch.cat((tokens, tokens[:, :1]), 1)[:, :n]).logits[0, THRESHOLD - 1]
+            for m, n in ((model, THRESHOLD), (other, THRESHOLD + 1))
         )
     assert not torch.allclose(short, long, atol=1e-4)
 
 
-def test_dynamic_scaling_is_refused_behind_its_edge_for_good() -> None:
-    target = Target(build("llama", rope_parameters=DYNAMIC, max_position_embeddings=EDGE))
+def test_dynamic_scaling_is_refused_beyond_its_threshold() -> None:
+    target = Target(build("llama", rope_parameters=DYNAMIC, max_position_embeddings=THRESHOLD))
     assert generate(target, _prompt(8), LOOKUP, max_new_tokens=16).tokens
-    for length in (9, EDGE + 9):
+    for length in (9, THRESHOLD + 9):
         with pytest.raises(UnsupportedModel, match=r"\(dynamic\)"):
             generate(target, _prompt(length), LOOKUP, max_new_tokens=16)
 
 
-def test_positions_that_are_learnt_end() -> None:
-    assert most_positions(build("gpt2")) == 256
-    assert most_positions(build("llama")) is None
+def test_learned_positions_have_a_maximum() -> None:
+    assert max_positions(build("gpt2")) == 256
+    assert max_positions(build("llama")) is None

@@ -1,4 +1,4 @@
-"""Views of a model with sub-layers skipped, on every family: the reference is the model itself under forward hooks."""
+"""Views with skipped sub-layers on every model family, compared with the model under forward hooks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from layerskip.mask import MaskError, SkipMask
 from layerskip.models.architecture import UnsupportedModel, check_rewind
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
-from layerskip.models.packing import decide
-from layerskip.models.skip_view import decoding_view, kept_skip_view, skip_view
+from layerskip.models.packing import set_packing
+from layerskip.models.skip_view import cached_skip_view, decoding_view, skip_view
 from tests.accelerator import DEVICE
 from tests.families import REFUSED, SKIPPABLE, build
 
@@ -54,8 +54,8 @@ def _fresh(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits
 
 
-def _close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=float(expected.abs().max()) * 1e-5)
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * 1e-5)
 
 
 def _zero(module: nn.Module, args: Any, output: Any) -> Any:
@@ -64,7 +64,7 @@ def _zero(module: nn.Module, args: Any, output: Any) -> Any:
 
 @contextmanager
 def _hooked(model: PreTrainedModel, mask: SkipMask) -> Iterator[None]:
-    """Let the skipped children of the model itself give zero, while they still fill their cache."""
+    """Set the outputs of the model's skipped children to zero; they still fill the cache."""
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     assert len(layers) == mask.layers
     hooks = []
@@ -82,10 +82,10 @@ def _hooked(model: PreTrainedModel, mask: SkipMask) -> Iterator[None]:
 
 def test_a_view_that_skips_nothing_is_the_model(model: PreTrainedModel) -> None:
     plain = _fresh(model, _tokens())
-    found = _fresh(skip_view(model, SkipMask.none(_layers(model))), _tokens())
-    torch.testing.assert_close(found, plain, rtol=0, atol=1e-5 * float(plain.abs().max()))
+    actual = _fresh(skip_view(model, SkipMask.none(_layers(model))), _tokens())
+    torch.testing.assert_close(actual, plain, rtol=0, atol=1e-5 * float(plain.abs().max()))
     model = copy.deepcopy(model)
-    decide(model, False)  # where nothing is laid out anew, the sums are the same
+    set_packing(model, False)  # without packed weights, the sums are the same
     assert torch.equal(_fresh(skip_view(model, SkipMask.none(_layers(model))), _tokens()), plain)
 
 
@@ -95,7 +95,7 @@ def test_a_view_shares_every_weight(model: PreTrainedModel) -> None:
             assert [(t.data_ptr(), t.shape) for t in ours] == [(t.data_ptr(), t.shape) for t in theirs]
 
 
-def test_building_and_running_a_view_leaves_the_model_as_it_is(model: PreTrainedModel) -> None:
+def test_building_and_running_a_view_does_not_change_the_model(model: PreTrainedModel) -> None:
     before = _fresh(model, _tokens())
     view = skip_view(model, _mask(model, "layers:0-3"))
     assert not torch.allclose(_fresh(view, _tokens()), before)
@@ -107,13 +107,13 @@ def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel, text: str) -> N
     mask = _mask(model, text)
     with _hooked(model, mask):
         expected = _fresh(model, _tokens())
-    _close(_fresh(skip_view(model, mask), _tokens()), expected)
+    _assert_close(_fresh(skip_view(model, mask), _tokens()), expected)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("text", ["attention:0;mlp:2", "layers:0-1;attention:3"])
 def test_draft_and_verification_share_one_cache(model: PreTrainedModel, text: str) -> None:
-    """The draft reads the target's prefix as transformers' own cache would give it; verification leaves none of it."""
+    """The draft reads the target's prefix as with transformers' own cache; verification overwrites the draft."""
     mask, prefix = _mask(model, text), 13
     tokens = _tokens()
     target, view, cache = decoding_view(model), skip_view(model, mask), KVCache(_layers(model), LENGTH, device=DEVICE)
@@ -123,38 +123,38 @@ def test_draft_and_verification_share_one_cache(model: PreTrainedModel, text: st
 
     fed, drafted = tokens[prefix : prefix + 1], [tokens[prefix : prefix + 1]]
     for _ in range(3):
-        found = forward(view, fed, cache, last=1)
+        actual = forward(view, fed, cache, last=1)
         cache.length += 1
         with _hooked(model, mask):
             expected = model(input_ids=fed[None], past_key_values=reference, use_cache=True).logits[0]
-        _close(found, expected)
-        fed = found.argmax(-1)
+        _assert_close(actual, expected)
+        fed = actual.argmax(-1)
         drafted.append(fed)
 
     cache.length = prefix
     block = torch.cat(drafted)
     verified = forward(target, block, cache, last=4)
-    _close(verified, _fresh(model, torch.cat((tokens[:prefix], block)))[prefix:])
+    _assert_close(verified, _fresh(model, torch.cat((tokens[:prefix], block)))[prefix:])
     cache.length = prefix + 2  # one drafted token is accepted, and another one follows it
     rest = torch.cat((tokens[:prefix], block[:2], tokens[prefix + 2 :]))
-    _close(forward(target, rest[prefix + 2 :], cache, last=5), _fresh(model, rest)[prefix + 2 :])
+    _assert_close(forward(target, rest[prefix + 2 :], cache, last=5), _fresh(model, rest)[prefix + 2 :])
 
 
-def test_views_of_one_model_do_not_disturb_each_other() -> None:
+def test_views_of_one_model_are_independent() -> None:
     model = build("llama")
     masks = [SkipMask.parse(text, 4) for text in ("attention:0", "mlp:0", "layers:1-2")]
     views = [skip_view(model, mask) for mask in masks]
     for view, mask in zip(views, masks, strict=True):
         with _hooked(model, mask):
             expected = _fresh(model, _tokens())
-        _close(_fresh(view, _tokens()), expected)
+        _assert_close(_fresh(view, _tokens()), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "mixtral"])
 def test_views_do_not_keep_a_model_alive(family: str) -> None:
     """A search drops one view per trial, and a benchmark one model after the other."""
     model = build(family)
-    views = [make(model, _mask(model, "layers:1")) for make in (skip_view, kept_skip_view)] + [decoding_view(model)]
+    views = [make(model, _mask(model, "layers:1")) for make in (skip_view, cached_skip_view)] + [decoding_view(model)]
     forward(views[0], _tokens(), KVCache(_layers(model), LENGTH, device=DEVICE), last=1)
     kept = [weakref.ref(part) for part in (model, *views)]
     del model, views
@@ -162,18 +162,18 @@ def test_views_do_not_keep_a_model_alive(family: str) -> None:
     assert [part() for part in kept] == [None] * 4
 
 
-def test_the_last_view_of_a_model_is_kept() -> None:
-    """With what was recorded of its passes; a search that asks for one after the other piles nothing up."""
+def test_the_last_view_of_a_model_is_cached() -> None:
+    """Its captured passes are kept with it; views of earlier masks are freed."""
     model = build("llama")
     first, other = (SkipMask.parse(text, 4) for text in ("attention:0", "mlp:0"))
-    view = weakref.ref(kept_skip_view(model, first))
-    assert kept_skip_view(model, SkipMask.parse("attention:0", 4)) is view()
-    assert kept_skip_view(model, other) is not view()
+    view = weakref.ref(cached_skip_view(model, first))
+    assert cached_skip_view(model, SkipMask.parse("attention:0", 4)) is view()
+    assert cached_skip_view(model, other) is not view()
     gc.collect()
     assert view() is None
-    last = kept_skip_view(model, other)
+    last = cached_skip_view(model, other)
     model.get_input_embeddings().weight = torch.nn.Parameter(torch.ones(64, 32, device=DEVICE))
-    assert kept_skip_view(model, other) is not last
+    assert cached_skip_view(model, other) is not last
 
 
 @pytest.mark.parametrize("layers", [0, 3, 5])
@@ -196,6 +196,6 @@ def test_what_cannot_be_skipped_is_refused_by_name_and_reason(family: str) -> No
 @pytest.mark.parametrize("family", [family for family, why in REFUSED.items() if why.startswith("recurrent")])
 def test_recurrent_state_is_refused_before_anything_is_decoded(family: str) -> None:
     model = build(family)
-    for _ in range(2):  # a refusal is not forgotten
+    for _ in range(2):  # refused again
         with pytest.raises(UnsupportedModel, match=f"^{type(model).__name__}: .*rewind"):
             check_rewind(model)

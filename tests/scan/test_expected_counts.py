@@ -1,4 +1,4 @@
-"""Expected counts of sampled decoding: against every outcome of every round, and against the real decoder's draws."""
+"""Tests the expected counts of sampled decoding against an enumeration of all outcomes, and against the real decoder."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.processors import processed_probs
 
 Tokens = tuple[int, ...]
 Outcome = tuple[float, int, int, int]
-"""Its chance, and a round's drafted, accepted and committed tokens."""
+"""Probability of an outcome of a round, and its drafted, accepted and committed tokens."""
 
 VOCABULARY, NEW, PROMPT = 5, 7, (3, 4, 2)
 SAMPLING = Sampling(temperature=1.2, top_p=0.9)
-MASK = SkipMask.parse("layers:3", 4)  # of the last layer: a pass without a cache tells what its draft does
+MASK = SkipMask.parse("layers:3", 4)  # the last layer: its draft can be computed without a cache
 HALF = StopRule("threshold", 0.58)
 NAMES = ("rounds", "drafted", "accepted")
 
@@ -43,20 +43,20 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def laws(target: Target) -> tuple[Law, Law]:
-    """The target's and the draft's."""
+    """Distributions of the target and the draft."""
     return Law(target.model), Law(skip_view(target.model, MASK))
 
 
 @pytest.fixture(scope="module")
 def continuations(target: Target) -> list[Continuation]:
-    """Sampled ones, every third of which ends early."""
+    """Sampled continuations, every third of which ends early."""
     texts = [decode(target, NoDraft(), PROMPT, SAMPLING, NEW, seed=i, eos_ids=frozenset()).tokens for i in range(9)]
     cut = [tuple(text[: 4 if i % 3 == 0 else NEW]) for i, text in enumerate(texts)]
     return [Continuation(str(i), "test", PROMPT, tokens, NEW) for i, tokens in enumerate(cut)]
 
 
 class Law:
-    """What a model says behind every text, from uncached passes; and how sure it is."""
+    """A model's next-token distribution and confidence after every text, from passes without a cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -74,7 +74,7 @@ class Law:
 
 
 def _drafts(q: Law, text: Tokens, limit: int, stop: StopRule, draft: Tokens = ()) -> Iterator[tuple[Tokens, float]]:
-    """Every draft behind a text, and its chance."""
+    """Yield every draft after a text, and its probability."""
     unsure = bool(draft) and stop.kind != "length" and q(text[:-1])[1] < stop.threshold
     if len(draft) >= limit or unsure:
         yield draft, 1.0
@@ -86,19 +86,19 @@ def _drafts(q: Law, text: Tokens, limit: int, stop: StopRule, draft: Tokens = ()
 
 
 def _outcomes(p: Law, q: Law, continuation: Continuation, start: int, length: int, stop: StopRule) -> Iterator[Outcome]:
-    """Every outcome of a round that gives the continuation's own tokens: algorithm 1 of arXiv 2211.17192, word by word."""
+    """Yield every outcome of a round that outputs the continuation: a literal algorithm 1 of arXiv 2211.17192."""
     text, ahead = (*continuation.prompt, *continuation.tokens[: start + 1]), continuation.tokens[start + 1 :]
     for draft, chance in _drafts(q, text, min(length, continuation.limit(start)), stop):
         for place, token in enumerate(draft):
             here = (*text, *draft[:place])
-            wanted, said = p(here)[0], q(here)[0]
-            passes = min(1.0, wanted[token] / said[token])
-            rest = [max(0.0, one - other) for one, other in zip(wanted, said, strict=True)]
-            if passes < 1:
-                yield chance * (1 - passes) * rest[ahead[place]] / sum(rest), len(draft), place, place + 1
+            target_probs, draft_probs = p(here)[0], q(here)[0]
+            accepted = min(1.0, target_probs[token] / draft_probs[token])
+            rest = [max(0.0, one - other) for one, other in zip(target_probs, draft_probs, strict=True)]
+            if accepted < 1:
+                yield chance * (1 - accepted) * rest[ahead[place]] / sum(rest), len(draft), place, place + 1
             if token != ahead[place]:
                 break
-            chance *= passes
+            chance *= accepted
             if place + 1 == len(ahead):  # the end of the sequence inside a draft
                 yield chance, place + 1, place + 1, place + 1
                 break
@@ -107,28 +107,28 @@ def _outcomes(p: Law, q: Law, continuation: Continuation, start: int, length: in
 
 
 def _exact(p: Law, q: Law, continuation: Continuation, length: int, stop: StopRule) -> tuple[float, dict[str, float]]:
-    """The continuation's probability, and the expected counts, given that it came out."""
+    """Return the continuation's probability, and the expected counts, given that it is the output."""
     chances, sums = [0.0] * continuation.starts + [1.0], [[0.0] * 3 for _ in range(continuation.starts + 1)]
     for start in reversed(range(continuation.starts)):
         for chance, drafted, accepted, committed in _outcomes(p, q, continuation, start, length, stop):
-            behind = start + committed
-            chances[start] += chance * chances[behind]
+            following = start + committed
+            chances[start] += chance * chances[following]
             for which, value in enumerate((1, drafted, accepted)):
-                sums[start][which] += chance * (value * chances[behind] + sums[behind][which])
+                sums[start][which] += chance * (value * chances[following] + sums[following][which])
     return chances[0], dict(zip(NAMES, (each / chances[0] for each in sums[0]), strict=True))
 
 
 def _cut(scan: Scan) -> float:
-    """How many drafts HALF stops behind their first token, of those that may go on."""
-    sure = np.concatenate([trace.confidence[:, 0] for trace in scan.traces])
-    return float((sure[~np.isnan(sure)] < HALF.threshold).mean())
+    """Share of the drafts of two tokens or more that HALF stops after their first token."""
+    confidences = np.concatenate([trace.confidence[:, 0] for trace in scan.traces])
+    return float((confidences[~np.isnan(confidences)] < HALF.threshold).mean())
 
 
 @pytest.mark.parametrize(("length", "stop"), [(1, StopRule()), (3, StopRule()), (2, HALF), (3, HALF)])
-def test_expected_counts_are_those_of_all_outcomes(
+def test_expected_counts_equal_those_of_all_outcomes(
     length: int, stop: StopRule, target: Target, laws: tuple[Law, Law], continuations: list[Continuation]
 ) -> None:
-    """Where a stop rule ends what is drafted behind a wrong token is all that is guessed."""
+    """Only the stop after a wrong token is an approximation."""
     scanner = Scanner(target, continuations, SAMPLING, depth=3, max_rows=2048)
     (scan,) = scanner.scan([MASK])
     assert 0.3 < _cut(scan) < 0.7
@@ -139,22 +139,22 @@ def test_expected_counts_are_those_of_all_outcomes(
             laws[0]((*PROMPT, *continuation.tokens[:i]))[0][continuation.tokens[i]]
             for i in range(1, len(continuation.tokens))
         ]
-        assert chance == pytest.approx(math.prod(likely))  # what comes out is as likely as without drafts
+        assert chance == pytest.approx(math.prod(likely))  # the output is as likely as without drafts
         for name in NAMES:
             guessed = name == "drafted" and stop == HALF and length > 2
             assert getattr(counts, name) == pytest.approx(expected[name], rel=0.1 if guessed else 1e-4), name
     assert 0.3 < sum(counts.accepted for counts in found) / sum(counts.drafted for counts in found) < 0.9
 
 
-def test_expected_counts_are_the_mean_of_real_draws(target: Target) -> None:
-    """Each beside what is expected of the very text that came out, so that texts' differences are no noise."""
+def test_expected_counts_equal_the_mean_of_real_decodings(target: Target) -> None:
+    """Each decoding is compared with the expectation for its own output, so that differences between texts add no noise."""
     drafter = build_drafter(SpeculativeConfig("layer_skip", 2, mask=MASK.format(), stop=HALF), target)
     real = [decode(target, drafter, PROMPT, SAMPLING, NEW, seed=i, eos_ids=frozenset()) for i in range(30)]
     continuations = [Continuation(str(i), "test", PROMPT, tuple(out.tokens), NEW) for i, out in enumerate(real)]
     scanner = Scanner(target, continuations, SAMPLING, depth=2, max_rows=2048)
     (scan,) = scanner.scan([MASK])
-    stats, foretold = [count(out.stats.rounds) for out in real], scanner.counts(scan, 2, HALF)
+    actual, expectations = [count(out.stats.rounds) for out in real], scanner.counts(scan, 2, HALF)
     for name in NAMES:
-        found, expected = (np.array([getattr(each, name) for each in some]) for some in (stats, foretold))
+        found, expected = (np.array([getattr(each, name) for each in some]) for some in (actual, expectations))
         spread = (found - expected).std(ddof=1) / math.sqrt(len(found))
         assert abs(found.mean() - expected.mean()) < 4 * spread < 0.25 * found.mean(), name

@@ -1,4 +1,4 @@
-"""The dynamic programme against every set of layers, and its layers against the model that they are from."""
+"""Tests the dynamic programme against an exhaustive search, and the layer functions against the model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from layerskip.models.cache import KVCache
 from layerskip.scan.layer_similarity import similar_masks
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.scan import Scanner
-from layerskip.scan.target_pass import read
+from layerskip.scan.target_pass import run_target
 from layerskip.texts.continuations import Continuation
 from tests.families import build
 
 
-def _likeness(one: Tensor, other: Tensor) -> float:
+def _similarity(one: Tensor, other: Tensor) -> float:
     return float(cosine_similarity(one, other, dim=-1).mean())
 
 
-def test_independent_steps_are_left_out_in_the_best_way() -> None:
-    """Layers that add to dimensions of their own: the programme keeps all that an exhaustive search would."""
+def test_similar_masks_equal_an_exhaustive_search() -> None:
+    """Layers that add to dimensions of their own, for which the programme is exact."""
     sizes = [0.5, 0.1, 0.9, 0.2, 0.7]
     first = torch.zeros(1, 3, 6)
     first[..., 5] = 1.0
@@ -42,31 +42,31 @@ def test_independent_steps_are_left_out_in_the_best_way() -> None:
         def ends(skipped: tuple[int, ...]) -> Tensor:
             return first + sum(step(i) for i in range(5) if i not in skipped)
 
-        best = max(itertools.combinations(range(1, 5), count), key=lambda skipped: _likeness(ends(skipped), states[-1]))
+        best = max(itertools.combinations(range(1, 5), count), key=lambda skipped: _similarity(ends(skipped), states[-1]))
         assert mask == SkipMask.of(5, set(best), set(best))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe"])
 @torch.inference_mode()
-def test_layers_alone_are_the_models_own(family: str) -> None:
+def test_layer_functions_equal_the_models_layers(family: str) -> None:
     model = build(family)
     tokens, first = torch.arange(3, 15), 6
     rows = RowModel(model)
-    _, text, windows, _ = read(rows, tokens, last=1)
+    _, text, windows, _ = run_target(rows, tokens, last=1)
     text.length, count = first, len(tokens) - first
     cache = KVCache(rows.layers, first + count)
-    cache.take([(text, first)])
+    cache.copy_from([(text, first)])
     causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
     visible = [(causal if window is None else window)[first:] for window in windows]
     positions = torch.arange(first, len(tokens))
-    layers, states = rows.layers_alone(tokens[first:], positions, cache, visible)
+    layers, states = rows.layer_functions(tokens[first:], positions, cache, visible)
     expected = model(input_ids=tokens[None], output_hidden_states=True).hidden_states
     for index, layer in enumerate(layers):
         torch.testing.assert_close(states[index], expected[index][:, first:], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(layer(states[index]), states[index + 1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_scanner_asks_it_for_masks_of_whole_layers(tiny_target: Target) -> None:
+def test_a_scanner_returns_masks_of_whole_layers(tiny_target: Target) -> None:
     continuation = Continuation("0", "test", (5, 6, 7), tuple(range(8, 16)), 8)
     masks = Scanner(tiny_target, [continuation], Sampling()).similar_masks([1, 2], 2)
     assert [sum(mask.attention) for mask in masks] == [1, 2]

@@ -1,4 +1,4 @@
-"""Drafts that begin at the first skip against drafts that are computed whole."""
+"""Tests drafts that begin at the first skip against drafts that run all layers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from layerskip.models.target import Target
 from layerskip.scan.scan import Scanner
 from tests.drafters.contract import PROMPTS
 from tests.families import build
-from tests.scan.test_scan import FAMILIES, GREEDY, passage_of
+from tests.scan.test_scan import FAMILIES, GREEDY, continuation_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_before_the_first_skip_are_run_for_wrong_drafts_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows a wrong token is computed from the first layer on, and says what it said when everything was."""
+def test_only_wrong_drafts_run_the_layers_before_the_first_skip(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late begins do not change any confidence or agreement."""
     monkeypatch.setattr("layerskip.scan.parallel_drafts._FEW", 0)
     monkeypatch.setattr("layerskip.scan.parallel_drafts._WORTH", 1)
     target = Target(build(family))
-    continuations = [passage_of(target, i, prompt, GREEDY, 12) for i, prompt in enumerate(PROMPTS)]
+    continuations = [continuation_of(target, i, prompt, GREEDY, 12) for i, prompt in enumerate(PROMPTS)]
     scanner, whole = (Scanner(target, continuations, GREEDY, depth=3) for _ in range(2))
     whole._drafts._late = False
     mask = SkipMask.parse(f"mlp:{target.layers - 1}", target.layers)
     rows: list[int] = []
-    blocks = scanner._texts.model._twin.get_submodule(scanner._texts.model.found.path)
-    name = scanner._texts.model.found.blocks[0].mlp[0]
+    blocks = scanner._texts.model._model_copy.get_submodule(scanner._texts.model.architecture.path)
+    name = scanner._texts.model.architecture.blocks[0].mlp[0]
     blocks.get_submodule(f"0.{name}").register_forward_hook(lambda _module, args, _output: rows.append(args[0].shape[-2]))
     for floor in (None, 0.0):
         (found,), (expected,) = scanner.scan([mask], floor=floor), whole.scan([mask], floor=floor)
@@ -36,14 +36,14 @@ def test_layers_before_the_first_skip_are_run_for_wrong_drafts_alone(family: str
         assert bool(rows) == (floor is not None)
 
 
-def test_a_family_that_hands_on_more_than_hidden_states_is_scanned_whole(
+def test_a_family_whose_layers_pass_on_more_than_hidden_states_runs_all_layers(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    continuations = [passage_of(tiny_target, i, prompt, GREEDY, 12) for i, prompt in enumerate(PROMPTS)]
+    continuations = [continuation_of(tiny_target, i, prompt, GREEDY, 12) for i, prompt in enumerate(PROMPTS)]
     mask = SkipMask.parse("mlp:2", tiny_target.layers)
     (expected,) = Scanner(tiny_target, continuations, GREEDY, depth=3).scan([mask])
     monkeypatch.setattr(
-        "layerskip.scan.text_batch.Texts.entering", lambda self, layer, starts: torch.zeros(1, len(starts), 1)
+        "layerskip.scan.text_batch.TextBatch.layer_input", lambda self, layer, starts: torch.zeros(1, len(starts), 1)
     )
     (found,) = Scanner(tiny_target, continuations, GREEDY, depth=3).scan([mask])
     for one, other in zip(found.traces, expected.traces, strict=True):

@@ -1,4 +1,4 @@
-"""What scans take at once: ``max_rows`` and ``most_bytes`` bound it, whatever number of continuations and masks there is."""
+"""Tests that ``max_rows`` and ``most_bytes`` bound the memory of scans, for any number of continuations and masks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from layerskip.mask import SkipMask
 from layerskip.models.target import Target
 from layerskip.scan.scan import Scanner
 from tests.allocations import peak_bytes
-from tests.scan.test_scan import GREEDY, passage_of, random_mask
+from tests.scan.test_scan import GREEDY, continuation_of, random_mask
 
 
-def test_more_passages_take_no_larger_cache(tiny_target: Target) -> None:
-    """Memory is bounded by the rows of a pass, whatever number of packs the starts make."""
+def test_more_continuations_need_no_larger_cache(tiny_target: Target) -> None:
+    """The rows of a pass bound the cache, for any number of packs."""
     sizes = []
     for count in (2, 8):
-        continuations = [passage_of(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(count)]
+        continuations = [continuation_of(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(count)]
         scanner = Scanner(tiny_target, continuations, GREEDY, depth=4, max_rows=8)
         scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
-        sizes.append(scanner.cache_bytes)
+        assert scanner._texts._cache is not None
+        sizes.append(scanner._texts._cache.nbytes)
     assert 0 < sizes[0] == sizes[1]
 
 
-def test_the_memory_of_scans_is_that_of_a_pass(tiny_target: Target) -> None:
-    """All that tensors take at once, the target's own states of the continuations left aside: rows count, and masks do not."""
-    continuations = [passage_of(tiny_target, i, [9, 8, 7, i], GREEDY, 10) for i in range(6)]
+def test_the_memory_of_a_scan_grows_with_rows_and_not_with_masks(tiny_target: Target) -> None:
+    """The peak of all tensors, without the target's states of the continuations."""
+    continuations = [continuation_of(tiny_target, i, [9, 8, 7, i], GREEDY, 10) for i in range(6)]
     source = random.Random(2)
     masks = [random_mask(tiny_target.layers, source, 0.5) for _ in range(64)]
 
@@ -38,28 +39,28 @@ def test_the_memory_of_scans_is_that_of_a_pass(tiny_target: Target) -> None:
     assert 4 * many < wide <= 8 * many
 
 
-def test_what_the_target_read_keeps_to_its_budget(tiny_target: Target) -> None:
-    """Passages that it does not hold are left out, and what is said of the others is what it was."""
-    continuations = [passage_of(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(8)]
+def test_the_targets_states_stay_within_their_budget(tiny_target: Target) -> None:
+    """Continuations beyond the budget are left out, and the results of the others stay the same."""
+    continuations = [continuation_of(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(8)]
     mask = SkipMask.parse("mlp:1", tiny_target.layers)
     whole = Scanner(tiny_target, continuations, GREEDY, depth=4)
-    budget = whole.text_bytes // 2
+    text_bytes = sum(text.nbytes for text in whole._texts.texts)
+    budget = text_bytes // 2
     assert whole.continuations == tuple(continuations)
     part = Scanner(tiny_target, continuations, GREEDY, depth=4, most_bytes=budget)
     assert part.continuations == tuple(continuations[:4])
-    assert part.text_bytes <= budget
-    (scan,), (all_of_it,) = part.scan([mask]), whole.scan([mask])
+    assert sum(text.nbytes for text in part._texts.texts) <= budget
+    (scan,), (whole_scan,) = part.scan([mask]), whole.scan([mask])
     stop = StopRule()
-    assert part.counts(scan, 3, stop) == whole.counts(all_of_it, 3, stop)[:4]
-    assert (
-        len(Scanner(tiny_target, continuations, GREEDY, depth=4, most_bytes=1).continuations) == 1
-    )  # of nothing nothing is known
+    assert part.counts(scan, 3, stop) == whole.counts(whole_scan, 3, stop)[:4]
+    smallest = Scanner(tiny_target, continuations, GREEDY, depth=4, most_bytes=1)
+    assert len(smallest.continuations) == 1  # the first one is never left out
 
     def peak(count: int, most_bytes: int | None) -> int:
         return peak_bytes(lambda: Scanner(tiny_target, continuations[:count], GREEDY, depth=4, most_bytes=most_bytes))
 
-    # Reading takes something beside, and what is read last is found to be too much.
-    beside = peak(1, None) + whole.text_bytes // 4
-    assert peak(8, budget) <= budget + beside
-    assert peak(8, budget // 2) <= budget // 2 + beside
+    # Reading needs memory of its own, and the continuation that exceeds the budget is read before it is dropped.
+    overhead = peak(1, None) + text_bytes // 4
+    assert peak(8, budget) <= budget + overhead
+    assert peak(8, budget // 2) <= budget // 2 + overhead
     assert peak(8, budget // 2) < peak(8, budget) < peak(8, None)

@@ -1,4 +1,4 @@
-"""Programs in this process, which saves the seconds that a process takes to import everything."""
+"""Fixtures that run programs in this process, which saves the import time of a new one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Launch:
-    """Runs a program to its end, as :func:`tests.searches.programs.execute` does with a process of its own."""
+    """Runs a program to its end in this process, like :func:`tests.searches.programs.execute` in a new one."""
 
     def run(program: str, *overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(cwd)
@@ -26,14 +26,14 @@ def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit) as end:
             run_as_main(f"searches.{program}")
         assert isinstance(end.value.code, int)
-        said = capsys.readouterr()
-        return subprocess.CompletedProcess([program, *overrides], end.value.code, said.out, said.err)
+        captured = capsys.readouterr()
+        return subprocess.CompletedProcess([program, *overrides], end.value.code, captured.out, captured.err)
 
     return run
 
 
 @pytest.fixture
 def a_second_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows take no time here, as nothing is decoded: a clock that is looked at twice for each."""
+    """Makes every measured row take one second, by a clock that is read twice for each."""
     ticks = itertools.count()
     monkeypatch.setattr("searches.study.bench.monotonic", lambda: float(next(ticks)))

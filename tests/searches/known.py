@@ -1,4 +1,4 @@
-"""A bench whose every pace is known, for what decides by measurements."""
+"""A bench with known speedups, for tests of decisions that depend on measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = MeasureSettings(prompts=3, survivor_prompts=5, survivor_repeats=0)
 
 @dataclass
 class Known:
-    """Plain decoding takes a second for ten tokens, times the machine's drift; others divide it by their speedup."""
+    """Plain decoding takes one second for ten tokens, times the drift of the machine; others divide it by their speedup."""
 
     speedups: Mapping[SpeculativeConfig, float]
     drift: Callable[[int], float] = lambda call: 1.0
@@ -45,14 +45,14 @@ class Known:
     ) -> Iterator[dict[str, Sample]]:
         for _ in range(repeats):
             for item in prompts:
-                pace = self.drift(self.calls)
+                seconds = self.drift(self.calls)
                 self.calls += 1
-                row = {BASELINE: self._sample(item, pace)}
+                row = {BASELINE: self._sample(item, seconds)}
                 for name, config in configs.items():
                     if name in without:
                         continue
                     self.asked.append((config, item.id))
-                    row[name] = self._sample(item, pace / self.speedups.get(config, 1.0))
+                    row[name] = self._sample(item, seconds / self.speedups.get(config, 1.0))
                 yield row
 
     @staticmethod

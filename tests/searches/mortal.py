@@ -1,7 +1,7 @@
-"""A study that is killed, as by a power cut, as it begins a given piece of work: ``python -m tests.searches.mortal``.
+"""A study that is killed when it begins a given piece of work: ``python -m tests.searches.mortal``.
 
-Arguments: a log file, a stage, which piece of its work (0 kills nothing), and the study's overrides. The log gets a line for
-every piece of work that is begun; the next line tells that the one before was ended, and kept.
+Arguments: a log file, a stage, the number of the piece of work in that stage (0 kills nothing), and the study's overrides.
+Each piece of work writes a line to the log when it begins. The next line shows that the one before was finished and kept.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from layerskip import SkipMask
 from layerskip.bridges.fit import Calibration, Fit
 from layerskip.measure.measurement import Sample
 from layerskip.scan.scan import Scan, Scanner
-from layerskip.texts import continuations as continuations
-from searches import layerskip
+from layerskip.texts import continuations
+from searches import sweep
 from searches.app.application import run
-from searches.predict import preparation as foresight
-from searches.study import trained_finalists as trained
+from searches.predict import preparation
+from searches.study import trained_finalists
 from searches.study.bench import ModelBench
 from searches.study.leaderboard import LeaderboardEntry, configuration
 from searches.study.objective import Objective
 from searches.sweep import search
-from searches.training.bridge_training import BridgeLearner
+from searches.training.bridge_trainer import BridgeTrainer
 
 log, dies_in, dies_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 begun: list[str] = []
 
 
 def begin(stage: str, what: object) -> None:
-    """Write down a piece of work, and die of it if it is the one."""
+    """Log the beginning of a piece of work, and kill the process if it is the chosen one."""
     begun.append(stage)
     with log.open("a", encoding="utf-8") as file:
         file.write(f"{stage} {what}\n")
@@ -43,21 +43,21 @@ def begin(stage: str, what: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def told(stage: str, work: Callable[..., Any], name: Callable[..., object]) -> Callable[..., Any]:
-    """Workload that is written down when it begins."""
+def logged(stage: str, work: Callable[..., Any], name: Callable[..., object]) -> Callable[..., Any]:
+    """Return a function that logs its beginning."""
 
-    def worked(*args: Any, **more: Any) -> Any:
+    def wrapper(*args: Any, **more: Any) -> Any:
         begin(stage, name(*args))
         return work(*args, **more)
 
-    return worked
+    return wrapper
 
 
 scan, compare = Scanner.scan, ModelBench.compare
 
 
 def scan_one_by_one(self: Scanner, masks: list[SkipMask], depth: int | None = None, *args: Any, **more: Any) -> list[Scan]:
-    if depth != 2:  # the self-check, which belongs to every start
+    if depth != 2:  # the self-check, which runs at every start
         bridged = more.get("bridges") or [None] * len(masks)
         for mask, bridges in zip(masks, bridged, strict=True):
             begin("scan", f"{depth} {mask.format()} {None if bridges is None else bridges.shape.width}")
@@ -66,7 +66,7 @@ def scan_one_by_one(self: Scanner, masks: list[SkipMask], depth: int | None = No
 
 def compare_finalists(self: ModelBench, *args: Any) -> Iterator[Mapping[str, Sample]]:
     for row in compare(self, *args):
-        if "candidate" not in row:  # that is what a trial calls its own
+        if "candidate" not in row:  # the name of a trial's configuration
             begin("verdict", next(iter(row.values())).prompt_id)
         yield row
 
@@ -76,18 +76,18 @@ def one_bridged(study: optuna.Study, most: int) -> list[LeaderboardEntry]:
     return [LeaderboardEntry(config) for config in configs if config.bridge][:1]
 
 
-continuations._decode = told("continuations", continuations._decode, lambda target, item, *_: item.id)
-foresight.profile_costs = told("profile", foresight.profile_costs, lambda *_: "")  # type: ignore[attr-defined]
+continuations._decode = logged("continuations", continuations._decode, lambda target, item, *_: item.id)
+preparation.profile_costs = logged("profile", preparation.profile_costs, lambda *_: "")  # type: ignore[attr-defined]
 Scanner.scan = scan_one_by_one  # type: ignore[method-assign, assignment]
 ModelBench.compare = compare_finalists  # type: ignore[method-assign, assignment]
-Objective.__call__ = told("trials", Objective.__call__, lambda _, trial: f"number {trial.number}")  # type: ignore[method-assign]
-Calibration.fit = told("fits", Calibration.fit, lambda _, shape: f"{shape.mask} {shape.kind}")  # type: ignore[method-assign]
-BridgeLearner.learn = told("training", BridgeLearner.learn, lambda learner: f"step {learner.step}")  # type: ignore[method-assign]
+Objective.__call__ = logged("trials", Objective.__call__, lambda _, trial: f"number {trial.number}")  # type: ignore[method-assign]
+Calibration.fit = logged("fits", Calibration.fit, lambda _, shape: f"{shape.mask} {shape.kind}")  # type: ignore[method-assign]
+BridgeTrainer.train_step = logged("training", BridgeTrainer.train_step, lambda trainer: f"step {trainer.step}")  # type: ignore[method-assign]
 if "space=bridged" in sys.argv:
-    # Tiny random models need not gain by bridges, and what is bridged need not be among the fastest.
+    # On a tiny random model, bridges may not help and bridged configurations may not be among the fastest.
     Fit.helps = property(lambda fit: True)  # type: ignore[method-assign, assignment]
-    layerskip.contenders = one_bridged  # type: ignore[attr-defined]
-    trained._SAVED = 0.0  # after every step
+    sweep.contenders = one_bridged  # type: ignore[attr-defined]
+    trained_finalists._SAVE_SECONDS = 0.0  # after every step
 
 if __name__ == "__main__":
     sys.argv = ["layerskip", *sys.argv[4:]]

@@ -1,4 +1,4 @@
-"""Runs the programs on tiny models, as they are started by hand or in a fork of a process that has imported everything."""
+"""Runs the programs on tiny models, as new processes or as forks of a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -35,23 +37,27 @@ QUICK = (
     "measure.prompts=2",
     "measure.held_out_prompts=2",
     "measure.finalists=2",
+    "scan.profile_repeats=2",
+    "scan.profile_error=1",
 )
 NO_PEERS = tuple(f"peers.transformers{which}=null" for which in ("", "_prompt_lookup", "_early_exit", "_assistant"))
 
 
 def command(program: str, *overrides: str) -> list[str]:
-    """The command line of a program."""
+    """Return the command line of a program."""
     return [sys.executable, "-m", f"searches.{program}", *overrides]
 
 
 def environment() -> dict[str, str]:
-    """The tests' environment with the repository importable from anywhere, and as many threads: what was measured with more
-    of them is measured anew."""
+    """The tests' environment, with the repository importable from anywhere and the same number of threads.
+
+    Another number of threads would invalidate logged measurements.
+    """
     return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["searches.layerskip", "searches.train", "mlflow.store.tracking.sqlalchemy_store"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["searches.layerskip", "searches.train", "mlflow.store.tracking.sqlalchemy_store"])
 
 
 def execute(program: str, *overrides: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -60,31 +66,68 @@ def execute(program: str, *overrides: str, cwd: Path, timeout: float = 300) -> s
 
 
 def fork(module: str, *arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run a module as ``python -m`` does, without the ten seconds that a process takes to import what programs need.
+    """Run a module like ``python -m`` to its end; see :class:`Fork`."""
+    with Fork(module, *arguments, cwd=cwd) as process:
+        return process.wait(timeout)
 
-    What is registered to be done at exit is not done.
+
+class Fork:
+    """A module that runs like ``python -m``, without the ten seconds that a new process takes for imports.
+
+    Functions that are registered with ``atexit`` are not called. The end of the context kills the process.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / name for name in ("stdout", "stderr")]
-        told = module, arguments, cwd, said, environment(), torch.get_num_threads()
-        process = _FORKS.Process(target=_run, args=told)
-        process.start()
-        try:
-            process.join(timeout)
-        finally:
-            over = process.exitcode is None
-            process.kill()
-            process.join()
-            out, err = (path.read_text(encoding="utf-8") if path.exists() else "" for path in said)
-        if over:
-            raise subprocess.TimeoutExpired([module, *arguments], timeout, out, err)
-    return subprocess.CompletedProcess([module, *arguments], process.exitcode, out, err)
+
+    def __init__(self, module: str, *arguments: str, cwd: Path) -> None:
+        self._command = [module, *arguments]
+        self._folder = tempfile.TemporaryDirectory()
+        self._outputs = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        for path in self._outputs:
+            path.touch()
+        options = module, arguments, cwd, self._outputs, environment(), torch.get_num_threads()
+        self._process = FORKS.Process(target=_run, args=options)
+        self._process.start()
+
+    def __enter__(self) -> Fork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._folder.cleanup()
+
+    @property
+    def running(self) -> bool:
+        return self._process.is_alive()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """Wait for the end of the process."""
+        self._process.join(timeout)
+        out, err = (path.read_text(encoding="utf-8") for path in self._outputs)
+        if self.running:
+            raise subprocess.TimeoutExpired(self._command, timeout, out, err)
+        return subprocess.CompletedProcess(self._command, self._process.exitcode, out, err)
+
+    def wait_for_trials(self) -> str:
+        """Wait until a study's trials begin; return the line that announces them."""
+        running = True
+        while running:
+            running = self.running
+            for line in self._outputs[0].read_text(encoding="utf-8").splitlines(keepends=True):
+                if line.startswith("study ") and line.endswith("\n"):
+                    return line
+            time.sleep(0.02)
+        raise AssertionError(f"the study ended with {self._process.exitcode} before its trials began")
 
 
 def _run(
-    module: str, arguments: Sequence[str], cwd: Path, said: Sequence[Path], variables: Mapping[str, str], threads: int
+    module: str, arguments: Sequence[str], cwd: Path, outputs: Sequence[Path], variables: Mapping[str, str], threads: int
 ) -> None:
-    for number, path in enumerate(said, start=1):
+    for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ |= variables
     os.chdir(cwd)
@@ -94,28 +137,19 @@ def _run(
 
 
 def run_as_main(module: str) -> None:
-    """Run a module as a program, parts of which are imported already; its own run does not look at them."""
+    """Run a module as a program, although it may be imported already."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
         runpy.run_module(module, run_name="__main__")
 
 
-def wait_for_trials(process: subprocess.Popen[str]) -> str:
-    """Wait until a study's trials begin; the line that says so."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("study "):
-            return line
-    raise AssertionError(f"the study ended with {process.wait()} before its trials began")
-
-
 def quick(model: Path, outputs: Path, *more: str) -> Sequence[str]:
-    """Overrides of a study that takes seconds."""
+    """Return the overrides of a study that takes seconds."""
     return (*QUICK, f"target.path={model}", f"outputs={outputs}", *more)
 
 
 def tracked(outputs: Path) -> Path:
-    """A folder with an empty tracking store in it, which takes MLflow seconds to make."""
+    """Put a copy of an empty tracking store into a folder; MLflow takes seconds to create one."""
     outputs.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(_store(), outputs / "mlflow.db")
     return outputs
@@ -130,19 +164,19 @@ def _store() -> Path:
 
 
 def journal_study(outputs: Path, name: str) -> optuna.Study:
-    """A study as another program reads it."""
+    """Load a study from its journal."""
     return optuna.load_study(
         study_name=name, storage=JournalStorage(JournalFileBackend(str(outputs / name / "journal.log")))
     )
 
 
 def runs(uri: str, role: str) -> list[Run]:
-    """The MLflow runs of one role, as another program reads them."""
+    """Read the MLflow runs of one role."""
     client = MlflowClient(uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     return list(client.search_runs(experiments, f"tags.role = '{role}'", max_results=1000))
 
 
 def sqlite(outputs: Path) -> str:
-    """The URI of a study's default tracking store."""
+    """Return the URI of a study's default tracking store."""
     return f"sqlite:///{outputs / 'mlflow.db'}"

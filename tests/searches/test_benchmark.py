@@ -1,4 +1,4 @@
-"""The benchmark: ours beside transformers' own, all with the same output, in a record and in MLflow."""
+"""Tests of ``searches.benchmark``: our decoding beside transformers', the record, the tables and MLflow."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from layerskip import AcceptRule, Export, PromptSet, SpeculativeConfig, Target, load_target
 from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measure import interleave
-from searches.app.application import CONF
+from searches.app.composition import compose_config
 from searches.benchmarking.benchmark import benchmark
 from searches.benchmarking.table import table
 from tests.searches.programs import NO_PEERS, execute, runs, sqlite
@@ -26,12 +25,12 @@ from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[type-arg]
-    """One benchmark of everything on a model whose last layers hardly matter, with an export beside."""
+    """Benchmark of everything, with an export, on a model whose last two layers have no effect."""
     folder = tmp_path_factory.mktemp("benchmark")
     model = save_tiny(folder / "model", num_hidden_layers=4, idle=(2, 3))
-    found = {"name": str(model), "revision": None, "architecture": "LlamaForCausalLM", "layers": 4, "dtype": "float32"}
-    Export(found, SpeculativeConfig("layer_skip", 3, mask="layers:2")).save(folder / "best.json")
-    other, words = AutoModelForCausalLM.from_pretrained(model), tokenizer()  # the same, with a token more
+    described = {"name": str(model), "revision": None, "architecture": "LlamaForCausalLM", "layers": 4, "dtype": "float32"}
+    Export(described, SpeculativeConfig("layer_skip", 3, mask="layers:2")).save(folder / "best.json")
+    other, words = AutoModelForCausalLM.from_pretrained(model), tokenizer()  # the same with one more token
     words.add_tokens("<more>")
     other.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
     other.get_output_embeddings().weight.data[VOCABULARY:] = 0.0
@@ -43,7 +42,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
         f"target.path={model}",
         "target.dtype=float32",
         "target.device=cpu",
-        "target.pack_weights=false",  # so that a draft model is what its folder has
+        "target.pack_weights=false",  # so that the size of the draft model is that of its file
         "measure.prompts=6",
         "measure.max_new_tokens=48",
         "draft_mask=layers:2-3",
@@ -60,13 +59,13 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
     return {"record": written, "printed": done.stdout, "outputs": folder / "outputs"}
 
 
-def test_a_draft_model_belongs_to_the_very_weights_it_was_cut_from(record: dict) -> None:  # type: ignore[type-arg]
+def test_the_folder_of_a_draft_model_names_the_weights_of_its_target(record: dict) -> None:  # type: ignore[type-arg]
     (drafts,) = (record["outputs"] / "drafts").iterdir()
     target = load_target(str(record["outputs"].parent / "model"), dtype="float32", device="cpu")
     assert f"-{target.digest[:8]}-" in drafts.name
 
 
-def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  # type: ignore[type-arg]
+def test_all_contenders_give_the_same_output(record: dict) -> None:  # type: ignore[type-arg]
     results = record["record"]["results"]
     assert set(results) == {
         "plain", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model",
@@ -76,11 +75,11 @@ def test_everyone_takes_part_and_gives_the_same_output(record: dict) -> None:  #
     assert {found["losslessness"]["verdict"] for name, found in results.items() if name != "loose"} == {"exact"}
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
-    assert results["transformers_assistant"]["draft_share"] == 0  # nobody asked it
+    assert results["transformers_assistant"]["draft_share"] == 0  # not measured
 
 
-def test_a_draft_of_another_tokenizer_stands_beside_transformers_own(record: dict) -> None:  # type: ignore[type-arg]
-    """As many tokens a round, as both draft as many, with the same model."""
+def test_a_draft_model_with_another_tokenizer_is_compared_with_universal_assisted_decoding(record: dict) -> None:  # type: ignore[type-arg]
+    """Both draft equally many tokens with the same model, so they commit about as many per round."""
     ours, theirs = (record["record"]["results"][name] for name in ("cross_tokenizer", "transformers_universal"))
     assert ours["rival"]["name"] == "transformers_universal"
     assert record["record"]["configs"]["cross_tokenizer"]["draft_length"] == 4
@@ -88,20 +87,20 @@ def test_a_draft_of_another_tokenizer_stands_beside_transformers_own(record: dic
     assert theirs["tokens_per_round"] == pytest.approx(ours["tokens_per_round"], rel=0.15)
 
 
-def test_cascades_know_what_drafts_and_their_verification_cost(record: dict) -> None:  # type: ignore[type-arg]
+def test_costs_of_cascades_are_measured(record: dict) -> None:  # type: ignore[type-arg]
     configs = record["record"]["configs"]
     lookup, model = configs["lookup_then_model"]["draft_cost"]
     assert lookup == 0.0 < model
-    assert "draft_cost" not in configs["cascade"]  # nobody there runs a model
+    assert "draft_cost" not in configs["cascade"]  # no member runs a model
     assert configs["cascade"]["verify_cost"] == configs["lookup_then_model"]["verify_cost"]
     assert len(configs["cascade"]["verify_cost"]) == 16
 
 
-def test_a_self_draft_leaves_out_the_second_half_of_any_model(record: dict) -> None:  # type: ignore[type-arg]
+def test_a_self_draft_skips_the_second_half_of_the_layers(record: dict) -> None:  # type: ignore[type-arg]
     assert record["record"]["configs"]["layer_skip"]["mask"] == "layers:2-3"  # of four
 
 
-def test_what_changes_the_output_says_so_in_record_tables_and_mlflow(record: dict) -> None:  # type: ignore[type-arg]
+def test_lossy_contenders_are_marked_in_record_tables_and_mlflow(record: dict) -> None:  # type: ignore[type-arg]
     results = record["record"]["results"]
     assert results["loose"]["losslessness"]["verdict"] == "different"
     assert [name for name, found in results.items() if not found["lossless"]] == ["loose"]
@@ -111,12 +110,12 @@ def test_what_changes_the_output_says_so_in_record_tables_and_mlflow(record: dic
     assert {run.data.tags["contender"] for run in contenders if run.data.params["lossless"] == "False"} == {"loose"}
 
 
-def test_an_export_is_measured_on_what_its_search_never_saw(record: dict) -> None:  # type: ignore[type-arg]
+def test_an_export_is_measured_on_held_out_prompts(record: dict) -> None:  # type: ignore[type-arg]
     _, held_out = PromptSet.packaged().split()
     assert record["record"]["prompts"]["digest"] == held_out.take(6).digest
 
 
-def test_a_draft_model_and_the_skip_it_was_cut_from_are_accepted_alike(record: dict) -> None:  # type: ignore[type-arg]
+def test_a_draft_model_cut_from_the_target_has_the_acceptance_of_its_mask(record: dict) -> None:  # type: ignore[type-arg]
     results = record["record"]["results"]
     assert results["export"]["acceptance_rate"] > 0.5
     assert results["draft_model"]["tokens_per_round"] > 1.5
@@ -125,7 +124,7 @@ def test_a_draft_model_and_the_skip_it_was_cut_from_are_accepted_alike(record: d
     assert ratio == pytest.approx(1.0, abs=0.1)
 
 
-def test_ours_are_compared_with_their_rivals(record: dict) -> None:  # type: ignore[type-arg]
+def test_our_contenders_are_compared_with_their_rivals(record: dict) -> None:  # type: ignore[type-arg]
     results = record["record"]["results"]
     assert results["plain"]["rival"]["name"] == "transformers"
     for name, rival in (
@@ -138,19 +137,19 @@ def test_ours_are_compared_with_their_rivals(record: dict) -> None:  # type: ign
         assert results[name]["rival"]["speedup"] == pytest.approx(expected)
 
 
-def test_a_cascade_is_set_beside_its_members_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
+def test_a_cascade_is_compared_with_its_members_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
     results = record["record"]["results"]
-    (against,) = results["cascade"]["members"].items()  # its lookup is of other n-grams than the contender
+    (against,) = results["cascade"]["members"].items()  # its lookup has other n-grams than the contender
     assert against[0] == "token_recycling"
     assert against[1]["low"] <= against[1]["speedup"] <= against[1]["high"]
     for kind, found in against[1]["by_category"].items():
         alone, whole = (results[name]["speedup_by_category"][kind] for name in ("token_recycling", "cascade"))
         assert found["speedup"] == pytest.approx(whole / alone)
     assert "members" not in results["prompt_lookup"]
-    assert "| cascade x token_recycling | " in record["printed"]
+    assert "| cascade / token_recycling | " in record["printed"]
 
 
-def test_rounds_are_told_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
+def test_tokens_per_round_are_shown_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
     found = record["record"]["results"]["prompt_lookup"]
     counts = found["tokens_per_round_by_category"]
     assert set(counts) == set(found["speedup_by_category"])
@@ -160,38 +159,38 @@ def test_rounds_are_told_by_kind_of_work(record: dict) -> None:  # type: ignore[
 
 
 def _parameters(folder: Path) -> int:
-    """Bytes of a saved float32 model, tied tensors once."""
+    """Return the bytes of a saved float32 model, tied tensors once."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         return 4 * sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
 
 
-def test_memory_is_what_a_drafter_holds_beside_the_target(record: dict) -> None:  # type: ignore[type-arg]
+def test_memory_is_what_a_drafter_does_not_share_with_the_target(record: dict) -> None:  # type: ignore[type-arg]
     results, folder = record["record"]["results"], Path(record["record"]["configs"]["draft_model"]["draft"])
     held = {name: found["drafter_bytes"] for name, found in results.items()}
     weights = _parameters(folder)
-    assert weights <= held["transformers_assistant"] < weights + 10_000  # beside them, tables of positions
+    assert weights <= held["transformers_assistant"] < weights + 10_000  # and tables of positions
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # Keys and values of a token, in float32; prompts have some hundred tokens of a byte or so each.
+    # Keys and values of one token in float32; prompts have some hundred tokens.
     token = 2 * 4 * config["num_key_value_heads"] * config["head_dim"] * config["num_hidden_layers"]
     for name in ("draft_model", "lookup_then_model"):
         assert 100 * token < held[name] - held["transformers_assistant"] < 3000 * token
     assert max(held[name] for name in ("plain", "layer_skip", "export")) < 1000  # a self-draft shares weights and cache
     assert min(held[name] for name in ("prompt_lookup", "lookahead", "token_recycling", "cascade")) > 10_000  # their tables
-    assert held["retrieval"] > 5 * held["prompt_lookup"]  # which knows one text, not all of them
+    assert held["retrieval"] > 5 * held["prompt_lookup"]  # knows one text, not all of them
     assert {found["decoding_bytes"] for found in results.values()} == {None}
     assert f"| +{held['draft_model'] / 2**20:.0f} MB |" in record["printed"]
 
 
-def test_how_near_ties_are_is_told_where_outputs_part(record: dict) -> None:  # type: ignore[type-arg]
+def test_the_widest_near_tie_is_shown(record: dict) -> None:  # type: ignore[type-arg]
     assert "near-tie: " not in record["printed"]
     tied = copy.deepcopy(record["record"])
     for name, margin in (("cascade", 0.125), ("retrieval", 0.0625)):
         found = Losslessness(6, (Divergence("p", 3, 0.03125, 0.25), Divergence("q", 1, margin, 0.5)))
         tied["results"][name]["losslessness"] = found.to_dict()
-    assert "at most 0.125 of a logit apart (cascade), of 0.5 that rounding explains" in table(tied)
+    assert "at most 0.125 of a logit (cascade); rounding explains 0.5" in table(tied)
 
 
-def test_rules_that_change_the_output_stand_beside_exact_ones_where_they_are_allowed(tmp_path: Path) -> None:
+def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", num_hidden_layers=2)
     kinds = ("retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model")
     done = execute(
@@ -222,7 +221,7 @@ def test_rules_that_change_the_output_stand_beside_exact_ones_where_they_are_all
 
 
 @pytest.mark.parametrize("measured", [1, 5])
-def test_ctrl_c_shows_what_was_measured_and_writes_no_record(
+def test_ctrl_c_prints_finished_measurements_and_writes_no_record(
     measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*asked: Any) -> Iterator[Any]:
@@ -233,23 +232,22 @@ def test_ctrl_c_shows_what_was_measured_and_writes_no_record(
     model, outputs = save_tiny(tmp_path / "model"), tmp_path / "outputs"
     others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "retrieval", "lookahead", "cascade")]
     which = ["target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
-    with initialize_config_dir(CONF, version_base="1.3"):
-        small = ["measure.prompts=3", "measure.repeats=2", "measure.max_new_tokens=8", "tree.tokens=0"]
-        config = compose("benchmark", [*NO_PEERS, *others, *which, *small])
+    small = ["measure.prompts=3", "measure.repeats=2", "measure.max_new_tokens=8", "tree.tokens=0"]
+    config = compose_config("benchmark", [*NO_PEERS, *others, *which, *small])
     with pytest.raises(KeyboardInterrupt):
         benchmark(config)
-    said = capsys.readouterr().out
-    assert "| prompt_lookup | " in said
-    assert f"Interrupted after {measured} of 6 measurements of a prompt; no record is written." in said
-    assert f", {min(measured, 3)} prompts (packaged) x {1 + measured // 4}, " in said
+    printed = capsys.readouterr().out
+    assert "| prompt_lookup | " in printed
+    assert f"Interrupted after {measured} of 6 measurements; no record is written." in printed
+    assert f", {min(measured, 3)} prompts (packaged) x {1 + measured // 4}, " in printed
     assert not (outputs / "benchmark.json").exists()
 
 
 def test_verifying_a_tree_is_timed_beside_a_chain(record: dict) -> None:  # type: ignore[type-arg]
     timing = record["record"]["verification"]
     assert (timing["tokens"], timing["context"]) == (16, 256)
-    said = f"Verifying a tree of 16 tokens takes {timing['tree_seconds'] / timing['chain_seconds']:.2f} times"
-    assert said in record["printed"]
+    expected = f"Verifying a tree of 16 tokens takes {timing['tree_seconds'] / timing['chain_seconds']:.2f} times"
+    assert expected in record["printed"]
 
 
 def test_mlflow_has_a_run_for_each(record: dict, tiny_target: Target) -> None:  # type: ignore[type-arg]

@@ -1,68 +1,153 @@
-"""Every leaf of the configuration composes and builds what it names."""
+"""Every choice in ``conf/`` composes and builds what it names; unlisted fields have their defaults and can be overridden."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig
-from searches.app.application import CONF
+from layerskip.config import kinds
+from searches.app.checks import InputError
+from searches.app.composition import CONF, compose_config, prepare_overrides
+from searches.app.defaults import fields_of, fill_defaults
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
 from searches.study.study import StudySettings
+from tests.searches.programs import execute
 
 LEAVES = sorted(path.relative_to(CONF) for path in Path(CONF).glob("*/*.yaml"))
 NEEDED = {
-    "drafter/layer_skip": ["contenders.layer_skip.mask=layers:15-29"],  # else as deep as the model, which nobody knows here
     "target/hub": ["target.name=some/model"],
     "target/local": ["target.path=/some/folder"],
     "prompts/jsonl": ["prompts.path=some.jsonl"],
-    "drafter/draft_model": ["contenders.draft_model.draft=some/draft"],
-    "drafter/eagle": ["contenders.eagle.head=some/head"],
-    "drafter/medusa": ["contenders.medusa.head=some/head"],
-    "drafter/cross_tokenizer": ["contenders.cross_tokenizer.draft=some/draft"],
 }
+DRAFTERS = {kind.name for kind in kinds().values() if kind.benchmark is not None}
+
+
+def _leaves(config: DictConfig, prefix: str = "") -> list[str]:
+    """The dotted names of all values."""
+    found = []
+    for name in config:
+        value = config._get_node(name)
+        found += _leaves(value, f"{prefix}{name}.") if isinstance(value, DictConfig) else [f"{prefix}{name}"]
+    return found
 
 
 @pytest.mark.parametrize("leaf", [str(leaf.with_suffix("")) for leaf in LEAVES])
-def test_a_leaf_composes(leaf: str) -> None:
-    group, _, choice = leaf.partition("/")
-    program = "benchmark" if leaf in ("measure/benchmark",) or group == "drafter" else "layerskip"
-    chosen = f"drafter@contenders.{choice}={choice}" if group == "drafter" else f"{group}={choice}"
-    if group == "drafter" and choice == "none":
-        chosen = "+drafter@contenders.none=none"
-    with initialize_config_dir(CONF, version_base="1.3"):
-        config = compose(program, [chosen, *NEEDED.get(leaf, [])])
+def test_a_choice_composes_and_builds(leaf: str) -> None:
+    group = leaf.partition("/")[0]
+    config = compose_config("layerskip", [leaf.replace("/", "="), *NEEDED.get(leaf, [])])
     if group in ("sampler", "pruner"):
         assert instantiate(config[group], **({"seed": 0} if group == "sampler" else {})) is not None
     elif group == "space":
         assert isinstance(instantiate(config.space, layers=12), SearchSpace)
-    elif group == "study" or group == "experiment":
+    elif group in ("study", "experiment", "measure"):
         assert isinstance(instantiate(config.study), StudySettings)
         assert isinstance(instantiate(config.measure), MeasureSettings)
     elif group == "sampling":
         assert isinstance(instantiate(config.sampling), Sampling)
     elif leaf == "prompts/packaged":
         assert isinstance(instantiate(config.prompts), PromptSet)
-    elif group == "drafter":
-        fields = {key: value for key, value in config.contenders[choice].items() if key != "rival"}
-        assert SpeculativeConfig.from_dict(instantiate(fields)).kind == choice
 
 
-def test_an_unknown_override_is_refused() -> None:
-    with initialize_config_dir(CONF, version_base="1.3"), pytest.raises(Exception, match=r"study\.n_trails"):
-        compose("layerskip", ["study.n_trails=3"])
+@pytest.mark.parametrize("kind", sorted(DRAFTERS))
+def test_every_drafter_is_a_contender_of_the_benchmark(kind: str) -> None:
+    folders = [f"{part}=some/folder" for part in ("draft_folder", "cross_draft", "eagle_head", "medusa_head")]
+    config = compose_config("benchmark", ["contenders.layer_skip.mask=layers:15-29", *folders])
+    fields = {key: value for key, value in config.contenders[kind].items() if key != "rival"}
+    assert SpeculativeConfig.from_dict(instantiate(fields)).kind == kind
+
+
+def test_a_newcomer_meets_at_most_forty_fields(tmp_path: Path) -> None:
+    done = execute("layerskip", "--cfg", "job", cwd=tmp_path)
+    shown = OmegaConf.create(done.stdout)
+    assert isinstance(shown, DictConfig)
+    assert len(_leaves(shown)) <= 40
+
+
+@pytest.mark.parametrize("part", ["sampling", "space", "measure", "scan", "scan.proposals", "bridging", "study"])
+def test_unlisted_fields_have_defaults_and_can_be_overridden(part: str) -> None:
+    composed = OmegaConf.select(compose_config("layerskip"), part)
+    every = fields_of(composed._target_)
+    assert every.keys() <= composed.keys()
+    for name, default in every.items():
+        if isinstance(default, int) and not isinstance(default, bool) and name != "allow_lossy":
+            changed = compose_config("layerskip", [f"{part}.{name}={default + 1}"])
+            assert OmegaConf.select(changed, f"{part}.{name}") == default + 1
+
+
+def test_target_fields_that_no_file_lists_can_be_set() -> None:
+    assert compose_config("layerskip", ["target.pack_weights=false"]).target.pack_weights is False
+
+
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(Exception, match=r"study\.n_trails"):
+        compose_config("layerskip", ["study.n_trails=3"])
+
+
+@pytest.mark.parametrize(
+    ("program", "override"),
+    [
+        ("verify", "measure.prompts=3"),
+        ("verify", "target.revision=abc"),
+        ("train", "space.window=[1,2]"),
+        ("benchmark", "bridging.tokens=10"),
+        ("exactness", "measure.prompts=2"),
+        ("layerskip", "sampler.seed=1"),
+    ],
+)
+def test_a_field_of_another_program_is_refused(program: str, override: str) -> None:
+    with pytest.raises(Exception, match=re.escape(override.partition("=")[0])):
+        compose_config(program, [override])
+
+
+def test_fields_follow_the_chosen_loader() -> None:
+    local = ["target=local", "target.path=/some/folder"]
+    with pytest.raises(Exception, match=r"target\.name"):
+        compose_config("layerskip", [*local, "target.name=y"])
+    assert compose_config("layerskip", [*local, "target.pack_weights=true"]).target.pack_weights is True
+
+
+def test_unlisted_fields_of_nested_parts_can_be_overridden() -> None:
+    search = compose_config("calibration", ["planted.search.space.window=[1,2]", "planted.search.study.remeasure=5"]).planted
+    assert search.search.space.window == [1, 2]
+    assert search.search.study.remeasure == 5
+    assert search.search.measure.drift == 0.3
+    assert compose_config("layerskip", ["space.ranges.depth=[1,2]"]).space.ranges == {"depth": [1, 2]}
+    assert compose_config("layerskip", ["experiment=smoke", "scan.proposals.lookups=1"]).scan.proposals.lookups == 1
+
+
+def test_a_type_of_an_earlier_version_is_refused_with_the_type_of_today(tmp_path: Path) -> None:
+    config = OmegaConf.create({"measure": {"_target_": "searches.objective.MeasureSettings"}})
+    with pytest.raises(InputError, match=r"searches\.study\.objective\.MeasureSettings"):
+        fill_defaults(config)
+
+
+def test_an_earlier_name_is_refused_with_the_name_of_today() -> None:
+    with pytest.raises(InputError, match="measure=predictions"):
+        prepare_overrides("layerskip", ["measure=foretell"])
+
+
+@pytest.mark.parametrize("program", ["foretell", "compare", "calibration", "exactness"])
+def test_a_program_that_moved_says_where(program: str, tmp_path: Path) -> None:
+    done = execute(program, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"searches.{program} is now python -m searches.evaluate." in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("target", ["smollm2", "gemma3", "hub", "local"])
-def test_verify_takes_every_target_in_the_exports_dtype(target: str) -> None:
-    with initialize_config_dir(CONF, version_base="1.3"):
-        own = compose("verify").target
-        chosen = compose("verify", [f"target={target}", *NEEDED.get(f"target/{target}", [])]).target
-        told = compose("verify", [f"target={target}", "target.dtype=float32", *NEEDED.get(f"target/{target}", [])]).target
-    assert "_target_" not in own and own.dtype is None
-    assert "_target_" in chosen and chosen.dtype is None
-    assert told.dtype == "float32"
+def test_verify_takes_every_target_in_the_dtype_of_the_export(target: str) -> None:
+    own = compose_config("verify").target
+    needed = NEEDED.get(f"target/{target}", [])
+    chosen = compose_config("verify", [f"target={target}", *needed]).target
+    overridden = compose_config("verify", [f"target={target}", "target.dtype=float32", *needed]).target
+    assert "_target_" not in own
+    assert own.dtype is None
+    assert "_target_" in chosen
+    assert chosen.dtype is None
+    assert overridden.dtype == "float32"

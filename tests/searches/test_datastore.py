@@ -1,4 +1,4 @@
-"""The datastore program: a corpus becomes what a drafter loads; bad input ends in one line."""
+"""The datastore program: a drafter can load its result, and bad input ends with one line."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path
     assert f"{about['tokens']:,} tokens of 4 texts from {corpus} and the target's own outputs" in seen.stdout
 
 
-def test_a_place_is_counted_once(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    """The test's tokenizer has a token for the space, so that the phrase behind one ends with the phrase without."""
+def test_an_occurrence_is_counted_once(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    """The test tokenizer has a token for the space, so the phrase after a space ends with the phrase itself."""
     (tmp_path / "a.txt").write_text("the cat sat")
     built = (f"corpus={tmp_path / 'a.txt'}", f"output={tmp_path / 'store'}", "ngram=cat")
     done = launch("datastore", *_common(tiny_folder, tmp_path), *built, cwd=tmp_path)
@@ -52,7 +52,7 @@ def test_a_place_is_counted_once(tiny_folder: Path, tmp_path: Path, launch: Laun
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["corpus=empty", "output=store"], "corpus: empty has no .txt, .md, .jsonl files"),
         (["corpus=bad.jsonl", "output=store"], "corpus: bad.jsonl, line 1: is not a JSON object with a text"),
@@ -72,8 +72,8 @@ def test_a_place_is_counted_once(tiny_folder: Path, tmp_path: Path, launch: Laun
         (["inspect=5"], "inspect: 5 is not a path"),
     ],
 )
-def test_bad_input_ends_in_one_line(
-    tiny_folder: Path, tmp_path: Path, overrides: list[str], said: str, launch: Launch
+def test_bad_input_ends_with_one_line(
+    tiny_folder: Path, tmp_path: Path, overrides: list[str], message: str, launch: Launch
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.jsonl").write_text("[1]\n")
@@ -81,19 +81,19 @@ def test_bad_input_ends_in_one_line(
     (tmp_path / "blank.txt").write_text("")
     done = launch("datastore", *_common(tiny_folder, tmp_path), *overrides, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"error: {said}")
+    assert done.stderr.startswith(f"error: {message}")
     assert not (tmp_path / "store").exists()
     assert not (tmp_path / ".store.partial").exists()
 
 
-def test_a_study_is_told_of_a_missing_datastore_before_it_begins(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+def test_a_missing_datastore_is_refused_before_a_study_begins(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[nowhere]"), cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith("error: datastore: cannot read nowhere: ")
 
 
-def test_prompts_are_told_by_what_they_say(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    """Files of prompts that are numbered from 1 on name other prompts by the same numbers."""
+def test_prompts_are_compared_by_content(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    """Numbered prompts of different files have the same ids."""
     (tmp_path / "mine.jsonl").write_text('{"prompt": "the rain", "id": "1"}\n{"prompt": "a cat", "id": "2"}\n')
     own = ["own=true", "prompts=jsonl", f"prompts.path={tmp_path / 'mine.jsonl'}", "max_new_tokens=6"]
     done = launch("datastore", *_common(tiny_folder, tmp_path), *own, f"output={tmp_path / 'store'}", cwd=tmp_path)
@@ -105,14 +105,14 @@ def test_prompts_are_told_by_what_they_say(tiny_folder: Path, tmp_path: Path, la
         refuse_answers("datastore", str(tmp_path / "store"), target, renamed)
 
 
-def test_nobody_measures_prompts_whose_answers_a_datastore_holds(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+def test_prompts_whose_answers_a_datastore_holds_are_not_measured(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     own = ["own=true", "max_new_tokens=4", f"output={tmp_path / 'store'}"]
     done = launch("datastore", *_common(tiny_folder, tmp_path), *own, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[store]"), cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    told = f"{tmp_path / 'store'} holds the target's own answers to 48 of the measured prompts"
-    assert done.stderr == f"error: space.datastores: {told}\n"
+    message = f"{tmp_path / 'store'} holds the target's own answers to 48 of the measured prompts"
+    assert done.stderr == f"error: space.datastores: {message}\n"
     cascade = "contenders.cascade.members=[{kind:prompt_lookup},{kind:retrieval,datastore:store}]"
     few = [
         *_common(tiny_folder, tmp_path),

@@ -12,19 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.searches.programs import environment, execute, quick, runs
+from tests.searches.programs import environment, execute, quick, runs, sqlite, tracked
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    """An MLflow server of its own."""
+    """Starts an MLflow server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    store = f"sqlite:///{tmp_path / 'server.db'}"
     process = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-         "--backend-store-uri", store, "--artifacts-destination", str(tmp_path / "artifacts")],
+         "--backend-store-uri", sqlite(tracked(tmp_path)), "--artifacts-destination", str(tmp_path / "artifacts")],
         env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"

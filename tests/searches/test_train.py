@@ -1,15 +1,13 @@
-"""Training a head: from nothing to a configuration that decodes, through a kill, and what is refused."""
+"""Training a head: the result drafts, a killed training resumes, and bad input is refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
-import subprocess
 import time
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +17,12 @@ from safetensors.torch import load_file
 from layerskip import SpeculativeConfig, generate, load_target
 from layerskip.files import digest
 from layerskip.heads.eagle import EagleHead, EagleShape
-from layerskip.models.trained_module import save_head
-from searches.training.learner import Learner, room
+from layerskip.models.trained_module import save_trained
+from searches.training.trainer import Trainer, disk_bytes
 from tests.accelerator import DEVICE
 from tests.disk import fill
 from tests.searches.conftest import Launch
-from tests.searches.programs import command, environment, execute, runs, sqlite, tracked
+from tests.searches.programs import Fork, execute, runs, sqlite, tracked
 from tests.tiny import save_tiny
 
 SMALL = (
@@ -36,7 +34,7 @@ BUDGET = "bytes=10"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, with a few prompts beside it."""
+    """A tiny model, with a file of a few prompts."""
     folder = save_tiny(tmp_path_factory.mktemp("model"))
     (folder / "few.jsonl").write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4)), encoding="utf-8")
     return folder
@@ -52,7 +50,7 @@ def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path
     about = json.loads((tmp_path / "h" / "head.json").read_text())
     assert about["training"]["steps_done"] == 60
     assert about["training"]["positions"] >= 400
-    assert about["training"]["spared"] == []  # of so few texts
+    assert about["training"]["spared"] == []  # too few texts
     (texts,) = (tmp_path / "texts").glob("*.jsonl")
     written = [json.loads(line)[1] for line in texts.read_text().splitlines()]
     assert about["training"]["data"] == digest([tokens for tokens, *_ in written])
@@ -77,7 +75,7 @@ def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path
     assert (tmp_path / "h" / "head.safetensors").read_bytes() == weights
 
 
-def test_some_texts_are_spared_to_judge_by(model: Path, tmp_path: Path, launch: Launch) -> None:
+def test_validation_texts_are_not_trained_on(model: Path, tmp_path: Path, launch: Launch) -> None:
     (tmp_path / "served.jsonl").write_text('{"prompt": "Tell a long story of somebody."}\n', encoding="utf-8")
     asked = ("tokens=700", "steps=20", "prompts=jsonl", f"prompts.path={model}/few.jsonl", f"outputs={tracked(tmp_path)}")
     overrides = (*SMALL, f"target.path={model}", *asked, f"begin_like={tmp_path}/served.jsonl")
@@ -85,23 +83,23 @@ def test_some_texts_are_spared_to_judge_by(model: Path, tmp_path: Path, launch: 
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "texts").glob("*.jsonl")
     *others, last = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(others) >= 20  # or none is spared
+    assert len(others) >= 20  # fewer texts have no validation text
     _, (tokens, begin, _) = last
-    last[1][0] = tokens[:begin] + tokens[begin:][::-1]  # as often each, in another order
+    last[1][0] = tokens[:begin] + tokens[begin:][::-1]  # the same frequencies in another order
     file.write_text("".join(json.dumps(row) + "\n" for row in [*others, last]))
     shutil.rmtree(tmp_path / "features")
     assert launch("train", *overrides, f"head={tmp_path}/two", cwd=tmp_path).returncode == 0
     one, two = (load_file(tmp_path / name / "head.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[name], two[name]) for name in one)
-    judged = [json.loads((tmp_path / name / "head.json").read_text())["training"] for name in ("one", "two")]
-    assert judged[0]["held_out"] == judged[1]["held_out"]
-    assert len(judged[0]["spared"]) == 3
+    records = [json.loads((tmp_path / name / "head.json").read_text())["training"] for name in ("one", "two")]
+    assert records[0]["held_out"] == records[1]["held_out"]
+    assert len(records[0]["spared"]) == 3
 
 
-def test_a_head_that_was_not_trained_here_is_not_overwritten(model: Path, tmp_path: Path, launch: Launch) -> None:
+def test_a_head_of_another_origin_is_not_overwritten(model: Path, tmp_path: Path, launch: Launch) -> None:
     target = load_target(str(model), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(target))
-    save_head(tmp_path / "theirs", "eagle", head.shape.to_dict(), head.weights(), target, {})
+    save_trained(tmp_path / "theirs", "eagle", head.shape.to_dict(), head.weights(), target, {})
     done = launch(
         "train", *SMALL, f"target.path={model}", f"outputs={tracked(tmp_path)}", f"head={tmp_path}/theirs", cwd=tmp_path
     )
@@ -110,19 +108,19 @@ def test_a_head_that_was_not_trained_here_is_not_overwritten(model: Path, tmp_pa
     assert not (tmp_path / "texts").exists()
 
 
-def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) -> None:
+def test_a_killed_training_resumes(model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl")
     overrides = (*SMALL, f"target.path={model}", *few, "steps=60", "save_seconds=0.001")
     killed = [*overrides, f"outputs={tracked(tmp_path / 'killed')}", f"head={tmp_path / 'killed' / 'h'}"]
     state = tmp_path / "killed" / "h" / "training.pt"
-    process = subprocess.Popen(command("train", *killed), env=environment(), cwd=tmp_path, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        if state.exists() and torch.load(state, weights_only=True)["step"]:  # kept once before the first one
-            break
-        time.sleep(0.02)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    with Fork("searches.train", *killed, cwd=tmp_path) as process:
+        deadline = time.monotonic() + 120
+        while process.running and time.monotonic() < deadline:
+            if state.exists() and torch.load(state, weights_only=True)["step"]:  # the first checkpoint has step 0
+                break
+            time.sleep(0.02)
+        process.send(signal.SIGKILL)
+        assert process.wait().returncode == -signal.SIGKILL
     before = torch.load(state, weights_only=True)["step"]
     assert 0 < before < 60
     assert not (tmp_path / "killed" / "h" / "head.json").exists()
@@ -133,7 +131,7 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     (run,) = runs(sqlite(tmp_path / "killed"), "training")
     logged = MlflowClient(sqlite(tmp_path / "killed")).get_metric_history(run.info.run_id, "loss")
     steps = sorted(metric.step for metric in logged)
-    assert len(steps) == len(set(steps))  # nothing was done again
+    assert len(steps) == len(set(steps))  # no step was repeated
     assert set(range(1, 61)) - {before} <= set(steps)
     assert (
         launch("train", *overrides, f"outputs={tracked(tmp_path)}", f"head={tmp_path / 'h'}", cwd=tmp_path).returncode == 0
@@ -145,7 +143,7 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     assert other.returncode == 2
     assert "error: head: " in other.stderr
     written = (tmp_path / "killed" / "texts").stat().st_mtime_ns
-    more = launch("train", *killed, "tokens=5000", cwd=tmp_path)  # told before any of these is written
+    more = launch("train", *killed, "tokens=5000", cwd=tmp_path)  # refused before texts are written
     assert (more.returncode, more.stderr.count("\n")) == (2, 1), more.stderr
     assert "holds another training" in more.stderr
     assert (tmp_path / "killed" / "texts").stat().st_mtime_ns == written
@@ -161,27 +159,26 @@ def test_a_killed_training_goes_on(model: Path, tmp_path: Path, launch: Launch) 
     assert state.read_bytes() == state_before
 
 
-def test_two_programs_train_one_head_in_turns(model: Path, tmp_path: Path) -> None:
-    """With one step after the other in one file: both find the same head, and its steps were done once."""
+def test_two_programs_share_one_training(model: Path, tmp_path: Path) -> None:
+    """Both programs end with the same head, and every step was done once."""
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=60", f"head={tmp_path}/h")
     overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(tmp_path)}", *few)
-    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    asked = command("train", *overrides)
-    both = [subprocess.Popen(asked, env=environment(), cwd=tmp_path, text=True, **pipes) for _ in range(2)]
-    said = [process.communicate(timeout=300) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
+    arguments = ("searches.train", *overrides)
+    with Fork(*arguments, cwd=tmp_path) as one, Fork(*arguments, cwd=tmp_path) as other:
+        ended = [process.wait() for process in (one, other)]
+    assert [done.returncode for done in ended] == [0, 0], ended
     (run,) = runs(sqlite(tmp_path), "training")
     steps = [metric.step for metric in MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, "loss")]
     assert len(steps) == len(set(steps))
 
 
-def test_a_disk_that_fills_up_ends_in_one_line_and_the_training_goes_on_later(
+def test_a_disk_that_fills_up_ends_with_one_line_and_the_training_resumes(
     model: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
-    """torch says nothing of a disk where it cannot write."""
-    save, saved = Learner.save, []
+    """torch reports no reason if it cannot write."""
+    save, saved = Trainer.save, []
 
-    def save_on_a_full_disk(self: Learner) -> None:
+    def save_on_a_full_disk(self: Trainer) -> None:
         if len(saved) == 2:
             fill(small_disk, leave=50_000)
         saved.append(self.step)
@@ -189,7 +186,7 @@ def test_a_disk_that_fills_up_ends_in_one_line_and_the_training_goes_on_later(
 
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=60", "save_seconds=0.001", "feature_bytes=1000000")
     overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(small_disk)}", f"head={small_disk}/h", *few)
-    monkeypatch.setattr(Learner, "save", save_on_a_full_disk)
+    monkeypatch.setattr(Trainer, "save", save_on_a_full_disk)
     done = launch("train", *overrides, cwd=small_disk)
     file = small_disk / "h" / "training.pt"
     assert done.returncode == 2, done.stderr
@@ -197,16 +194,16 @@ def test_a_disk_that_fills_up_ends_in_one_line_and_the_training_goes_on_later(
     assert [path.name for path in file.parent.iterdir()] == ["training.pt"]
     assert torch.load(file, weights_only=True)["step"] == saved[1]
     (small_disk / "ballast").unlink()
-    monkeypatch.setattr(Learner, "save", save)
+    monkeypatch.setattr(Trainer, "save", save)
     done = launch("train", *overrides, cwd=small_disk)
     assert done.returncode == 0, done.stderr
     assert json.loads((small_disk / "h" / "head.json").read_text())["training"]["steps_done"] == 60
 
 
-def test_the_disk_must_hold_what_a_training_writes(
+def test_the_disk_must_have_room_for_the_training(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
-    """Its state twice, beside the hidden states."""
+    """Two checkpoints beside the hidden states."""
     usage, needed = namedtuple("usage", "total used free"), 10**6 + 64 * 2**20
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 0, needed))
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=1")
@@ -215,15 +212,17 @@ def test_the_disk_must_hold_what_a_training_writes(
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("error: feature_bytes: 1,000,000 do not fit")
     head = EagleHead(EagleShape.of(load_target(str(model), dtype="float32", device=DEVICE), vocabulary=64, lookback=2))
-    needed += room(head)
+    needed += disk_bytes(head)
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("eagle-*")
     written = 2 * (folder / "training.pt").stat().st_size + (folder / "head.safetensors").stat().st_size
-    assert 0.8 * written < room(head) <= written  # but for names and sizes, which weigh little beside real weights
+    assert 0.8 * written < disk_bytes(head) <= written  # without names and shapes, which are small beside real weights
 
 
-def test_the_heads_own_disk_must_hold_its_training(model: Path, tmp_path: Path, small_disk: Path, launch: Launch) -> None:
+def test_the_disk_of_the_head_must_have_room_for_the_training(
+    model: Path, tmp_path: Path, small_disk: Path, launch: Launch
+) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=1", f"head={small_disk}/h")
     overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(tmp_path / 'outputs')}", *few)
     fill(small_disk, leave=100_000)
@@ -248,7 +247,7 @@ def test_the_heads_own_disk_must_hold_its_training(model: Path, tmp_path: Path, 
         ("vocabulary=0", "vocabulary"),
         ("vocabulary=-5", "vocabulary"),
         ("vocabulary=x", "vocabulary"),
-        ("vocabulary=2", "vocabulary"),  # padding, start and end are always drafted
+        ("vocabulary=2", "vocabulary"),  # padding, start and end are always in the vocabulary
         ("max_seconds=soon", "max_seconds"),
         ("max_seconds=-5", "max_seconds"),
         ("max_seconds=0", "max_seconds"),
@@ -270,7 +269,7 @@ def test_the_heads_own_disk_must_hold_its_training(model: Path, tmp_path: Path, 
         ("drafter=layer_skip mask=layers:1 training_bytes=10", "training_bytes"),
     ],
 )
-def test_bad_input_is_one_line(override: str, named: str, model: Path, tmp_path: Path, launch: Launch) -> None:
+def test_bad_input_ends_with_one_line(override: str, named: str, model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl")
     given = override.replace("@", str(model)).split()
     overrides = (*SMALL, *few, f"target.path={model}", f"outputs={tracked(tmp_path)}", *given)
@@ -278,4 +277,4 @@ def test_bad_input_is_one_line(override: str, named: str, model: Path, tmp_path:
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: {named}: ")
     assert "Traceback" not in done.stderr
-    assert (tmp_path / "texts").exists() == override.endswith(BUDGET)  # only texts tell what a budget holds
+    assert (tmp_path / "texts").exists() == override.endswith(BUDGET)  # a budget is checked against texts

@@ -1,7 +1,7 @@
-"""An export measured again: honest ones hold, doctored ones do not, and what is no export ends in one line.
+"""Honest exports are confirmed, doctored ones are not, and bad input ends in one line.
 
-Nothing here hangs on how fast this machine is: what is confirmed is faster several times over, what is refuted claims more
-than its draft length allows or drafts for nothing, and what is tied decodes nothing that could be timed.
+No result depends on the speed of the machine: confirmed exports are several times faster, refuted ones claim more than their
+draft length allows or draft in vain, and tied ones decode nothing.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tests.searches.programs import execute
 from tests.tiny import save_tiny
 
 LOOKUP = SpeculativeConfig("prompt_lookup", 16, ngram_min=1, ngram_max=2)
-ONE_TOKEN = SpeculativeConfig("layer_skip", 1, mask="layers:1")  # two tokens a round, so never twice as fast
+ONE_TOKEN = SpeculativeConfig("layer_skip", 1, mask="layers:1")  # at most two tokens per round
 USELESS = SpeculativeConfig("layer_skip", 16, mask="layers:0-1")
 FEW = "measure.held_out_prompts=6"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that repeats itself soon, which a lookup in the prompt foresees."""
+    """A model that soon repeats itself, so that prompt lookup is fast."""
     return save_tiny(tmp_path_factory.mktemp("verify") / "model", idle=(0, 1, 2))
 
 
@@ -54,13 +54,13 @@ def _export(file: Path, model: Path, config: SpeculativeConfig, speedup: float |
 def _run(
     arguments: Sequence[str], outputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, str, str]:
-    """The program in this process: its exit code, and what it says on stdout and stderr."""
+    """Run the program in this process; return its exit code, stdout and stderr."""
     monkeypatch.setattr(sys, "argv", ["verify", *command_line([*arguments, f"outputs={outputs}", "target.device=cpu"])])
     with pytest.raises(SystemExit) as end:
         run("verify", verify)
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert isinstance(end.value.code, int)
-    return end.value.code, said.out, said.err
+    return end.value.code, captured.out, captured.err
 
 
 def _record(outputs: Path) -> dict[str, Any]:
@@ -92,38 +92,38 @@ def test_a_doctored_claim_is_refuted(model: Path, tmp_path: Path) -> None:
     assert _record(tmp_path / "outputs")["verdict"] == "refuted"
 
 
-def test_what_another_model_accepts_refutes_no_rounds(model: Path, tmp_path: Path) -> None:
+def test_rounds_must_repeat_only_on_the_same_model(model: Path, tmp_path: Path) -> None:
     export = Export.load(_export(tmp_path / "best.json", model, LOOKUP))
     target = load_target(str(model), dtype="float32", device="cpu")
     assert _is_alike(export, target)
     assert not _is_alike(export, load_target(str(model), dtype="bfloat16", device="cpu"))
     assert not _is_alike(export, load_target(str(shutil.copytree(model, tmp_path / "tuned")), dtype="float32", device="cpu"))
     half = replace(export, target=export.target | {"dtype": "bfloat16"})
-    assert not _is_alike(half, load_target(str(model), dtype="bfloat16", device="cpu"))  # who knows what rounded it
+    assert not _is_alike(half, load_target(str(model), dtype="bfloat16", device="cpu"))  # unknown device
     half = replace(half, environment=machine(target))
     assert _is_alike(half, load_target(str(model), dtype="bfloat16", device="cpu"))
 
 
-def test_a_slower_configuration_in_its_place_is_refuted(
+def test_an_export_with_a_slower_configuration_is_refuted(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = _export(tmp_path / "best.json", tiny_folder, USELESS, speedup=1.5)
-    code, said, _ = _run([str(file), FEW, "measure.max_new_tokens=16"], tmp_path, monkeypatch, capsys)
-    assert (code, _record(tmp_path)["verdict"]) == (4, "refuted"), said
+    code, printed, _ = _run([str(file), FEW, "measure.max_new_tokens=16"], tmp_path, monkeypatch, capsys)
+    assert (code, _record(tmp_path)["verdict"]) == (4, "refuted"), printed
 
 
-def test_a_tie_is_weaker_when_the_budget_is_spent(
+def test_a_tie_is_weaker_when_the_repeats_are_used_up(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = _export(tmp_path / "best.json", model, LOOKUP)
-    arguments = [str(file), FEW, "measure.max_new_tokens=1"]  # prefill gives that one
-    code, said, _ = _run(arguments, tmp_path, monkeypatch, capsys)
-    assert code == 3, said
-    assert "cannot be told from plain decoding" in said
+    arguments = [str(file), FEW, "measure.max_new_tokens=1"]  # prefill provides it
+    code, printed, _ = _run(arguments, tmp_path, monkeypatch, capsys)
+    assert code == 3, printed
+    assert "not significantly faster than plain decoding" in printed
     assert _record(tmp_path)["repeats"] == 3
 
 
-def test_no_drafting_needs_no_measuring(
+def test_plain_decoding_is_not_measured(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*args: Any) -> None:
@@ -131,12 +131,12 @@ def test_no_drafting_needs_no_measuring(
 
     monkeypatch.setattr(ModelBench, "compare", fail)
     file = _export(tmp_path / "best.json", model, SpeculativeConfig())
-    code, said, _ = _run([str(file)], tmp_path, monkeypatch, capsys)
+    code, printed, _ = _run([str(file)], tmp_path, monkeypatch, capsys)
     assert (code, _record(tmp_path)["measured"]) == (0, None)
-    assert "no drafting" in said
+    assert "no drafting" in printed
 
 
-def test_the_model_is_loaded_in_the_exports_dtype_unless_told_otherwise(
+def test_the_model_is_loaded_in_the_exports_dtype_by_default(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = _export(tmp_path / "best.json", model, SpeculativeConfig(), dtype="float16")
@@ -144,9 +144,9 @@ def test_the_model_is_loaded_in_the_exports_dtype_unless_told_otherwise(
     assert (_record(tmp_path)["target"]["dtype"], _record(tmp_path)["differences"]) == ("float16", [])
     _run([str(file), "target=local", f"target.path={model}"], tmp_path, monkeypatch, capsys)
     assert _record(tmp_path)["target"]["dtype"] == "float16"
-    _, said, _ = _run([str(file), "target.dtype=float32"], tmp_path, monkeypatch, capsys)
+    _, printed, _ = _run([str(file), "target.dtype=float32"], tmp_path, monkeypatch, capsys)
     assert _record(tmp_path)["differences"] == [{"field": "target.dtype", "exported": "float16", "now": "float32"}]
-    assert "target.dtype: float16, now float32" in said
+    assert "target.dtype: float16, now float32" in printed
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_bad_input_ends_in_one_line(
         Path(f"{name}.json").write_text(
             json.dumps(json.loads(good.read_text(encoding="utf-8")) | {"evidence": evidence}), encoding="utf-8"
         )
-    code, _, said = _run(arguments, tmp_path / "outputs", monkeypatch, capsys)
-    assert code == 2, said
-    assert said.startswith("error: ")
-    assert named in said
-    assert said.count("\n") == 1
+    code, _, errors = _run(arguments, tmp_path / "outputs", monkeypatch, capsys)
+    assert code == 2, errors
+    assert errors.startswith("error: ")
+    assert named in errors
+    assert errors.count("\n") == 1
     assert not (tmp_path / "outputs").exists()
 
 
@@ -202,7 +202,7 @@ def test_a_missing_file_ends_the_process_with_two(tmp_path: Path) -> None:
     assert done.stderr == "error: export: cannot read missing.json: No such file or directory\n"
 
 
-def test_an_interrupt_prints_what_is_known_and_the_same_command_goes_on(
+def test_an_interrupt_prints_figures_and_the_same_command_resumes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, decoded = ModelBench.compare, []
@@ -210,8 +210,8 @@ def test_an_interrupt_prints_what_is_known_and_the_same_command_goes_on(
     def counted(*args: Any) -> Iterator[dict[str, Sample]]:
         for row in whole(*args):
             decoded.append(row[BASELINE].prompt_id)
-            # As fast as is claimed, whatever the machine is at, so that one look settles it.
-            yield {who: replace(sample, decode_seconds=1.5 if who == BASELINE else 1.0) for who, sample in row.items()}
+            # Exactly as fast as claimed, so that one look suffices.
+            yield {name: replace(sample, decode_seconds=1.5 if name == BASELINE else 1.0) for name, sample in row.items()}
 
     def interrupted(*args: Any) -> Iterator[dict[str, Sample]]:
         rows = counted(*args)
@@ -221,35 +221,35 @@ def test_an_interrupt_prints_what_is_known_and_the_same_command_goes_on(
 
     monkeypatch.setattr(ModelBench, "compare", interrupted)
     file = _export(tmp_path / "best.json", model, LOOKUP, speedup=1.5)
-    code, said, errors = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
+    code, printed, errors = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
     assert code == 130
-    assert "| x plain | 1.50 (1.40 to 1.60) |" in said
-    assert errors == "interrupted after 2 prompts: no verdict; the same command goes on\n"
+    assert "| x plain | 1.50 (1.40 to 1.60) |" in printed
+    assert errors == "interrupted after 2 prompts: no verdict; the same command resumes\n"
     assert not (tmp_path / "verify.json").exists()
     (begun,) = tmp_path.glob("**/verify-*.jsonl")
     now = time.time()
-    os.utime(begun, (now, now - 3600))  # an hour ago, if on the day before
+    os.utime(begun, (now, now - 3600))  # an hour ago
     monkeypatch.setattr(ModelBench, "compare", counted)
-    code, said, _ = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
+    code, printed, _ = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
     assert (code, _record(tmp_path)["measured"]["prompts"]) == (0, 6)
-    assert "2 of them were before an interruption" in said
+    assert "2 of them were before an interruption" in printed
     assert len(decoded) == len(set(decoded)) == 6  # none of them twice
-    code, said, _ = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
+    code, printed, _ = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
     assert code == 0
-    assert "interruption" not in said
-    assert len(decoded) == 12  # what is asked again is measured again
+    assert "interruption" not in printed
+    assert len(decoded) == 12  # a second run measures again
     monkeypatch.setattr(ModelBench, "compare", interrupted)
     assert _run([str(file), FEW], tmp_path, monkeypatch, capsys)[0] == 130
     (begun,) = tmp_path.glob("**/verify-*.jsonl")
     os.utime(begun, (now, now - 86400))
     monkeypatch.setattr(ModelBench, "compare", counted)
-    code, said, _ = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
-    assert (code, len(decoded)) == (0, 12 + 2 + 6)  # a day ago the machine was another
-    assert "interruption" not in said
+    code, printed, _ = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
+    assert (code, len(decoded)) == (0, 12 + 2 + 6)  # rows of a day ago are discarded
+    assert "interruption" not in printed
 
 
 class _Bench:
-    """Decodes in its head: each comparison's pairs have speedups as told, in turn."""
+    """A bench with given speedups for the pairs of each comparison."""
 
     layers, exact, conditions = 3, True, None
 
@@ -260,13 +260,13 @@ class _Bench:
     def compare(
         self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
     ) -> Iterator[dict[str, Sample]]:
-        (name,), told = configs, self.speedups[self.comparisons]
+        (name,), speedups = configs, self.speedups[self.comparisons]
         self.comparisons += 1
         for index, item in enumerate(prompts):
-            seconds = {BASELINE: 1.0, name: 1.0 / told[index % len(told)]}
+            seconds = {BASELINE: 1.0, name: 1.0 / speedups[index % len(speedups)]}
             yield {
-                who: Sample(item.id, item.category, 10, 10, 0.1, spent, 0, DecodeStats(), self.lossless)
-                for who, spent in seconds.items()
+                name: Sample(item.id, item.category, 10, 10, 0.1, spent, 0, DecodeStats(), self.lossless)
+                for name, spent in seconds.items()
             }
 
 
@@ -275,7 +275,7 @@ class _Bench:
     [
         pytest.param([[1.5, 1.6]], Speedup(1.5, 1.4, 1.6), "confirmed", 1, id="clear at once"),
         pytest.param([[0.5, 0.6]], None, "refuted", 1, id="slower at once"),
-        pytest.param([[0.8, 1.3], [3.0, 3.5]], None, "confirmed", 2, id="a tie that a repeat undoes"),
+        pytest.param([[0.8, 1.3], [3.0, 3.5]], None, "confirmed", 2, id="a tie that a repeat resolves"),
         pytest.param([[0.8, 1.3]] * 3, None, "weaker", 3, id="a tie to the end"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Texts that a target writes itself: its own, the same again, and begun as a user begins."""
+"""Texts that a target writes itself: its own words, repeatable, and begun like prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny import save_tiny
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", {}), ("gemma3_text", {}), ("gpt_neo", {}), ("falcon", {"alibi": True})]
 )
-def test_texts_are_the_targets_own_and_the_same_again(family: str, changes: dict[str, bool]) -> None:
+def test_texts_are_the_targets_own_and_repeatable(family: str, changes: dict[str, bool]) -> None:
     target = Target(build(family, **changes))
     texts = list(itertools.islice(write_texts(target, Sampling(), 12, 4, 0), 6))
     assert texts == list(itertools.islice(write_texts(target, Sampling(), 12, 4, 0), 6))
@@ -31,13 +31,13 @@ def test_texts_are_the_targets_own_and_the_same_again(family: str, changes: dict
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_every_other_text_begins_as_a_prompt_does(chat: bool, tmp_path: Path) -> None:
+def test_every_other_text_begins_like_a_prompt(chat: bool, tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path, chat=chat)))
     prompts = ["quartz one two three four", "zebra five six seven eight nine"]
     texts = list(itertools.islice(write_texts(target, Sampling(), 4, 8, 0, prompts), 8))
-    said = [target.decode(text.tokens[: text.begin]) for text in texts]
-    assert [any(prompt.split()[0] in some for prompt in prompts) for some in said] == [False, True] * 4
-    assert not all(any(prompt in some for prompt in prompts) for some in said[1::2])
+    written = [target.decode(text.tokens[: text.begin]) for text in texts]
+    assert [any(prompt.split()[0] in text for prompt in prompts) for text in written] == [False, True] * 4
+    assert not all(any(prompt in text for prompt in prompts) for text in written[1::2])
     assert len({len(text.tokens) for text in texts[1::2]}) > 1
     own = list(itertools.islice(write_texts(target, Sampling(), 4, 8, 0), 8))
     assert own != texts

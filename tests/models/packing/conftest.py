@@ -1,4 +1,4 @@
-"""Tiny weights are laid out, and what is laid out is seen."""
+"""Fixtures that pack tiny weights and record what is packed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tests.models.packing.layers import DTYPES
 
 
 @pytest.fixture(autouse=True)
-def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models here are tiny, and laid out all the same."""
+def _pack_tiny_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack the weights of tiny models too."""
     monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(DTYPES, 1))
 
 
 @pytest.fixture
-def laid_out(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """All that is laid out."""
-    made: list[Tensor] = []
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Record all packed weights."""
+    weights: list[Tensor] = []
 
-    def lay_out(weight: Tensor) -> Tensor | None:
-        made.append(weight)
+    def pack_weight(weight: Tensor) -> Tensor | None:
+        weights.append(weight)
         return original(weight)
 
-    original = packing.lay_out
-    monkeypatch.setattr(packing, "lay_out", lay_out)
-    return made
+    original = packing.pack_weight
+    monkeypatch.setattr(packing, "pack_weight", pack_weight)
+    return weights

@@ -1,4 +1,4 @@
-"""What is laid out here, and where it can be."""
+"""Layers to pack, and a marker for tests that need a supported processor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch import nn
 
 from layerskip.models import packing
 
-needs_layouts = pytest.mark.skipif(not packing._multiplies(torch.float32), reason="this processor multiplies by no layouts")
+needs_packing = pytest.mark.skipif(
+    not packing._is_supported(torch.float32), reason="this processor does not support packed weights"
+)
 DTYPES = [torch.float32, torch.bfloat16]
 
 

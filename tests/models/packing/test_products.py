@@ -1,4 +1,4 @@
-"""Products by weights that are laid out once, against torch's own, and what becomes of the layouts."""
+"""Products by packed weights compared with torch's own, and the lifetime of packed copies."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ from torch.nn.functional import linear
 
 from layerskip.models import packing
 from layerskip.models.output_rows import OutputRows
-from layerskip.models.packing import multiply, pack_matrices, packed_like, packs
+from layerskip.models.packing import multiply, pack_like, pack_matrices, uses_packing
 from tests.families import build
-from tests.models.packing.layers import DTYPES, layer_of, needs_layouts
+from tests.models.packing.layers import DTYPES, layer_of, needs_packing
 
 
-def _same(found: Tensor, expected: Tensor, bias: bool = False) -> None:
-    assert found.dtype == expected.dtype
+def _assert_same(actual: Tensor, expected: Tensor, bias: bool = False) -> None:
+    assert actual.dtype == expected.dtype
     if expected.dtype == torch.float32:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    elif bias:  # in some shapes torch rounds before it adds
-        torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    elif bias:  # in some shapes torch rounds before it adds the bias
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
     else:
-        assert torch.equal(found, expected)  # bit by bit, in any number of rows
+        assert torch.equal(actual, expected)  # bitwise, for any number of rows
 
 
-@needs_layouts
+@needs_packing
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [(1,), (5,), (1, 1), (2, 3), (1, 300), (0,), ()])
-def test_products_are_torchs(dtype: torch.dtype, bias: bool, rows: tuple[int, ...], laid_out: list[Tensor]) -> None:
+def test_products_equal_torchs(dtype: torch.dtype, bias: bool, rows: tuple[int, ...], packed: list[Tensor]) -> None:
     layer = layer_of(dtype, bias)
     pack_matrices(layer)
     hidden = torch.randn(*rows, 80).to(dtype)
     with torch.no_grad():
-        _same(multiply(hidden, layer.weight, layer.bias), linear(hidden, layer.weight, layer.bias), bias)
-        every_other = torch.randn(*rows, 160).to(dtype)[..., ::2]  # not one behind the other
-        _same(multiply(every_other, layer.weight, layer.bias), linear(every_other, layer.weight, layer.bias), bias)
-    assert len(laid_out) == (packing._multiplies(dtype) and 0 not in rows)
+        _assert_same(multiply(hidden, layer.weight, layer.bias), linear(hidden, layer.weight, layer.bias), bias)
+        every_other = torch.randn(*rows, 160).to(dtype)[..., ::2]  # not contiguous
+        _assert_same(multiply(every_other, layer.weight, layer.bias), linear(every_other, layer.weight, layer.bias), bias)
+    assert len(packed) == (packing._is_supported(dtype) and 0 not in rows)
 
 
-@needs_layouts
+@needs_packing
 @pytest.mark.parametrize("width", [1, 7, 33, 64, 576])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_any_width_are_torchs(dtype: torch.dtype, width: int) -> None:
+def test_products_of_any_width_equal_torchs(dtype: torch.dtype, width: int) -> None:
     layer = layer_of(dtype, False, width, 3 * width + 1)
     pack_matrices(layer)
     for rows in (1, 4, 17):
         hidden = torch.randn(rows, width).to(dtype)
         with torch.inference_mode():
-            _same(multiply(hidden, layer.weight), linear(hidden, layer.weight))
+            _assert_same(multiply(hidden, layer.weight), linear(hidden, layer.weight))
 
 
-@needs_layouts
-def test_a_weight_that_was_changed_is_laid_out_anew(laid_out: list[Tensor]) -> None:
+@needs_packing
+def test_a_changed_weight_is_packed_again(packed: list[Tensor]) -> None:
     layer, hidden = layer_of(torch.float32, False), torch.randn(3, 80)
     pack_matrices(layer)
 
     def check() -> None:
         with torch.no_grad():
             for _ in range(2):
-                _same(multiply(hidden, layer.weight), linear(hidden, layer.weight))
+                _assert_same(multiply(hidden, layer.weight), linear(hidden, layer.weight))
 
     check()
     with torch.no_grad():
@@ -73,37 +73,37 @@ def test_a_weight_that_was_changed_is_laid_out_anew(laid_out: list[Tensor]) -> N
     check()
     layer.weight.data = torch.randn(112, 80)
     check()
-    assert len(laid_out) == 4
+    assert len(packed) == 4
     layer.to(torch.bfloat16)
     hidden = hidden.to(torch.bfloat16)
     check()
 
 
-@needs_layouts
-@pytest.mark.parametrize("learning", ["hidden", "weight", "bias"])
-def test_gradients_are_torchs(learning: str, laid_out: list[Tensor]) -> None:
+@needs_packing
+@pytest.mark.parametrize("differentiated", ["hidden", "weight", "bias"])
+def test_gradients_equal_torchs(differentiated: str, packed: list[Tensor]) -> None:
     layer, hidden = layer_of(torch.float32).requires_grad_(False), torch.randn(3, 80)
     pack_matrices(layer)
-    leaf = {"hidden": hidden, "weight": layer.weight, "bias": layer.bias}[learning].requires_grad_()
-    found, expected = (
+    leaf = {"hidden": hidden, "weight": layer.weight, "bias": layer.bias}[differentiated].requires_grad_()
+    actual, expected = (
         torch.autograd.grad(product(hidden, layer.weight, layer.bias).square().sum(), leaf) for product in (multiply, linear)
     )
-    torch.testing.assert_close(found, expected)
-    assert not laid_out
+    torch.testing.assert_close(actual, expected)
+    assert not packed
 
 
-@needs_layouts
-def test_autocast_rounds_as_it_does_elsewhere() -> None:
+@needs_packing
+def test_autocast_returns_its_dtype() -> None:
     layer, hidden = layer_of(torch.float32, False), torch.randn(3, 80)
     pack_matrices(layer)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert multiply(hidden, layer.weight).dtype == torch.bfloat16
 
 
-@needs_layouts
+@needs_packing
 def test_copies_multiply_by_their_own_weights() -> None:
     hidden = torch.randn(1, 80)
-    layer = packed_like(build("llama"), layer_of(torch.float32, False))
+    layer = pack_like(build("llama"), layer_of(torch.float32, False))
     with torch.no_grad():
         before = layer(hidden)
         for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -112,16 +112,16 @@ def test_copies_multiply_by_their_own_weights() -> None:
         assert torch.equal(layer(hidden), before)
 
 
-@needs_layouts
-def test_whose_forward_is_another_keeps_it() -> None:
+@needs_packing
+def test_a_layer_with_a_replaced_forward_keeps_it() -> None:
     layer = layer_of(torch.float32)
     layer.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
-    assert packed_like(build("llama"), layer)(torch.ones(1, 80)).tolist() == [[1.0] * 80]
+    assert pack_like(build("llama"), layer)(torch.ones(1, 80)).tolist() == [[1.0] * 80]
 
 
-@needs_layouts
+@needs_packing
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_a_text_join_those_that_are_laid_out(dtype: torch.dtype, laid_out: list[Tensor]) -> None:
+def test_rows_of_a_text_are_appended_to_packed_rows(dtype: torch.dtype, packed: list[Tensor]) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(300, 40).to(dtype), torch.randn(300).to(dtype)
     for offset in (None, bias):
@@ -129,29 +129,29 @@ def test_rows_of_a_text_join_those_that_are_laid_out(dtype: torch.dtype, laid_ou
         for text in ([], [1, 3, 5], [1, 3, 5, 290, 8]):
             rows.follow(text)
             with torch.inference_mode():
-                _same(rows.multiply(hidden), linear(hidden, weight, offset)[:, rows.tokens], offset is not None)
+                _assert_same(rows.multiply(hidden), linear(hidden, weight, offset)[:, rows.tokens], offset is not None)
 
 
-@needs_layouts
-def test_layouts_are_forgotten_with_their_weights() -> None:
+@needs_packing
+def test_packed_copies_are_freed_with_their_weights() -> None:
     layer = layer_of(torch.float32)
     pack_matrices(layer)
     with torch.no_grad():
         multiply(torch.randn(1, 80), layer.weight)
     gc.collect()
-    before = len(packing._layouts)
+    before = len(packing._packed)
     del layer
     gc.collect()
-    assert len(packing._layouts) == before - 1
+    assert len(packing._packed) == before - 1
 
 
-@needs_layouts
-def test_small_weights_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch, laid_out: list[Tensor]) -> None:
+@needs_packing
+def test_small_weights_are_not_packed(monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]) -> None:
     monkeypatch.setattr(packing, "_LEAST", {torch.float32: 80 * 112})
     small, large = layer_of(torch.float32, width=79), layer_of(torch.float32)
-    tree = packed_like(large, nn.ModuleList([small, large]))
+    tree = pack_like(large, nn.ModuleList([small, large]))
     with torch.no_grad():
         tree[0](torch.randn(1, 79))
         tree[1](torch.randn(1, 80))
-    assert [id(weight) for weight in laid_out] == [id(large.weight)]
-    assert not packs(build("llama"))
+    assert [id(weight) for weight in packed] == [id(large.weight)]
+    assert not uses_packing(build("llama"))

@@ -1,4 +1,4 @@
-"""Bad input ends in one line that names the field, exit code 2, and nothing written."""
+"""Bad input ends with one line that names the field and exit code 2, and writes nothing."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mlflow.tracking import MlflowClient
 from searches import benchmark, layerskip
 from searches.app.application import run
 from tests.disk import fill
-from tests.searches.programs import environment, execute, quick, sqlite, tracked, wait_for_trials
+from tests.searches.programs import Fork, environment, execute, quick, sqlite, tracked
 
 
 def _end(program: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a program in this process until it ends with exit code 2; returns what it says on stderr."""
+    """Run a program in this process, check for exit code 2, and return its stderr."""
     task = {"layerskip": layerskip.search, "benchmark": benchmark.benchmark}[program]
     monkeypatch.setattr(sys, "argv", [program, *overrides])
     with pytest.raises(SystemExit) as end:
         run(program, task)
-    said = capsys.readouterr().err
-    assert end.value.code == 2, said
-    return said
+    stderr = capsys.readouterr().err
+    assert end.value.code == 2, stderr
+    return stderr
 
 
-def test_ctrl_c_that_a_finaliser_swallowed_still_ends_the_program(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_finaliser_ends_the_program(tmp_path: Path) -> None:
     program = """
 import signal, time
-from searches.application import run
+from searches.app.application import run
 
 class Dying:
     def __del__(self):
@@ -46,7 +46,7 @@ run("datastore", task)
     ended = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=50)
     assert ended.returncode == 130, ended.stderr
     assert ended.stdout == "dropped\n"
-    assert ended.stderr == "interrupted; the same command goes on from here\n"
+    assert ended.stderr == "interrupted; the same command continues from here\n"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ run("datastore", task)
         (["sampler=nsga2", "sampler.population_size=1"], "sampler: "),
     ],
 )
-def test_a_search_refuses(
+def test_a_search_refuses_bad_input(
     overrides: list[str],
     named: str,
     tiny_folder: Path,
@@ -92,10 +92,10 @@ def test_a_search_refuses(
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     outputs = tmp_path / "outputs"
-    said = _end("layerskip", [*quick(tiny_folder, outputs), *overrides], monkeypatch, capsys)
-    assert said.startswith("error: ")
-    assert named in said
-    assert said.count("\n") == 1
+    stderr = _end("layerskip", [*quick(tiny_folder, outputs), *overrides], monkeypatch, capsys)
+    assert stderr.startswith("error: ")
+    assert named in stderr
+    assert stderr.count("\n") == 1
     assert not outputs.exists()
 
 
@@ -103,7 +103,7 @@ def test_a_search_refuses(
     ("override", "named"),
     [("outputs=null", "outputs"), ("outputs=file", "outputs"), ("outputs=file/deep", "outputs"), ("record=.", "record")],
 )
-def test_what_cannot_be_written_to_is_refused_before_anything_is_measured(
+def test_paths_that_cannot_be_written_are_refused_before_measuring(
     override: str,
     named: str,
     tiny_folder: Path,
@@ -113,43 +113,43 @@ def test_what_cannot_be_written_to_is_refused_before_anything_is_measured(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
-    said = _end("benchmark", ["target=local", f"target.path={tiny_folder}", override], monkeypatch, capsys)
-    assert said.startswith(f"error: {named}: ")
-    assert said.count("\n") == 1
+    stderr = _end("benchmark", ["target=local", f"target.path={tiny_folder}", override], monkeypatch, capsys)
+    assert stderr.startswith(f"error: {named}: ")
+    assert stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("content", [b"SQLite format 3\0and more", b"notes\nof mine"])
-def test_a_file_that_is_no_journal_is_left_alone(
+def test_a_file_that_is_not_a_journal_is_not_changed(
     content: bytes, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "studies.db"
     file.write_bytes(content)
-    said = _end("layerskip", [*quick(tiny_folder, tmp_path / "outputs"), f"study.storage={file}"], monkeypatch, capsys)
-    assert said.startswith(f"error: study.storage: {file} is no journal")
+    stderr = _end("layerskip", [*quick(tiny_folder, tmp_path / "outputs"), f"study.storage={file}"], monkeypatch, capsys)
+    assert stderr.startswith(f"error: study.storage: {file} is no Optuna journal")
     assert file.read_bytes() == content
 
 
-def test_an_experiment_that_was_deleted_is_named(
+def test_a_deleted_experiment_is_named(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = tracked(tmp_path / "outputs")
     client = MlflowClient(sqlite(outputs))
     client.delete_experiment(client.create_experiment("gone"))
     overrides = [*quick(tiny_folder, outputs), "tracking.experiment=gone"]
-    said = _end("layerskip", overrides, monkeypatch, capsys)
-    assert said.startswith("error: tracking.experiment: gone was deleted")
+    stderr = _end("layerskip", overrides, monkeypatch, capsys)
+    assert stderr.startswith("error: tracking.experiment: gone was deleted")
 
 
-def test_a_bad_prompt_line_is_named_by_its_number(
+def test_a_bad_prompt_is_reported_with_its_line_number(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": ""}\n', encoding="utf-8")
     overrides = [*quick(tiny_folder, tmp_path / "outputs"), "prompts=jsonl", f"prompts.path={prompts}"]
-    said = _end("layerskip", overrides, monkeypatch, capsys)
-    assert "mine.jsonl, line 2" in said
-    assert said.count("\n") == 1
+    stderr = _end("layerskip", overrides, monkeypatch, capsys)
+    assert "mine.jsonl, line 2" in stderr
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -173,37 +173,31 @@ def test_a_benchmark_refuses_a_foreign_export(
         f"config={export}",
         f"outputs={outputs}",
     ]
-    said = _end("benchmark", overrides, monkeypatch, capsys)
-    assert named in said
-    assert said.count("\n") == 1
+    stderr = _end("benchmark", overrides, monkeypatch, capsys)
+    assert named in stderr
+    assert stderr.count("\n") == 1
     assert not outputs.exists()
 
 
-def test_a_full_disk_is_refused_before_anything_is_written(
+def test_a_full_disk_is_refused_before_writing(
     small_disk: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(small_disk, leave=100_000)
     outputs = small_disk / "outputs"
-    said = _end("layerskip", list(quick(tiny_folder, outputs)), monkeypatch, capsys)
-    assert said.startswith("error: outputs")
+    stderr = _end("layerskip", list(quick(tiny_folder, outputs)), monkeypatch, capsys)
+    assert stderr.startswith("error: outputs")
     assert not outputs.exists()
 
 
-def test_a_disk_that_fills_up_ends_in_one_line_and_the_study_goes_on_later(small_disk: Path, tiny_folder: Path) -> None:
+def test_a_disk_that_fills_up_ends_with_one_line_and_the_study_resumes(small_disk: Path, tiny_folder: Path) -> None:
     outputs = small_disk / "outputs"
     overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=40", "study.name=filling")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "searches.layerskip", *overrides],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert "0 of 40 trials" in wait_for_trials(process)
-    fill(small_disk, leave=0)
-    _, said = process.communicate(timeout=200)
-    assert process.returncode == 2, said
-    assert said.strip().splitlines()[-1].startswith("error: outputs")
+    with Fork("searches.layerskip", *overrides, cwd=small_disk) as process:
+        assert "0 of 40 trials" in process.wait_for_trials()
+        fill(small_disk, leave=0)
+        ended = process.wait(timeout=200)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.strip().splitlines()[-1].startswith("error: outputs")
     (small_disk / "ballast").unlink()
     fewer = [override for override in overrides if not override.startswith("study.n_trials")]
     again = execute("layerskip", *fewer, "study.n_trials=6", cwd=small_disk)

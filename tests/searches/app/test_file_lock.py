@@ -1,4 +1,4 @@
-"""Workload that several processes have to do: each part is done by one of them, and who is killed leaves it to the others."""
+"""Work shared by several processes: one of them does each part, and a killed one leaves its part to the others."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from searches.app.file_lock import exclusive, exclusive_if_free, share_work
 
 
-def test_a_turn_is_free_until_somebody_has_it(tmp_path: Path) -> None:
+def test_a_lock_is_free_until_it_is_held(tmp_path: Path) -> None:
     with exclusive_if_free(tmp_path / "file") as mine, exclusive_if_free(tmp_path / "file") as again:
         assert (mine, again) == (True, False)
     with exclusive(tmp_path / "file"), exclusive_if_free(tmp_path / "file") as mine:
         assert not mine
 
 
-def test_what_others_are_at_comes_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_of_other_processes_comes_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done: list[str] = []
     free = threading.Event()
 
@@ -39,7 +39,7 @@ def test_what_others_are_at_comes_last(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.count("waiting for another program") <= 1
 
 
-def test_who_fails_leaves_its_turn_to_others(tmp_path: Path) -> None:
+def test_an_error_releases_the_lock(tmp_path: Path) -> None:
     def fails(key: str) -> None:
         raise KeyboardInterrupt
 

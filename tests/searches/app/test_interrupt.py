@@ -1,4 +1,4 @@
-"""Ctrl-C waits for what is being written, and for nothing else."""
+"""Ctrl-C waits until writing has finished, and for nothing else."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import threading
 
 import pytest
 
-from searches.app.interrupt import is_interrupt, undisturbed
+from searches.app.interrupt import defer_interrupt, is_interrupt
 
 
 def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_what_is_written_is_written_whole() -> None:
+def test_a_deferred_interrupt_lets_a_write_finish() -> None:
     written = []
 
-    @undisturbed()
+    @defer_interrupt()
     def write(text: str) -> None:
         ctrl_c()
         written.append(text)
@@ -33,9 +33,9 @@ def test_what_is_written_is_written_whole() -> None:
 def test_a_write_within_a_write_waits_for_the_outer_one() -> None:
     written = []
 
-    @undisturbed()
+    @defer_interrupt()
     def write() -> None:
-        undisturbed()(ctrl_c)()
+        defer_interrupt()(ctrl_c)()
         written.append("outer")
 
     with pytest.raises(KeyboardInterrupt):
@@ -46,7 +46,7 @@ def test_a_write_within_a_write_waits_for_the_outer_one() -> None:
 def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs() -> None:
     reached = []
 
-    @undisturbed()
+    @defer_interrupt()
     def hang() -> None:
         ctrl_c()
         reached.append("one")
@@ -59,8 +59,8 @@ def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_of_the_write_is_told_or_is_under_the_interrupt() -> None:
-    @undisturbed()
+def test_an_error_of_the_write_is_raised_or_is_the_context_of_the_interrupt() -> None:
+    @defer_interrupt()
     def fail(interrupted: bool) -> None:
         if interrupted:
             ctrl_c()
@@ -73,10 +73,10 @@ def test_an_error_of_the_write_is_told_or_is_under_the_interrupt() -> None:
     assert isinstance(interrupt.value.__context__, sqlite3.OperationalError)
 
 
-def test_other_threads_hear_of_no_signal() -> None:
+def test_other_threads_defer_nothing() -> None:
     done = []
 
-    @undisturbed()
+    @defer_interrupt()
     def write() -> None:
         done.append(threading.current_thread())
 
@@ -86,7 +86,7 @@ def test_other_threads_hear_of_no_signal() -> None:
     assert done == [thread]
 
 
-def test_an_interrupt_is_known_under_what_a_driver_makes_of_it() -> None:
+def test_an_interrupt_is_recognised_as_the_cause_of_a_drivers_error() -> None:
     def commit() -> None:
         try:
             ctrl_c()

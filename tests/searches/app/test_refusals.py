@@ -1,4 +1,4 @@
-"""Parts that cannot serve a target end a program in one line, before anything is written: in a study as in a benchmark."""
+"""Parts that do not fit a target end studies and benchmarks with one line, before anything is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from layerskip import load_target
 from layerskip.drafters.datastore import Datastore
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape
-from layerskip.models.trained_module import save_head
+from layerskip.models.trained_module import save_trained
 from tests.accelerator import DEVICE
 from tests.drafters.test_cross_tokenizer import _spelling
 from tests.searches.conftest import Launch
@@ -21,7 +21,7 @@ from tests.tiny import save_tiny, without_tokenizer
 def _foreign_head(folder: Path) -> Path:
     other = load_target(str(save_tiny(folder / "other", seed=5)), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(other))
-    save_head(folder / "head", KIND, head.shape.to_dict(), head.weights(), other, {})
+    save_trained(folder / "head", KIND, head.shape.to_dict(), head.weights(), other, {})
     return folder / "head"
 
 
@@ -49,7 +49,7 @@ def _greek_draft(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "field", "said"),
+    ("make", "kind", "field", "message"),
     [
         (_foreign_head, "eagle", "head", "made for another target"),
         (_damaged_store, "retrieval", "datastore", "cannot read"),
@@ -59,12 +59,12 @@ def _greek_draft(folder: Path) -> Path:
     ],
 )
 @pytest.mark.parametrize("program", ["layerskip", "benchmark"])
-def test_what_cannot_serve_the_target_is_one_line(
+def test_a_part_that_does_not_fit_the_target_is_refused_in_one_line(
     program: str,
     make: Callable[[Path], Path],
     kind: str,
     field: str,
-    said: str,
+    message: str,
     tiny_folder: Path,
     tmp_path: Path,
     launch: Launch,
@@ -80,20 +80,20 @@ def test_what_cannot_serve_the_target_is_one_line(
     done = launch(program, *overrides, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {field}: ")
-    assert said in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
-        ("contenders.layer_skip=false", "contenders.layer_skip: False describes no way to decode; null leaves the row out"),
+        ("contenders.layer_skip=false", "contenders.layer_skip: False is not a configuration; null leaves the row out"),
         ("+peers.transformers_prompt_lookup.ngram_min=2", "peers.transformers_prompt_lookup.ngram_min: is not one of "),
     ],
 )
-def test_rows_that_nothing_can_be_made_of_are_one_line(
-    override: str, said: str, tiny_folder: Path, tmp_path: Path, launch: Launch
+def test_impossible_rows_of_a_benchmark_are_refused_in_one_line(
+    override: str, message: str, tiny_folder: Path, tmp_path: Path, launch: Launch
 ) -> None:
     done = launch("benchmark", "target=local", f"target.path={tiny_folder}", override, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"error: {said}")
+    assert done.stderr.startswith(f"error: {message}")

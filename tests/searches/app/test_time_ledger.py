@@ -1,4 +1,4 @@
-"""What a search took: every fit that it used, once, made here or in another study, killed or not; and all between trials."""
+"""The duration of a search counts every fit that it used once, also those of other studies and killed processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from mlflow.tracking import MlflowClient
 
 from layerskip import Export, Sampling, SkipMask, Target
 from layerskip.measure.measurement import Sample
-from searches.app.time_ledger import FITS, SHARED, TimeLedger, noted, seconds_of
+from searches.app.earlier_names import BRIDGES_FOLDER
+from searches.app.time_ledger import FITS, SHARED, TimeLedger, record_shared_seconds, recorded_seconds
 from searches.report import study_report as report
 from searches.space.bridge_spec import BridgeSpec
 from searches.space.search_space import SearchSpace
 from searches.study.finals import Finals
 from searches.study.objective import Objective
-from searches.study.study import StudySettings, foreseeing, run_trials
+from searches.study.study import StudySettings, counting_preparation, run_trials
 from searches.training.bridge_settings import BridgingSettings
 from searches.training.bridge_store import BridgeStore
 from tests.searches.conftest import Launch
@@ -33,81 +34,83 @@ LINEAR = BridgeSpec("linear")
 
 def _bridge_store(target: Target, outputs: Path, fits: TimeLedger, shared: TimeLedger | None = None) -> BridgeStore:
     bridge_store = BridgeStore(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), outputs, 0)
-    bridge_store.on_use = fits.use
+    bridge_store.report_cost = fits.use
     if shared is not None:
-        bridge_store.on_texts = shared.use
+        bridge_store.report_texts_cost = shared.use
     return bridge_store
 
 
 def _kept(outputs: Path) -> dict[str, float]:
-    """The seconds of every fit on the bridge_store, as its files say."""
+    """Return the seconds of every fit in the bridge store, from its files."""
     found = {}
-    for path in outputs.glob("bridge_store/*/*/head.json"):
+    for path in outputs.glob(f"{BRIDGES_FOLDER}/*/*/head.json"):
         about = json.loads(path.read_text(encoding="utf-8"))
         if about["kind"] == "bridge":
             found[path.parent.name] = about["training"]["seconds"]
     return found
 
 
-def test_fits_count_once_whoever_made_them(tiny_target: Target, tmp_path: Path) -> None:
+def test_fits_count_once_in_every_study_that_uses_them(tiny_target: Target, tmp_path: Path) -> None:
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("layers:1", "layers:1-2", "mlp:1")]
     first, second, killed = (optuna.create_study() for _ in range(3))
     begin = time.monotonic()
     ledgers = TimeLedger(first), TimeLedger(first, SHARED)
     bridge_store = _bridge_store(tiny_target, tmp_path, *ledgers)
-    with foreseeing(first, ledgers):
-        for mask in (*masks, *masks):  # and asked for twice
+    with counting_preparation(first, ledgers):
+        for mask in (*masks, *masks):  # each is used twice
             bridge_store.bridge(mask, LINEAR)
     wall, kept = time.monotonic() - begin, _kept(tmp_path)
     assert len(kept) == 3
-    assert sum(kept.values()) < report.search_seconds(first, NO_FINALS) <= wall  # with reading the texts, and not twice
+    assert sum(kept.values()) < report.search_seconds(first, NO_FINALS) <= wall  # includes reading the texts once
     heads = optuna.create_study()
-    for _ in range(2):  # made, and found there
+    for _ in range(2):  # made, then reused
         ledgers = TimeLedger(heads), TimeLedger(heads, SHARED)
-        with foreseeing(heads, ledgers):
+        with counting_preparation(heads, ledgers):
             _bridge_store(tiny_target, tmp_path, *ledgers).head(16)
-        (texts,) = seconds_of(heads, SHARED).items()  # which nothing was fitted to
-        assert texts in seconds_of(first, SHARED).items()
+        (texts,) = recorded_seconds(heads, SHARED).items()  # nothing was fitted to them
+        assert texts in recorded_seconds(first, SHARED).items()
         heads = optuna.create_study()
     ledgers = TimeLedger(second), TimeLedger(second, SHARED)
     bridge_store = _bridge_store(tiny_target, tmp_path, *ledgers)
-    with foreseeing(second, ledgers):
+    with counting_preparation(second, ledgers):
         bridge_store.bridge(masks[0], LINEAR)
         assert bridge_store.texts
-    assert seconds_of(second, SHARED) == seconds_of(first, SHARED)
-    assert {made.split()[0] for made in seconds_of(second, SHARED)} == {"texts", "reading"}
-    assert min(seconds_of(second, SHARED).values()) > 0
-    (used,) = seconds_of(second, FITS)
-    assert seconds_of(second, FITS) == {used: kept[used]}
-    assert (before := report.search_seconds(second, NO_FINALS)) >= kept[used] + sum(seconds_of(second, SHARED).values())
+    assert recorded_seconds(second, SHARED) == recorded_seconds(first, SHARED)
+    assert {name.split()[0] for name in recorded_seconds(second, SHARED)} == {"texts", "reading"}
+    assert min(recorded_seconds(second, SHARED).values()) > 0
+    (used,) = recorded_seconds(second, FITS)
+    assert recorded_seconds(second, FITS) == {used: kept[used]}
+    assert (before := report.search_seconds(second, NO_FINALS)) >= kept[used] + sum(
+        recorded_seconds(second, SHARED).values()
+    )
     begin, kept = time.monotonic(), _kept(tmp_path)
-    with foreseeing(second, ledgers):  # which reads the texts once more, for a mask that nobody fitted
+    with counting_preparation(second, ledgers):  # reads the texts again for a new mask
         bridge_store.bridge(SkipMask.parse("mlp:0", tiny_target.layers), LINEAR)
-    again = [seconds for name, seconds in seconds_of(second, SHARED).items() if name.startswith("reading")]
-    assert again == [seconds for name, seconds in seconds_of(first, SHARED).items() if name.startswith("reading")]
+    again = [seconds for name, seconds in recorded_seconds(second, SHARED).items() if name.startswith("reading")]
+    assert again == [seconds for name, seconds in recorded_seconds(first, SHARED).items() if name.startswith("reading")]
     (fitted,) = _kept(tmp_path).keys() - kept.keys()
-    assert seconds_of(second, FITS)[fitted] == _kept(tmp_path)[fitted]
+    assert recorded_seconds(second, FITS)[fitted] == _kept(tmp_path)[fitted]
     wall = time.monotonic() - begin
-    assert report.search_seconds(second, NO_FINALS) - before <= wall - 0.5 * again[0]  # it counted already
-    _bridge_store(tiny_target, tmp_path, TimeLedger(killed)).bridge(masks[0], LINEAR)  # no clock was ever read
+    assert report.search_seconds(second, NO_FINALS) - before <= wall - 0.5 * again[0]  # reading was counted before
+    _bridge_store(tiny_target, tmp_path, TimeLedger(killed)).bridge(masks[0], LINEAR)  # as if the process was killed
     assert report.search_seconds(killed, NO_FINALS) == kept[used]
     _bridge_store(tiny_target, tmp_path, TimeLedger(killed)).bridge(masks[0], LINEAR)
     assert report.search_seconds(killed, NO_FINALS) == kept[used]
-    assert f"took {sum(seconds_of(first, FITS).values()):.0f} seconds, 3 times" in report.summary(first, None)
+    assert f"took {sum(recorded_seconds(first, FITS).values()):.0f} seconds, 3 times" in report.summary(first, None)
 
 
-def test_a_trials_own_fits_count_once() -> None:
+def test_fits_of_a_trial_count_once() -> None:
     study = optuna.create_study()
     ledger, trial = TimeLedger(study), study.ask()
-    with noted(trial, [ledger]):
+    with record_shared_seconds(trial, [ledger]):
         ledger.use("one", 5.0, 5.0)
         ledger.use("other", 7.0)
-    trial.set_user_attr("seconds", 6.0)  # as its clock says, which ran while one of them was fitted
+    trial.set_user_attr("seconds", 6.0)  # its clock ran while one of them was fitted
     study.tell(trial, 1.0)
     assert report.search_seconds(study, NO_FINALS) == pytest.approx(5.0 + 7.0 + 1.0)
 
 
-def test_a_training_that_was_interrupted_counts_once() -> None:
+def test_an_interrupted_training_counts_once() -> None:
     study = optuna.create_study()
     ledger = TimeLedger(study)
     ledger.use("one", 5.0, 5.0)
@@ -115,12 +118,12 @@ def test_a_training_that_was_interrupted_counts_once() -> None:
     ledger.use("other", 1.0)
     again = TimeLedger(study)
     again.use("training", 12.0, 5.0)
-    assert again.here == 5.0
-    assert seconds_of(study, FITS) == {"one": 5.0, "training": 12.0, "other": 1.0}
-    assert list(seconds_of(study, FITS)) == ["one", "training", "other"]
+    assert again.seconds_here == 5.0
+    assert recorded_seconds(study, FITS) == {"one": 5.0, "training": 12.0, "other": 1.0}
+    assert list(recorded_seconds(study, FITS)) == ["one", "training", "other"]
 
 
-def test_two_studies_on_one_shelf(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+def test_two_studies_share_a_bridge_store(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     which = ("space=bridged", "space.draft_heads=[0]", "scan.proposals.screened=8", "scan.proposals.enqueued=2")
     tracked(tmp_path)
@@ -128,15 +131,15 @@ def test_two_studies_on_one_shelf(tiny_folder: Path, tmp_path: Path, launch: Lau
         more = ("study.n_trials=8", f"study.name={name}", *bridging, *which)
         done = launch("layerskip", *quick(tiny_folder, tmp_path, *more), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        fits, kept = seconds_of(journal_study(tmp_path, name), FITS), _kept(tmp_path)
-        shared = seconds_of(journal_study(tmp_path, name), SHARED)
-        assert {made.split()[0] for made in shared} == {"continuation", "profile", "texts", "reading"}
-        assert shared == seconds_of(journal_study(tmp_path, "one"), SHARED)
+        fits, kept = recorded_seconds(journal_study(tmp_path, name), FITS), _kept(tmp_path)
+        shared = recorded_seconds(journal_study(tmp_path, name), SHARED)
+        assert {name.split()[0] for name in shared} == {"continuation", "profile", "texts", "reading"}
+        assert shared == recorded_seconds(journal_study(tmp_path, "one"), SHARED)
         assert fits.keys() <= kept.keys()
         assert fits == {fit: kept[fit] for fit in fits}
         assert fits
-        said = Export.load(tmp_path / name / "best.json").search["seconds"]
-        assert said >= sum(fits.values()) + sum(shared.values())
+        seconds = Export.load(tmp_path / name / "best.json").search["seconds"]
+        assert seconds >= sum(fits.values()) + sum(shared.values())
         assert f"took {sum(fits.values()):.0f} seconds, {len(fits)} times" in (tmp_path / name / "report.md").read_text()
         (run,) = [run for run in runs(sqlite(tmp_path), "study") if run.data.tags["study"] == name]
         history = {
@@ -146,7 +149,7 @@ def test_two_studies_on_one_shelf(tiny_folder: Path, tmp_path: Path, launch: Lau
         assert [m.value for m in sorted(history["fit_seconds"], key=lambda m: m.step)] == list(fits.values())
         assert {metric: len(found) for metric, found in history.items()} == dict.fromkeys(history, len(fits))
     logged = [run.data.metrics["search_seconds"] for run in runs(sqlite(tmp_path), "study")]
-    assert said in logged
+    assert seconds in logged
     trainings = runs(sqlite(tmp_path), "training")
     assert len(trainings) == sum(fit.startswith("trained-") for fit in kept)
     for run in trainings:
@@ -166,23 +169,23 @@ def test_seconds_of_an_interrupted_trial_count() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
 
-    def prepare_oracle() -> None:
-        with foreseeing(study):
+    def prepare() -> None:
+        with counting_preparation(study):
             time.sleep(0.05)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_oracle()
+        prepare()
     assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.1
 
 
-def test_what_a_sampler_thinks_counts() -> None:
-    class Thinker(optuna.samplers.RandomSampler):
+def test_the_samplers_time_counts() -> None:
+    class SlowSampler(optuna.samplers.RandomSampler):
         def infer_relative_search_space(self, *_: Any) -> dict[str, Any]:
             time.sleep(0.05)
             return {}
 
-    study = optuna.create_study(direction="maximize", sampler=Thinker(0), pruner=optuna.pruners.NopPruner())
+    study = optuna.create_study(direction="maximize", sampler=SlowSampler(0), pruner=optuna.pruners.NopPruner())
     objective = Objective(Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
-    run_trials(study, objective, StudySettings(n_trials=2), lambda trial: time.sleep(0.05))  # MLflow's turn
+    run_trials(study, objective, StudySettings(n_trials=2), lambda trial: time.sleep(0.05))  # as MLflow does
     assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.15

@@ -1,4 +1,4 @@
-"""A head's agreement against decoding one token from every position."""
+"""Test of the agreement of EAGLE heads against decoding from every position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from layerskip.decoding.decode import decode
 from layerskip.drafters.eagle import Eagle
 from layerskip.heads.readout import Readout
 from layerskip.texts.continuations import Continuation
-from searches.bridging.eagle import first_agreement
+from searches.bridging.eagle import first_token_agreement
 from tests.drafters.contract import GREEDY, PROMPTS, target_of
 from tests.drafters.heads import eagle_head
 
@@ -18,8 +18,8 @@ NEW = 16
 
 
 @pytest.mark.parametrize("left_out", [None, 4])
-def test_a_heads_agreement_is_what_decoding_accepts(left_out: int | None) -> None:
-    """From the tokens that it learnt to draft, and from those that the text has said."""
+def test_agreement_of_a_head_is_the_acceptance_of_decoding(left_out: int | None) -> None:
+    """The head drafts its own tokens and those of the text so far."""
     target = target_of("llama")
     head = eagle_head("llama", False, None if left_out is None else target.vocabulary - left_out)
 
@@ -36,4 +36,4 @@ def test_a_heads_agreement_is_what_decoding_accepts(left_out: int | None) -> Non
                 accepted.append(found.stats.rounds[0].accepted)
     assert 0 < sum(accepted) < len(accepted)
     with torch.inference_mode():
-        assert first_agreement(head, target, continuations) == pytest.approx(sum(accepted) / len(accepted))
+        assert first_token_agreement(head, target, continuations) == pytest.approx(sum(accepted) / len(accepted))

@@ -1,4 +1,4 @@
-"""The program that doubts winners and intervals: it passes what deserves it, and fails what does not."""
+"""Tests of ``searches.evaluate.calibration``: it passes correct intervals and winners, and fails wrong ones."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from searches.evaluate.planted import Outcome, PlantedSettings, summarise
 FEW = ("itself.comparisons=40", "itself.prompts=12", "coverage.resamplings=40", "coverage.prompts=[12]")
 
 
-def _end(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
-    """Run the program in this process; returns its exit code."""
+def _run(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    """Run the program in this process and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["calibration", *overrides])
     with pytest.raises(SystemExit) as end:
         run("calibration", calibrate)
@@ -29,10 +29,10 @@ def _end(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
     return end.value.code
 
 
-def test_intervals_and_winners_are_to_be_believed(
+def test_correct_intervals_and_winners_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = _end(monkeypatch, *FEW, "coverage.least=0.85", "itself.most_winners=0.15", f"outputs={tmp_path}")
+    code = _run(monkeypatch, *FEW, "coverage.least=0.85", "itself.most_winners=0.15", f"outputs={tmp_path}")
     printed = capsys.readouterr().out
     assert code == 0, printed
     record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
@@ -40,17 +40,17 @@ def test_intervals_and_winners_are_to_be_believed(
     assert all(count["name"] in printed for count in record["counts"])
 
 
-def test_an_interval_that_is_too_narrow_is_found_out(
+def test_intervals_that_are_too_narrow_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest = Measurement.interval
+    interval = Measurement.interval
 
     def narrow(self: Measurement, seed: int = 0) -> tuple[float, float]:
-        low, high = honest(self, seed)
+        low, high = interval(self, seed)
         return self.speedup - 0.3 * (self.speedup - low), self.speedup + 0.3 * (high - self.speedup)
 
     monkeypatch.setattr(Measurement, "interval", narrow)
-    assert _end(monkeypatch, *FEW, f"outputs={tmp_path}") == 4
+    assert _run(monkeypatch, *FEW, f"outputs={tmp_path}") == 4
     record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
     assert not any(count["passed"] for count in record["counts"])
     assert "MISSED" in capsys.readouterr().out
@@ -60,18 +60,18 @@ def test_a_real_target_is_compared_with_itself(tiny_folder: Path, tmp_path: Path
     overrides = (
         *("bench=model", "target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu"),
         *("max_new_tokens=4", "itself.comparisons=2", "itself.prompts=5", "itself.config={kind: prompt_lookup}"),
-        "itself.most_winners=null",  # readings of milliseconds may call one
+        "itself.most_winners=null",  # times of milliseconds may name one
         *(f"outputs={tmp_path}", f"record={tmp_path / 'mine.json'}"),
     )
-    assert _end(monkeypatch, *overrides) == 0
+    assert _run(monkeypatch, *overrides) == 0
     record = json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
-    # Nobody knows what the intervals should hold.
+    # The long-run speedup of a real target is unknown, so its intervals are not checked.
     (file,) = tmp_path.glob("itself-*.jsonl")
     winners = [json.loads(line)[1] for line in file.read_text(encoding="utf-8").splitlines()]
     assert [(count["times"], count["of"]) for count in record["counts"]] == [(sum(winners), 2)]
     with monkeypatch.context() as patched:
         patched.setattr("searches.evaluate.calibration._rows", lambda *_: pytest.fail("decoded again"))
-        assert _end(monkeypatch, *overrides) == 0
+        assert _run(monkeypatch, *overrides) == 0
 
 
 PLANTED = (
@@ -80,8 +80,8 @@ PLANTED = (
 )
 
 
-def test_searches_are_judged_by_what_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
+def test_searches_are_judged_by_the_known_optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _run(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
     record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
     assert [count["of"] for count in record["counts"]] == [1, 3, 2]
     for search in record["searches"]:
@@ -91,7 +91,7 @@ def test_searches_are_judged_by_what_was_planted(tmp_path: Path, monkeypatch: py
     assert (record["searches"][2]["best"], record["searches"][2]["winner"]) == ("no drafting", "no drafting")
 
 
-def test_only_where_much_comes_close_may_chance_lose() -> None:
+def test_slower_exports_are_tolerated_on_close_landscapes_only() -> None:
     settings = PlantedSettings(seeds=1, close=20)
     hit = Outcome(0, "hopeful", "a", 1.5, "a", 1.5, 1.5, 0.0)
     slower = Outcome(0, "close", "a", 1.01, "b", 0.998, 1.01, 0.0)
@@ -103,29 +103,29 @@ def test_only_where_much_comes_close_may_chance_lose() -> None:
 
 
 def test_searches_are_kept_until_the_program_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, str]] = []
+    searched: list[tuple[int, str]] = []
 
     def interrupted(seed: int, prospect: Prospect, *settings: Any) -> Outcome:
-        asked.append((seed, prospect))
-        if len(asked) == 2:
+        searched.append((seed, prospect))
+        if len(searched) == 2:
             raise KeyboardInterrupt
         return Outcome(seed, prospect, "a", 1.5, "b", 1.4, 1.5, 0.0)
 
-    monkeypatch.setattr("searches.evaluate.calibration.find_planted", interrupted)
-    assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 130
-    assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
-    assert asked == [(0, "hopeful"), (1, "hopeful"), (1, "hopeful"), (0, "hopeless")]
+    monkeypatch.setattr("searches.evaluate.calibration.search_planted", interrupted)
+    assert _run(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 130
+    assert _run(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
+    assert searched == [(0, "hopeful"), (1, "hopeful"), (1, "hopeful"), (0, "hopeless")]
     record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
-    assert [(search["seed"], search["prospect"]) for search in record["searches"]] == asked[:2] + asked[3:]
-    assert _end(monkeypatch, *PLANTED, "planted.seeds=3", f"outputs={tmp_path}") == 0
-    assert asked[4:] == [(2, "hopeful")]
+    assert [(search["seed"], search["prospect"]) for search in record["searches"]] == searched[:2] + searched[3:]
+    assert _run(monkeypatch, *PLANTED, "planted.seeds=3", f"outputs={tmp_path}") == 0
+    assert searched[4:] == [(2, "hopeful")]
     monkeypatch.setattr("searches.app.record_header._ROOT", tmp_path)
-    assert _end(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
-    assert asked[5:] == asked[:2] + asked[3:4]
+    assert _run(monkeypatch, *PLANTED, f"outputs={tmp_path}") == 0
+    assert searched[5:] == searched[:2] + searched[3:4]
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
+    ("override", "field"),
     [
         ("bench=abacus", "bench"),
         ("itself.comparisons=0", "itself.comparisons"),
@@ -140,15 +140,14 @@ def test_searches_are_kept_until_the_program_changes(tmp_path: Path, monkeypatch
     ],
 )
 def test_refusals_name_the_field(
-    override: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    override: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _end(monkeypatch, override, f"outputs={tmp_path}") == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {named}")
+    assert _run(monkeypatch, override, f"outputs={tmp_path}") == 2
+    assert capsys.readouterr().err.startswith(f"error: {field}")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_bar_is_met_or_not() -> None:
+def test_a_criterion_is_met_or_missed() -> None:
     assert Count("", 19, 20, least=0.95).passed
     assert not Count("", 18, 20, least=0.95).passed
     assert Count("", 1, 20, most=0.05).passed

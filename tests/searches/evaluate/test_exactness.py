@@ -1,4 +1,4 @@
-"""The comparison of scans with the real decoder, as a program: what it counts, finds, keeps, shares and refuses."""
+"""Tests of ``searches.evaluate.exactness``: counts, detected differences, resuming, shared work and bad input."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from searches.evaluate.exactness import random_masks
 from tests.searches.conftest import Launch
 from tests.searches.programs import execute
 
+PROGRAM = "evaluate.exactness"
 SMALL = ("target=local", "target.device=cpu", "masks=3", "lengths=[1,3,4]", "thresholds=[0.05,0.3]", "count=2")
 
 
@@ -21,9 +22,9 @@ def _overrides(tiny_folder: Path, tmp_path: Path) -> tuple[str, ...]:
     return (*SMALL, f"target.path={tiny_folder}", f"outputs={tmp_path}")
 
 
-def test_every_pair_is_decoded_once_and_kept(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+def test_every_setting_is_decoded_once_and_kept(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     overrides = _overrides(tiny_folder, tmp_path)
-    done = launch("exactness", *overrides, cwd=tmp_path)
+    done = launch(PROGRAM, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "\n0 of the decodings differ" in done.stdout
     record = json.loads((tmp_path / "exactness.json").read_text())
@@ -34,31 +35,31 @@ def test_every_pair_is_decoded_once_and_kept(tiny_folder: Path, tmp_path: Path, 
     assert record["target"]["dtype"] == "float32"
     kept = {path: path.read_bytes() for path in tmp_path.rglob("exactness/*/*.jsonl")}
     assert len(kept) == 3
-    again = launch("exactness", *overrides, cwd=tmp_path)
+    again = launch(PROGRAM, *overrides, cwd=tmp_path)
     assert again.returncode == 0
     assert {path: path.read_bytes() for path in tmp_path.rglob("exactness/*/*.jsonl")} == kept
-    one = next(iter(kept))
-    one.write_bytes(kept[one][:-3])  # a killed machine left half a line
-    assert launch("exactness", *overrides, cwd=tmp_path).returncode == 0
-    assert one.read_bytes() == kept[one]
+    log = next(iter(kept))
+    log.write_bytes(kept[log][:-3])  # as after a power failure
+    assert launch(PROGRAM, *overrides, cwd=tmp_path).returncode == 0
+    assert log.read_bytes() == kept[log]
 
 
-def test_a_scan_that_is_wrong_is_found(
+def test_a_wrong_scan_is_detected(
     tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scan = Scanner.scan
 
-    def lesser(self: Scanner, masks: list[SkipMask], *args: object, **kwargs: object) -> list[object]:
-        found = scan(self, masks, *args, **kwargs)  # type: ignore[arg-type]
-        for one in found:
-            trace = one.traces[-1]
+    def wrong_scan(self: Scanner, masks: list[SkipMask], *args: object, **kwargs: object) -> list[object]:
+        scans = scan(self, masks, *args, **kwargs)  # type: ignore[arg-type]
+        for each in scans:
+            trace = each.traces[-1]
             right = trace.agreed.argmax()
             assert trace.agreed[right] > 0
             trace.agreed[right] -= 1
-        return list(found)
+        return list(scans)
 
-    monkeypatch.setattr(Scanner, "scan", lesser)
-    done = launch("exactness", *_overrides(tiny_folder, tmp_path), "shares=[0.05]", "masks=1", cwd=tmp_path)
+    monkeypatch.setattr(Scanner, "scan", wrong_scan)
+    done = launch(PROGRAM, *_overrides(tiny_folder, tmp_path), "shares=[0.05]", "masks=1", cwd=tmp_path)
     assert done.returncode == 4, done.stderr
     record = json.loads((tmp_path / "exactness.json").read_text())
     assert record["differing"]
@@ -66,21 +67,21 @@ def test_a_scan_that_is_wrong_is_found(
     assert len({case["prompt"] for case in record["differing"]}) == 1
 
 
-def test_what_another_program_compared_is_compared_anew(
+def test_another_program_version_compares_anew(
     tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = (*_overrides(tiny_folder, tmp_path), "masks=1")
-    assert launch("exactness", *overrides, cwd=tmp_path).returncode == 0
+    assert launch(PROGRAM, *overrides, cwd=tmp_path).returncode == 0
     monkeypatch.setattr("searches.app.record_header.program_sources", lambda: ["another program"])
-    assert launch("exactness", *overrides, cwd=tmp_path).returncode == 0
+    assert launch(PROGRAM, *overrides, cwd=tmp_path).returncode == 0
     assert len([*tmp_path.rglob("exactness/*/*.jsonl")]) == 2
 
 
-def test_two_at_once_share_the_masks(tiny_folder: Path, tmp_path: Path) -> None:
+def test_two_processes_share_the_masks(tiny_folder: Path, tmp_path: Path) -> None:
     overrides = _overrides(tiny_folder, tmp_path)
     with ThreadPoolExecutor() as pool:
-        asked = [(*overrides, f"record={tmp_path}/{name}.json") for name in ("one", "other")]
-        for done in pool.map(lambda each: execute("exactness", *each, cwd=tmp_path), asked):
+        commands = [(*overrides, f"record={tmp_path}/{name}.json") for name in ("one", "other")]
+        for done in pool.map(lambda command: execute(PROGRAM, *command, cwd=tmp_path), commands):
             assert done.returncode == 0, done.stderr
     records = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "other")]
     assert records[0]["masks"] == records[1]["masks"]
@@ -88,7 +89,7 @@ def test_two_at_once_share_the_masks(tiny_folder: Path, tmp_path: Path) -> None:
     assert len(lines) == 3 * 2
 
 
-def test_random_masks_are_different_ones_that_skip_something() -> None:
+def test_random_masks_differ_and_skip_something() -> None:
     masks = random_masks(4, 12, [0.1, 0.5], 0)
     assert len(set(masks)) == 12
     assert SkipMask.none(4) not in masks
@@ -96,7 +97,7 @@ def test_random_masks_are_different_ones_that_skip_something() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
+    ("override", "field"),
     [
         ("lengths=[]", "lengths"),
         ("lengths=[0]", "lengths"),
@@ -108,7 +109,7 @@ def test_random_masks_are_different_ones_that_skip_something() -> None:
         ("masks=100", "masks"),
     ],
 )
-def test_bad_input_is_one_line(override: str, named: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    done = launch("exactness", *_overrides(tiny_folder, tmp_path), override, cwd=tmp_path)
+def test_bad_input_ends_in_one_line(override: str, field: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    done = launch(PROGRAM, *_overrides(tiny_folder, tmp_path), override, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"error: {named}: ")
+    assert done.stderr.startswith(f"error: {field}: ")

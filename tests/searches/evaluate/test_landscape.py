@@ -1,4 +1,4 @@
-"""The planted truth: against every mask there is, and against decoding drawn round by round."""
+"""Tests of the landscape: its optimum against all masks, and its long-run speedups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPACE = SearchSpace(layers=8, kinds=("none", "layer_skip", "prompt_lookup"), sto
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_best_is_the_best_of_all(seed: int) -> None:
+def test_the_best_configuration_is_the_best_of_all_masks(seed: int) -> None:
     landscape = Landscape.draw(seed, layers=8)
     masks = []
     for bits in itertools.product((False, True), repeat=2 * len(SPACE.skippable)):
@@ -25,12 +25,12 @@ def test_the_best_is_the_best_of_all(seed: int) -> None:
         masks.append(SkipMask.of(8, attention, mlp))
     space = SearchSpace(layers=8, kinds=("layer_skip",), stops=("length", "threshold"))
     best, speedup = landscape.best(space)
-    every = [found for _, found in landscape.best_drafts(masks, space)]
-    assert speedup == pytest.approx(max(1.0, *every), rel=1e-3)
+    speedups = [each for _, each in landscape.best_drafts(masks, space)]
+    assert speedup == pytest.approx(max(1.0, *speedups), rel=1e-3)
     assert landscape.speedup(best) == speedup
 
 
-def test_interpolated_speedups_are_the_exact_ones() -> None:
+def test_interpolated_speedups_are_close_to_exact_ones() -> None:
     landscape = Landscape.draw(5)
     space = SearchSpace(layers=16, stops=("length", "threshold"))
     masks = [SkipMask.parse(text, 16) for text in ("", "layers:2-13", "attention:3;mlp:8", "layers:4-9;mlp:11")]
@@ -38,38 +38,42 @@ def test_interpolated_speedups_are_the_exact_ones() -> None:
         assert landscape.speedup(config) == pytest.approx(speedup, rel=1e-3)
 
 
-def test_neighbours_skipped_together_lose_less_than_apart() -> None:
+def test_skipped_neighbours_lose_less_than_distant_sublayers() -> None:
     landscape = Landscape(0, Landscape.draw(0, 8).profile, (0.1,) * 8, (0.2,) * 8, (0.25,) * 8)
-    together, apart, one = landscape.losses([SkipMask.parse(text, 8) for text in ("layers:2-3", "layers:2,5", "layers:2")])
-    assert one == pytest.approx(0.3 - 0.25 * np.sqrt(0.1 * 0.2))
-    assert apart == pytest.approx(2 * one)
-    assert together == pytest.approx(2 * one - 0.25 * 0.1 - 0.25 * 0.2)
+    together, apart, single = landscape.losses(
+        [SkipMask.parse(text, 8) for text in ("layers:2-3", "layers:2,5", "layers:2")]
+    )
+    assert single == pytest.approx(0.3 - 0.25 * np.sqrt(0.1 * 0.2))
+    assert apart == pytest.approx(2 * single)
+    assert together == pytest.approx(2 * single - 0.25 * 0.1 - 0.25 * 0.2)
 
 
-def test_where_a_draft_is_always_right_a_round_gives_all_it_drafted() -> None:
+def test_a_draft_that_is_always_right_is_always_accepted() -> None:
     profile = Landscape.draw(0, 8).profile
     landscape = Landscape(0, profile, (1e-12,) * 8, (1e-12,) * 8, (0.0,) * 8)
     config = SpeculativeConfig("layer_skip", 3, mask="layers:2-5")
-    # Of 24, 36 and 48 tokens, all multiples of the four that a round gives.
-    each = profile.draft_seconds(SkipMask.parse(config.mask, 8))
-    assert landscape.speedup(config) == pytest.approx(4 * profile.verify_seconds[0] / (3 * each + profile.verify_seconds[3]))
+    # 24, 36 and 48 tokens are multiples of the four tokens of a round.
+    draft_seconds = profile.draft_seconds(SkipMask.parse(config.mask, 8))
+    assert landscape.speedup(config) == pytest.approx(
+        4 * profile.verify_seconds[0] / (3 * draft_seconds + profile.verify_seconds[3])
+    )
 
 
-def test_an_adaptive_threshold_is_held_where_it_starts() -> None:
+def test_an_adaptive_threshold_keeps_its_start_value() -> None:
     landscape = Landscape.draw(0)
-    held, adaptive = (
+    fixed, adaptive = (
         SpeculativeConfig("layer_skip", 4, mask="layers:3-8", stop=StopRule(k, 0.7)) for k in ("threshold", "adaptive")
     )
-    assert landscape.speedup(held) == landscape.speedup(adaptive)
+    assert landscape.speedup(fixed) == landscape.speedup(adaptive)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_beats_plain_decoding_where_it_is_hopeless(seed: int) -> None:
+def test_nothing_beats_plain_decoding_on_a_hopeless_landscape(seed: int) -> None:
     assert Landscape.draw(seed, 8, "hopeless").best(SPACE) == (SpeculativeConfig(), 1.0)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_much_comes_near_plain_decoding_and_little_gets_past_it_where_it_is_close(seed: int) -> None:
+def test_many_configurations_are_about_as_fast_as_plain_decoding_on_a_close_landscape(seed: int) -> None:
     landscape = Landscape.draw(seed, 8, "close")
     assert landscape.best(SPACE)[1] < 1.06
     near = [config for config in SPACE.lookups() if 0.95 < landscape.speedup(config) < 1.02]
@@ -81,7 +85,7 @@ def test_a_draft_model_is_refused() -> None:
         Landscape.draw(0).speedup(SpeculativeConfig("draft_model", draft="some/draft"))
 
 
-def test_prompts_are_of_all_kinds_and_always_ask_the_same() -> None:
+def test_prompts_are_of_all_kinds_and_keep_their_workload() -> None:
     landscape, prompts = Landscape.draw(0), draw_prompts(600, 3)
     kinds = [item.category for item in prompts]
     assert all(60 <= kinds.count(kind) <= 140 for kind in CATEGORIES)

@@ -1,4 +1,4 @@
-"""Proposals against every mask there is, on a model small enough to try them all."""
+"""Proposals compared with all masks of a small model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from layerskip import SkipMask, SpeculativeConfig
-from layerskip.costs.cost_model import NO_AIDS, Aids, CostProfile
+from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
 from searches.predict.mask_search import expected_speedup, published_masks, run
-from searches.predict.oracle import Prediction
+from searches.predict.predictor import Prediction
 from searches.predict.proposals import ProposalSettings, propose, propose_all, propose_bridged
 from searches.space.search_space import SearchSpace
 
@@ -27,10 +27,10 @@ LONG_PROFILE = CostProfile(100, 0.2, 0.0, (0.01,) * 28, (0.02,) * 28, 0.0, 0.0, 
 
 @dataclass
 class Landscape:
-    """An oracle whose losses add up, but for neighbours, which lose less together."""
+    """A predictor whose losses add up, except that adjacent sub-layers lose less together."""
 
     seed: int
-    asked: list[SkipMask] = field(default_factory=list)
+    screened: list[SkipMask] = field(default_factory=list)
     layers: int = LAYERS
     profile: CostProfile = PROFILE
     prompts: frozenset[str] = frozenset("x")
@@ -43,7 +43,7 @@ class Landscape:
         return math.exp(-loss + 0.02 * together)
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
-        self.asked += masks
+        self.screened += masks
         return [self.agreement(mask) for mask in masks]
 
     def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
@@ -56,13 +56,13 @@ class Landscape:
             for mask in masks
         ]
 
-    def foretells(self, config: SpeculativeConfig) -> bool:
+    def can_predict(self, config: SpeculativeConfig) -> bool:
         return config.kind == "layer_skip" and config.stop.kind == "length" and not config.siblings and config.lossless
 
-    def aids(self, mask: SkipMask) -> Aids:
-        return NO_AIDS
+    def extras(self, mask: SkipMask) -> DraftExtras:
+        return NO_EXTRAS
 
-    def knows(self, config: SpeculativeConfig) -> bool:
+    def matches(self, config: SpeculativeConfig) -> bool:
         return not config.bridge
 
     def speedup(self, config: SpeculativeConfig) -> float:
@@ -72,19 +72,19 @@ class Landscape:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_proposals_are_close_to_the_best_of_all_masks(seed: int) -> None:
-    oracle, space = Landscape(seed), SearchSpace(LAYERS, protect_first=2, protect_last=1, skip_length=(1, 6))
-    found = propose(oracle, space, ProposalSettings(screened=150, scanned=8, enqueued=3))
+    predictor, space = Landscape(seed), SearchSpace(LAYERS, protect_first=2, protect_last=1, skip_length=(1, 6))
+    found = propose(predictor, space, ProposalSettings(screened=150, scanned=8, enqueued=3))
     bits = [(False, True) if i in space.skippable else (False,) for i in range(LAYERS)]
     every = [SkipMask(a, m) for a in itertools.product(*bits) for m in itertools.product(*bits)]
-    best = max(expected_speedup(oracle, mask, oracle.agreement(mask), (1, 6))[0] for mask in every)
+    best = max(expected_speedup(predictor, mask, predictor.agreement(mask), (1, 6))[0] for mask in every)
     assert found[0].speedup == pytest.approx(best, rel=0.005)
     assert len({prediction.config for prediction in found}) == 3
-    assert len(oracle.asked) == len(set(oracle.asked)) <= 150
+    assert len(predictor.screened) == len(set(predictor.screened)) <= 150
 
 
 @dataclass
 class OneRun(Landscape):
-    """Layers 9 to 19 skipped whole lose little, as they were measured on a model of 28; every other skip loses much."""
+    """Only the run of layers 9 to 19 loses little, as measured on a model of 28 layers."""
 
     layers: int = 28
     profile: CostProfile = LONG_PROFILE
@@ -97,18 +97,19 @@ class OneRun(Landscape):
         return math.exp(-0.15 * bool(skipped) - 0.1 * odd - 0.3 * outside - 0.05 * missing)
 
 
-def test_a_long_run_is_found_where_short_ones_do_not_pay() -> None:
-    oracle = OneRun(0)
+def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
+    predictor = OneRun(0)
     space = SearchSpace(28, skip_length=(1, 6))
     short = [
-        expected_speedup(oracle, m, oracle.agreement(m), (1, 6))[0] for m in (run(28, 9, 1), run(28, 9, 2), run(28, 12, 3))
+        expected_speedup(predictor, m, predictor.agreement(m), (1, 6))[0]
+        for m in (run(28, 9, 1), run(28, 9, 2), run(28, 12, 3))
     ]
-    assert max(short) < expected_speedup(oracle, SkipMask.none(28), 1.0, (1, 6))[0]
-    found = propose(oracle, space, ProposalSettings())
+    assert max(short) < expected_speedup(predictor, SkipMask.none(28), 1.0, (1, 6))[0]
+    found = propose(predictor, space, ProposalSettings())
     assert found[0].config.mask == "layers:9-19"
 
 
-def test_all_runs_are_asked_about_unless_the_budget_is_smaller() -> None:
+def test_all_runs_are_screened_within_the_budget() -> None:
     space = SearchSpace(28, skip_length=(1, 6))
     first, last = space.skippable[0], space.skippable[-1]
     every = {run(28, begin, length) for begin in space.skippable for length in range(1, last - begin + 2)}
@@ -116,14 +117,14 @@ def test_all_runs_are_asked_about_unless_the_budget_is_smaller() -> None:
     few, many = OneRun(0), OneRun(0)
     propose(few, space, ProposalSettings(screened=250))
     propose(many, space, ProposalSettings())
-    assert not every <= set(few.asked)
-    assert every <= set(many.asked)
-    assert len(many.asked) <= 200 + len(every)
+    assert not every <= set(few.screened)
+    assert every <= set(many.screened)
+    assert len(many.screened) <= 200 + len(every)
 
 
 @dataclass
 class OneMask(Landscape):
-    """One mask loses next to nothing, bridged, and others the more, the more sub-layers they differ from it by."""
+    """One mask loses almost nothing with bridges, and others more for each sub-layer that differs from it."""
 
     layers: int = 28
     profile: CostProfile = LONG_PROFILE
@@ -136,93 +137,97 @@ class OneMask(Landscape):
 
 @pytest.mark.parametrize("first", [2, 3, 8, 15, 21])
 @pytest.mark.parametrize("length", [5, 11])
-def test_a_bridged_run_is_found_to_the_layer(first: int, length: int) -> None:
-    """Odd lengths and late starts are on no grid that is asked about; ends move there."""
-    oracle, space, heard = OneMask(0, best=run(28, first, min(length, 26 - first))), SearchSpace(28, skip_length=(1, 6)), []
-    found = propose_bridged(oracle, space, ProposalSettings(), lambda: heard.append(1))
-    assert found[0].config.mask == oracle.best.format()
-    assert len(heard) == len(oracle.asked) == len(set(oracle.asked)) <= 90  # each is fitted first, which takes seconds
+def test_a_bridged_run_is_found_exactly(first: int, length: int) -> None:
+    """Odd lengths and late starts are on no screened grid; moved ends find them."""
+    predictor, space, calls = (
+        OneMask(0, best=run(28, first, min(length, 26 - first))),
+        SearchSpace(28, skip_length=(1, 6)),
+        [],
+    )
+    found = propose_bridged(predictor, space, ProposalSettings(), lambda: calls.append(1))
+    assert found[0].config.mask == predictor.best.format()
+    assert len(calls) == len(predictor.screened) == len(set(predictor.screened)) <= 90  # each takes a fit of some seconds
 
 
 @pytest.mark.parametrize("mask", ["attention:8", "mlp:20"])
-def test_a_single_bridged_sublayer_is_asked_about(mask: str) -> None:
-    oracle, space = OneMask(0, best=SkipMask.parse(mask, 28)), SearchSpace(28, skip_length=(1, 6))
-    assert propose_bridged(oracle, space, ProposalSettings())[0].config.mask == mask
+def test_a_single_bridged_sublayer_is_found(mask: str) -> None:
+    predictor, space = OneMask(0, best=SkipMask.parse(mask, 28)), SearchSpace(28, skip_length=(1, 6))
+    assert propose_bridged(predictor, space, ProposalSettings())[0].config.mask == mask
 
 
-def test_a_mask_that_the_space_names_is_asked_about_bridged() -> None:
-    """A run that skips attention in one half and MLPs in the other is on no grid."""
-    oracle = OneMask(0, best=SkipMask.parse("attention:5-9;mlp:10-14", 28))
-    space = SearchSpace(28, skip_length=(1, 6), masks=[oracle.best.format()])
-    assert propose_bridged(oracle, space, ProposalSettings())[0].config.mask == oracle.best.format()
-    assert oracle.asked[0] == oracle.best
+def test_masks_of_the_space_are_screened_with_bridges() -> None:
+    """A run that skips attention in one half and MLPs in the other is on no screened grid."""
+    predictor = OneMask(0, best=SkipMask.parse("attention:5-9;mlp:10-14", 28))
+    space = SearchSpace(28, skip_length=(1, 6), masks=[predictor.best.format()])
+    assert propose_bridged(predictor, space, ProposalSettings())[0].config.mask == predictor.best.format()
+    assert predictor.screened[0] == predictor.best
 
 
 @pytest.mark.parametrize("worth", [0.5, 1.5])
-def test_masks_are_tried_in_the_order_of_what_they_are_worth_bridged_or_not(worth: float) -> None:
+def test_proposals_are_ordered_by_predicted_speedup(worth: float) -> None:
     space = SearchSpace(28, kinds=("none", "layer_skip"), skip_length=(1, 6), siblings=0)
 
-    class Worth(OneMask):
+    class Scaled(OneMask):
         def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
             return [replace(found, speedup=worth * found.speedup) for found in super().predict(masks)]
 
-    plain, other = OneMask(0), Worth(0, best=run(28, 3, 9))
+    plain, other = OneMask(0), Scaled(0, best=run(28, 3, 9))
     settings = ProposalSettings(enqueued=3)
-    for how in ({"bridged": [other]}, {"narrowed": [other]}):
-        found = propose_all(plain, space, settings, **how)  # type: ignore[arg-type]
+    for group in ({"bridged": [other]}, {"narrowed": [other]}):
+        found = propose_all(plain, space, settings, **group)  # type: ignore[arg-type]
         assert len(found) == 6
         assert (found[0].mask == run(28, 3, 9).format()) is (worth > 1)
 
 
-def test_bridged_masks_keep_a_small_budget_and_look_everywhere() -> None:
-    oracle, space = OneMask(0), SearchSpace(28, skip_length=(1, 6))
-    propose_bridged(oracle, space, ProposalSettings(screened=24))
-    assert len(oracle.asked) == len(set(oracle.asked)) <= 24
-    sizes = [mask.attention.count(True) for mask in oracle.asked if mask.attention == mask.mlp]
+def test_a_small_budget_of_bridged_masks_covers_the_whole_depth() -> None:
+    predictor, space = OneMask(0), SearchSpace(28, skip_length=(1, 6))
+    propose_bridged(predictor, space, ProposalSettings(screened=24))
+    assert len(predictor.screened) == len(set(predictor.screened)) <= 24
+    sizes = [mask.attention.count(True) for mask in predictor.screened if mask.attention == mask.mlp]
     assert max(sizes) > 20
-    assert {mask.attention.index(True) for mask in oracle.asked if True in mask.attention} >= {2, 3, 8, 14, 20}
-    assert any(mask.attention != mask.mlp for mask in oracle.asked)
+    assert {mask.attention.index(True) for mask in predictor.screened if True in mask.attention} >= {2, 3, 8, 14, 20}
+    assert any(mask.attention != mask.mlp for mask in predictor.screened)
 
 
 def test_a_small_budget_is_kept() -> None:
-    oracle, space = Landscape(0), SearchSpace(LAYERS)
-    heard: list[int] = []
-    assert len(propose(oracle, space, ProposalSettings(screened=3), lambda: heard.append(1))) == 3
-    assert len(heard) == len(oracle.asked) == 3
+    predictor, space = Landscape(0), SearchSpace(LAYERS)
+    calls: list[int] = []
+    assert len(propose(predictor, space, ProposalSettings(screened=3), lambda: calls.append(1))) == 3
+    assert len(calls) == len(predictor.screened) == 3
 
 
 @dataclass
-class Watched(Landscape):
-    """Knows after how many questions which mask was scanned."""
+class Recording(Landscape):
+    """Records after how many screened masks each mask was scanned."""
 
     scanned: dict[SkipMask, int] = field(default_factory=dict)
 
     def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
-        self.scanned |= {mask: len(self.asked) for mask in masks}
+        self.scanned |= {mask: len(self.screened) for mask in masks}
         return super().predict(masks)
 
 
-def test_who_listens_hears_of_a_whole_scan_long_before_the_search_ends() -> None:
-    heard: list[tuple[int, str]] = []
-    oracle, space = Watched(0), SearchSpace(LAYERS, protect_first=2, protect_last=1, skip_length=(1, 6))
+def test_scans_are_reported_long_before_the_search_ends() -> None:
+    calls: list[tuple[int, str]] = []
+    predictor, space = Recording(0), SearchSpace(LAYERS, protect_first=2, protect_last=1, skip_length=(1, 6))
     settings = ProposalSettings(screened=150, scanned=8, enqueued=3)
-    found = propose(oracle, space, settings, on_best=lambda config: heard.append((len(oracle.asked), config.mask)))
-    assert len(oracle.scanned) == settings.scanned
-    assert min(oracle.scanned.values()) < len(oracle.asked) / 2
-    assert heard[0] == (1, "")  # that nothing be skipped is asked about first, and alone
-    assert heard[-1][1] == found[0].config.mask
+    found = propose(predictor, space, settings, on_best=lambda config: calls.append((len(predictor.screened), config.mask)))
+    assert len(predictor.scanned) == settings.scanned
+    assert min(predictor.scanned.values()) < len(predictor.screened) / 2
+    assert calls[0] == (1, "")  # the empty mask is screened first, alone
+    assert calls[-1][1] == found[0].config.mask
 
 
-def test_expected_speedup_is_the_papers() -> None:
-    """arXiv 2211.17192, theorem 3.8, with flat verification: (1 - a^(g+1)) / ((1 - a) (g c + 1)), at its best g."""
+def test_expected_speedup_matches_the_paper() -> None:
+    """arXiv 2211.17192, theorem 3.8, verification cost constant: (1 - a^(g+1)) / ((1 - a) (g c + 1)), for the best g."""
     profile = CostProfile(1, 0.1, 0.0, (0.1, 0.1), (0.1, 0.1), 0.0, 0.0, (0.5,) * 6)
-    oracle, mask = Landscape(0), SkipMask.parse("layers:1", 2)
-    oracle.layers, oracle.profile = 2, profile
+    predictor, mask = Landscape(0), SkipMask.parse("layers:1", 2)
+    predictor.layers, predictor.profile = 2, profile
     alpha, cost = 0.8, 0.3 / 0.5
     expected = max((1 - alpha ** (g + 1)) / ((1 - alpha) * (g * cost + 1)) for g in range(1, 5))
-    assert expected_speedup(oracle, mask, alpha, (1, 4))[0] == pytest.approx(expected)
-    assert expected_speedup(oracle, mask, 0.0, (3, 4))[1] == 3
-    assert profile.bound(mask) == pytest.approx(max((g + 1) / (g * cost + 1) for g in range(1, 6)))
+    assert expected_speedup(predictor, mask, alpha, (1, 4))[0] == pytest.approx(expected)
+    assert expected_speedup(predictor, mask, 0.0, (3, 4))[1] == 3
+    assert profile.speedup_bound(mask) == pytest.approx(max((g + 1) / (g * cost + 1) for g in range(1, 6)))
 
 
 def test_published_masks_fit_any_depth() -> None:

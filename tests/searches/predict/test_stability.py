@@ -1,4 +1,4 @@
-"""Choices that are clear, and choices that are a coin's."""
+"""Stability of clear and of random choices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layerskip import SkipMask
-from searches.predict.stability import across_seeds, stability
+from searches.predict.stability import seed_stability, stability
 
 MASKS = [SkipMask.parse(text, 10) for text in ("layers:1-4", "layers:5-8", "attention:0-7")]
 
@@ -20,8 +20,8 @@ def test_a_clear_choice_is_stable() -> None:
     assert found.chance == pytest.approx(0.26, abs=0.04)  # two sets of 8 out of 20
 
 
-def test_a_choice_that_one_passage_decides_is_not() -> None:
-    """Without the last continuation, which a resample leaves out with chance (5/6)^6, the other mask is faster."""
+def test_a_choice_that_one_continuation_decides_is_unstable() -> None:
+    """Without the last continuation, which a resample lacks with probability (5/6)^6, the other mask is faster."""
     seconds = np.array([[1.0] * 5 + [9.0], [1.1] * 5 + [1.0], [99.0] * 6])
     found = stability(MASKS, seconds, np.full(6, 2.0), 20, resamples=2000)
     assert found.share == pytest.approx(1 - (5 / 6) ** 6, abs=0.04)
@@ -29,10 +29,10 @@ def test_a_choice_that_one_passage_decides_is_not() -> None:
     assert found.overlap == pytest.approx(1 - 2 * left * (1 - left), abs=0.04)
 
 
-def test_studies_that_differ_in_their_seed_alone_are_compared(tmp_path: Path) -> None:
+def test_only_studies_that_differ_in_their_seed_are_compared(tmp_path: Path) -> None:
     def choose(study: str, seed: int, mask: str, sampler: str = "tpe") -> object:
         settings = {"seed": seed, "sampler": sampler}
-        return across_seeds(tmp_path / study, settings, SkipMask.parse(mask, 10), 20)
+        return seed_stability(tmp_path / study, settings, SkipMask.parse(mask, 10), 20)
 
     assert choose("a", 0, "layers:1-4") is None
     assert choose("other", 1, "layers:6-9", "random") is None
@@ -41,6 +41,6 @@ def test_studies_that_differ_in_their_seed_alone_are_compared(tmp_path: Path) ->
     assert found.chance == pytest.approx(0.26, abs=0.04)
     found = choose("c", 2, "layers:1-4")
     assert found.seeds == 3
-    choose("z", 2, "layers:7-9")  # of another name, with a seed that is there already
+    choose("z", 2, "layers:7-9")  # another study with the same seed
     found = choose("c", 2, "layers:1-4")
     assert found.seeds == 3 and found.overlap == pytest.approx((1 + 4 / 12 + 4 / 12) / 3)

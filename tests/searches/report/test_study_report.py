@@ -1,4 +1,4 @@
-"""What a report says of a study whose every pace is known."""
+"""The report of a study with known speedups."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from layerskip import PromptSet
 from searches.predict.stability import SeedStability, Stability
 from searches.report import study_report as report
 from searches.study.finals import measure_finals
-from searches.study.objective import MEASURING, MeasureSettings
+from searches.study.objective import MEASURING_SECONDS, MeasureSettings
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
 
 
 @pytest.mark.usefixtures("a_second_a_row")
-def test_the_report_says_what_the_winner_is_worth_and_what_it_cost() -> None:
+def test_the_report_states_the_speedup_and_the_cost_of_the_search() -> None:
     fast = lookup(4)
     bench = Known({fast: 1.5})
     study = run_known(bench, fast)
-    bench.speedups = {fast: 1.25}  # luck, in the search
-    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1), 0)
+    bench.speedups = {fast: 1.25}  # the search was lucky
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1, held_out_repeats=1), 0)
     text = report.summary(study, finals, Stability(0.5, 0.25, 0.125), SeedStability(3, 0.75, 0.0625))
-    assert "(95 % interval 1.25 to 1.25, for all 1 finalists at once from 1.25 on)" in report.verdict(finals)
+    assert "(95 % interval 1.25 to 1.25)" in report.verdict(finals)
     seconds = report.search_seconds(study, finals)
     assert finals.seconds == 24
     # Plain decoding takes 0.1 seconds a token, the winner 0.08.
-    assert f"{seconds:.0f} seconds, which {seconds / 0.02:,.0f} generated tokens pay back" in text
-    assert "its speedup went from 1.50 to 1.25" in text
+    assert f"{seconds:.0f} seconds. {seconds / 0.02:,.0f} generated tokens pay it back." in text
+    assert "Its speedup was 1.50 in the search and 1.25 on held-out prompts." in text
     assert "By kind of work: default 1.25 (1.25 to 1.25)." in text
-    assert "50% of resampled text sets choose the same; two choices share 0.25" in text
-    assert "The best masks of 3 seeds share 0.75 of what they skip, where chance gives 0.06." in text
+    assert "50% of resampled text sets choose the same scanned mask. Two choices share 0.25 of what they skip" in text
+    assert "The best masks of 3 seeds share 0.75 of what they skip; chance gives 0.06." in text
 
 
 @pytest.mark.usefixtures("a_second_a_row")
-def test_a_kind_of_two_prompts_has_no_interval_worth_telling() -> None:
+def test_a_category_of_two_prompts_has_no_interval() -> None:
     fast = lookup(4)
     bench = Known({fast: 1.5})
     kinds = ["two"] * 2 + ["three"] * 3 + ["many"] * 19
     prompts = PromptSet(tuple(replace(item, category=kind) for item, kind in zip(HELD_OUT, kinds, strict=True)))
     study = run_known(bench, fast)
-    finals = measure_finals(study, bench, prompts, MeasureSettings(finalists=1), 0)
-    kinds_told = "By kind of work: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50."
-    assert kinds_told in report.summary(study, finals)
+    finals = measure_finals(study, bench, prompts, MeasureSettings(finalists=1, held_out_repeats=1), 0)
+    shown = "By kind of work: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50."
+    assert shown in report.summary(study, finals)
 
 
-def test_the_report_leaves_out_trials_that_had_nothing_left_to_measure() -> None:
+def test_the_report_leaves_out_trials_that_were_not_run() -> None:
     fast, slow = lookup(4), lookup(6)
     study = run_known(Known({fast: 1.5, slow: 1.2}), fast, slow, slow, slow)
     assert ["measurement" in trial.user_attrs for trial in study.trials] == [True, True, True, False]
     shown = [line.split("|")[1].strip() for line in report.summary(study, None).splitlines() if line.startswith("| ")]
     assert shown == ["trial", "0", "1", "2"]
-    assert "4 trials: 0 stopped early, 1 not run (1 known already)." in report.summary(study, None)
+    assert "4 trials: 0 stopped early, 1 not run (1 measured before)." in report.summary(study, None)
 
 
-def test_what_trials_spent_on_scans_makes_scans_no_cheaper() -> None:
-    told = run_known(Known({lookup(4): 1.5}), lookup(4)).trials[0]
+def test_scans_are_compared_with_the_decoding_time_of_trials() -> None:
+    trial = run_known(Known({lookup(4): 1.5}), lookup(4)).trials[0]
     study = optuna.create_study(direction="maximize")
-    attrs = told.user_attrs | {"seconds": 10.0, MEASURING: 4.0}
-    study.add_trial(create_trial(value=1.5, params=told.params, distributions=told.distributions, user_attrs=attrs))
+    attrs = trial.user_attrs | {"seconds": 10.0, MEASURING_SECONDS: 4.0}
+    study.add_trial(create_trial(value=1.5, params=trial.params, distributions=trial.distributions, user_attrs=attrs))
     assert "took 0.5 seconds: 64 cost as much as 8.0 whole trials" in report.summary(study, None, scan_seconds=0.5)

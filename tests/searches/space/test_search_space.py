@@ -15,9 +15,9 @@ from searches.app.checks import InputError
 from searches.space.registry import all_kinds
 from searches.space.search_space import SearchSpace
 from searches.study.cascade_costs import draft_cost, verify_cost
-from searches.study.plan import supported
+from searches.study.plan import drop_unsupported
 from searches.study.starting_points import starting_points
-from searches.study.study import as_before
+from searches.study.study import with_stored_kinds
 from tests.families import build
 
 KINDS = all_kinds()
@@ -66,12 +66,12 @@ SPACE = SearchSpace(
         SpeculativeConfig("cross_tokenizer", 3, draft="other/draft", stop=StopRule("threshold", 0.3)),
     ],
 )
-def test_params_lead_back_to_the_configuration(config: SpeculativeConfig) -> None:
+def test_params_and_suggest_are_inverse(config: SpeculativeConfig) -> None:
     params = SPACE.params(config)
     assert SPACE.suggest(optuna.trial.FixedTrial(params)) == config
 
 
-def test_an_enqueued_configuration_is_what_the_trial_gets() -> None:
+def test_a_trial_gets_the_enqueued_configuration() -> None:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
     for config in starting_points(SPACE):
         study.enqueue_trial(SPACE.params(config))
@@ -111,18 +111,18 @@ def _layers(mask: str) -> set[int]:
     return found
 
 
-def test_what_cannot_be_verified_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_kinds_are_left_out_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     space = SearchSpace(layers=12)
-    assert supported(space, Target(build("llama"))) == space
-    assert supported(space, Target(build("gpt_neo"))).arms == ("none", "layer_skip", "prompt_lookup", "cascade")
+    assert drop_unsupported(space, Target(build("llama"))) == space
+    assert drop_unsupported(space, Target(build("gpt_neo"))).arms == ("none", "layer_skip", "prompt_lookup", "cascade")
     assert (
         "retrieval, token_recycling, lookahead, siblings left out: GPTNeoForCausalLM: cannot verify trees"
         in capsys.readouterr().out
     )
 
 
-def test_where_no_tree_can_be_verified_eagle_drafts_chains(capsys: pytest.CaptureFixture[str]) -> None:
-    space = supported(SPACE, Target(build("gpt_neo")))
+def test_eagle_drafts_chains_if_trees_cannot_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    space = drop_unsupported(SPACE, Target(build("gpt_neo")))
     kinds = ("none", "layer_skip", "prompt_lookup", "eagle", "draft_model", "cross_tokenizer", "cascade")
     assert space.arms == kinds
     assert "lookahead, medusa, trees of eagle, siblings left out" in capsys.readouterr().out
@@ -134,7 +134,7 @@ def test_where_no_tree_can_be_verified_eagle_drafts_chains(capsys: pytest.Captur
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
 
-def test_a_cascades_second_is_any_kind_that_is_an_arm() -> None:
+def test_the_second_member_of_a_cascade_is_any_available_kind() -> None:
     assert SPACE.seconds == tuple(kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade"))
     few = SearchSpace(layers=12, kinds=("prompt_lookup", "lookahead", "eagle", "cascade"))
     assert few.seconds == ("lookahead",)
@@ -142,23 +142,23 @@ def test_a_cascades_second_is_any_kind_that_is_an_arm() -> None:
 
 
 def _past(study: optuna.Study, **choices: tuple[str, ...]) -> None:
-    """Add a trial that chose the first of each."""
+    """Add a trial that chose the first value of each parameter."""
     distributions = {name: CategoricalDistribution(among) for name, among in choices.items()}
     params = {name: among[0] for name, among in choices.items()}
     study.add_trial(create_trial(params=params, distributions=distributions, value=1.0))
 
 
-def test_a_study_from_before_cascades_had_any_second_goes_on() -> None:
+def test_a_study_with_the_old_parameter_of_cascades_resumes() -> None:
     space = SearchSpace(layers=12, kinds=("prompt_lookup", "layer_skip", "retrieval", "cascade"))
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     _past(study, kind=space.arms, then=("layer_skip",))
-    assert as_before(space, study) == space
+    assert with_stored_kinds(space, study) == space
     configs = [space.suggest(study.ask()) for _ in range(60)]
     assert {config.members[1].kind for config in configs if config.kind == "cascade"} == {"layer_skip", "retrieval"}
 
 
-def test_a_study_goes_on_with_what_it_knew_of_the_cost_of_verification() -> None:
-    """Another profile would make other configurations of the same choices, and never measure the leader again."""
+def test_a_study_resumes_with_its_stored_cost_of_verification() -> None:
+    """Another cost would change the configurations of the same choices, so the leader would not be measured again."""
     study = optuna.create_study()
     assert verify_cost(study, lambda: (1.5, 1.75)) == verify_cost(study, lambda: (9.0,)) == (1.5, 1.75)
     older = optuna.create_study()
@@ -168,12 +168,12 @@ def test_a_study_goes_on_with_what_it_knew_of_the_cost_of_verification() -> None
     assert verify_cost(older, lambda: (1.5,)) == verify_cost(older, lambda: (1.5,)) == ()
 
 
-def test_a_study_goes_on_with_what_it_knew_of_the_cost_of_drafts() -> None:
-    study, older, asked = optuna.create_study(), optuna.create_study(), []
+def test_a_study_resumes_with_its_stored_costs_of_drafts() -> None:
+    study, older, measured = optuna.create_study(), optuna.create_study(), []
 
     def measure(members: Sequence[SpeculativeConfig], known: dict[str, float]) -> tuple[float, ...]:
         found = tuple(known.setdefault(member.kind, 0.25) for member in members)
-        asked.append(found)
+        measured.append(found)
         return found
 
     lookup, window = SpeculativeConfig("prompt_lookup"), SpeculativeConfig("lookahead")
@@ -184,31 +184,31 @@ def test_a_study_goes_on_with_what_it_knew_of_the_cost_of_drafts() -> None:
     attributes = {"config": SpeculativeConfig("cascade", members=(lookup, window), verify_cost=(1.5,)).to_dict()}
     older.add_trial(create_trial(value=1.0, user_attrs=attributes))
     assert draft_cost(older, measure)((lookup, window)) == draft_cost(older, measure)((lookup,)) == ()
-    assert len(asked) == 2
+    assert len(measured) == 2
 
 
-def test_a_study_goes_on_with_the_kinds_that_it_chose_from() -> None:
-    """There was no cascade without a second that it could have."""
+def test_a_study_resumes_with_its_stored_kinds() -> None:
+    """Earlier versions offered no cascade without an available second member."""
     space = SearchSpace(layers=12, kinds=("prompt_lookup", "retrieval", "cascade"))
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    assert as_before(space, study).arms == ("none", "prompt_lookup", "retrieval", "cascade")
+    assert with_stored_kinds(space, study).arms == ("none", "prompt_lookup", "retrieval", "cascade")
     _past(study, kind=("none", "prompt_lookup", "retrieval"))
-    same = as_before(space, study)
+    same = with_stored_kinds(space, study)
     assert same.arms == ("none", "prompt_lookup", "retrieval")
     assert {same.suggest(study.ask()).kind for _ in range(20)} == set(same.arms)
 
 
-def test_no_drafting_is_always_an_arm_and_the_first_point() -> None:
+def test_no_drafting_is_always_a_kind_and_the_first_starting_point() -> None:
     space = SearchSpace(layers=12, kinds=("prompt_lookup",))
     assert space.arms == ("none", "prompt_lookup")
     assert starting_points(space)[0] == SpeculativeConfig()
 
 
-def test_draft_models_need_a_list() -> None:
+def test_kinds_without_heads_or_models_are_left_out() -> None:
     assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).arms)
 
 
-def test_starting_points_hold_single_skips_runs_and_sparse_masks() -> None:
+def test_starting_points_contain_single_skips_runs_and_sparse_masks() -> None:
     masks = [config.mask for config in starting_points(SPACE) if config.kind == "layer_skip"]
     assert any(mask.startswith("attention:") and mask.count(",") == 0 for mask in masks)
     assert any(mask.startswith("mlp:") for mask in masks)
@@ -217,13 +217,13 @@ def test_starting_points_hold_single_skips_runs_and_sparse_masks() -> None:
 
 
 def _cascades(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
-    """What follows the lookups of the cascades that are tried first."""
+    """Return the second members of the cascades among the starting points."""
     pairs = [config.members for config in starting_points(space, proposed) if config.kind == "cascade"]
     assert all(lookup.kind == "prompt_lookup" for lookup, _ in pairs)
     return [second for _, second in pairs]
 
 
-def test_the_best_mask_foretold_is_tried_behind_a_lookup() -> None:
+def test_the_best_predicted_mask_is_tried_after_a_lookup() -> None:
     best, other = (SpeculativeConfig("layer_skip", 3, mask=f"mlp:{layer}") for layer in (4, 5))
     proposed = [SpeculativeConfig("prompt_lookup", 5), best, other]
     space = SearchSpace(layers=12, kinds=("none", "prompt_lookup", "layer_skip", "cascade"))
@@ -233,14 +233,14 @@ def test_the_best_mask_foretold_is_tried_behind_a_lookup() -> None:
 
 
 @pytest.mark.parametrize("trees", [True, False])
-def test_what_the_first_head_of_each_kind_drafts_is_tried_behind_a_lookup(trees: bool) -> None:
+def test_the_first_head_of_each_kind_is_tried_after_a_lookup(trees: bool) -> None:
     heads = {"eagle_heads": ("one", "other"), "medusa_heads": ("third",)}
     seconds = _cascades(SearchSpace(layers=12, kinds=KINDS, trees=trees, **heads))
     tried = [(second.kind, second.head, second.candidates > 1) for second in seconds if second.head]
     assert tried == ([("eagle", "one", True), ("medusa", "third", True)] if trees else [("eagle", "one", False)])
 
 
-def test_cascades_know_what_verification_costs() -> None:
+def test_cascades_have_the_costs_of_the_space() -> None:
     space = replace(SPACE, verify_cost=(1.5, 1.6), draft_cost=lambda members: (0.0, 0.5 * len(members)))
     (started,) = {config.verify_cost for config in starting_points(space) if config.kind == "cascade"}
     assert {config.draft_cost for config in starting_points(space) if config.kind == "cascade"} == {(0.0, 1.0)}
@@ -250,7 +250,7 @@ def test_cascades_know_what_verification_costs() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade")])
-def test_every_space_with_cascades_starts_with_one(kind: str) -> None:
+def test_every_space_with_cascades_has_one_among_its_starting_points(kind: str) -> None:
     assert [second.kind for second in _cascades(replace(SPACE, kinds=("prompt_lookup", kind, "cascade")))] == [kind]
 
 

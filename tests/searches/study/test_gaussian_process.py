@@ -1,4 +1,4 @@
-"""The Gaussian process on spaces that fork: it models the kind that leads, and what was foretold instead of run."""
+"""The Gaussian process models the parameters of the leading kind, and pruned trials by their predictions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from optuna.trial import TrialState
 
 from layerskip import SpeculativeConfig, StopRule
 from searches.space.search_space import SearchSpace
-from searches.study.gaussian_process import GaussianProcess, leading
+from searches.study.gaussian_process import GaussianProcess, trials_of_leading_kind
 from searches.tracking.names import PREDICTED
 
 SPACE = SearchSpace(8, kinds=["none", "layer_skip", "prompt_lookup"], siblings=0, stops=["length"])
 BITS = {f"{kind}_{layer}" for kind in ("attention", "mlp") for layer in range(2, 6)}
 
 
-def _worth(params: dict[str, object]) -> float:
-    """Skipping attention pays, skipping an MLP does not; lookups are worth less than any draft."""
+def _speedup(params: dict[str, object]) -> float:
+    """Skipping attention pays, skipping an MLP does not, and lookups are slowest."""
     if params["kind"] != "layer_skip":
         return 0.5
     return 1 + 0.1 * sum(int(str(params[name])) * (1 if name.startswith("attention") else -1) for name in BITS)
@@ -29,36 +29,36 @@ def _searched(count: int) -> optuna.Study:
     for _ in range(count):
         trial = study.ask()
         SPACE.suggest(trial)
-        study.tell(trial, _worth(trial.params))
+        study.tell(trial, _speedup(trial.params))
     return study
 
 
-def test_what_the_leading_kind_has_is_chosen_jointly() -> None:
+def test_parameters_of_the_leading_kind_are_sampled_jointly() -> None:
     study = _searched(16)
     trial = study.ask()
     assert {*BITS, "skip_length"} == set(trial.relative_params)
     plain = optuna.create_study(direction="maximize", sampler=optuna.samplers.GPSampler(seed=0, n_startup_trials=4))
     plain.add_trials(study.get_trials(states=(TrialState.COMPLETE,)))
-    assert set(plain.ask().relative_params) == {"kind"}  # Optuna's own, which this one is for
+    assert set(plain.ask().relative_params) == {"kind"}  # as Optuna's own sampler does
 
 
-def test_it_finds_what_pays() -> None:
+def test_it_finds_the_optimum() -> None:
     assert _searched(40).best_value == pytest.approx(1.4)
 
 
-def test_what_was_ruled_out_is_known() -> None:
+def test_pruned_trials_count_with_their_predictions() -> None:
     study = _searched(12)
     study.enqueue_trial(study.best_params)
     trial = study.ask()
     assert SPACE.suggest(trial).kind == "layer_skip"
     trial.set_user_attr(PREDICTED, 0.7)
     study.tell(trial, state=TrialState.PRUNED)
-    known = [found.value for found in leading(study)]
+    known = [found.value for found in trials_of_leading_kind(study)]
     assert 0.7 in known
     assert len(known) == sum(found.params["kind"] == "layer_skip" for found in study.trials)
 
 
-def test_what_scans_tried_beside_the_choices_stops_nobody() -> None:
+def test_enqueued_values_outside_the_choices_are_ignored() -> None:
     space = SearchSpace(6, kinds=["none", "layer_skip"])
     study = optuna.create_study(direction="maximize", sampler=GaussianProcess(2, seed=0))
     for threshold in (0.95, 0.62, 0.5):
@@ -67,11 +67,11 @@ def test_what_scans_tried_beside_the_choices_stops_nobody() -> None:
         trial = study.ask()
         assert space.suggest(trial).stop.threshold == threshold
         study.tell(trial, 1.0 + threshold)
-    assert len(leading(study)) == 1
+    assert len(trials_of_leading_kind(study)) == 1
     space.suggest(study.ask())
 
 
-def test_a_threshold_that_a_sampler_chose_is_that_of_scans() -> None:
+def test_sampled_thresholds_are_those_of_scans() -> None:
     space = SearchSpace(6, kinds=["none", "layer_skip"], stops=["threshold"])
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     found = {space.suggest(study.ask()).stop.threshold for _ in range(200)}

@@ -1,4 +1,4 @@
-"""Who leads: replicates pooled, each prompt alike, and the best of other makes beside the best few."""
+"""The leaderboard pools replicates, weighs prompts alike, and adds contenders with other drafters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from searches.study.leaderboard import LeaderboardEntry, contenders, ranking
 from tests.searches.known import Known, lookup, run_known
 
 
-def test_no_prompt_weighs_more_for_having_been_decoded_more_often() -> None:
+def test_a_prompt_weighs_no_more_if_it_was_decoded_more_often() -> None:
     def table(*speedups: float) -> dict[str, list[Any]]:
         names = [f"p{place}" for place in range(len(speedups))]
         seconds = [1 / speedup for speedup in speedups]
@@ -33,17 +33,17 @@ def test_no_prompt_weighs_more_for_having_been_decoded_more_often() -> None:
     assert often.speedup == pytest.approx(once.speedup) == pytest.approx(3 / 2.25)
 
 
-def test_the_best_of_another_make_and_the_first_of_the_leaders_contend_where_they_are_about_as_fast() -> None:
+def test_the_best_of_another_drafter_and_the_first_of_the_leaders_contend_if_about_as_fast() -> None:
     recycling = SpeculativeConfig("token_recycling", 4)
     lookups = [lookup(length) for length in range(4, 9)]
-    for pace, many in ((1.45, 3), (1.2, 2)):
-        bench = Known({lookup: 1.5 + place / 100 for place, lookup in enumerate(lookups)} | {recycling: pace})
+    for speedup, count in ((1.45, 3), (1.2, 2)):
+        bench = Known({lookup: 1.5 + place / 100 for place, lookup in enumerate(lookups)} | {recycling: speedup})
         study = run_known(bench, *lookups, recycling)
-        found = [entry.config for entry in contenders(study, 2)]
-        assert found == [*[*reversed(lookups[-2:]), recycling][:many], lookups[0]]
+        configs = [entry.config for entry in contenders(study, 2)]
+        assert configs == [*[*reversed(lookups[-2:]), recycling][:count], lookups[0]]
 
 
-def test_the_leader_is_challenged_and_its_luck_pooled() -> None:
+def test_a_lucky_leader_is_measured_again_and_falls_back() -> None:
     lucky, solid = lookup(4), lookup(5)
 
     class Lucky(Known):

@@ -1,4 +1,4 @@
-"""What a trial records when something is wrong: memory that runs out, an output that changed, a defect."""
+"""Trials that run out of memory, change an output or fail are recorded; finals are resumed and decided."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings, Objective, OutputChanged
 from searches.study.study import StudySettings, finished, run_trials
 
-SETTINGS = MeasureSettings(max_new_tokens=8, prompts=2, finalists=2, drift=1e9)  # milliseconds say nothing of the machine
+SETTINGS = MeasureSettings(max_new_tokens=8, prompts=2, finalists=2, held_out_repeats=1, drift=1e9)  # too short for drift
 PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
 SKIP = SpeculativeConfig("layer_skip", 2, mask="layers:1")
 LOOKUP = SpeculativeConfig("prompt_lookup", 4, ngram_min=1, ngram_max=2)
@@ -52,7 +52,7 @@ def _run(study: optuna.Study, objective: Objective, trials: int) -> None:
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
     ],
 )
-def test_running_out_of_memory_is_knowledge(
+def test_running_out_of_memory_is_a_result(
     error: BaseException, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Draft:
@@ -69,7 +69,7 @@ def test_running_out_of_memory_is_knowledge(
     assert good.constraints["out_of_memory"] <= 0
 
 
-def test_a_defect_is_raised_and_counts_as_no_trial(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_is_raised_and_is_no_finished_trial(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Draft:
         raise RuntimeError("shapes do not match")
 
@@ -81,17 +81,17 @@ def test_a_defect_is_raised_and_counts_as_no_trial(tiny_target: Target, monkeypa
     assert study.trials[0].state == TrialState.FAIL
 
 
-def test_a_changed_float32_output_stops_everything(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_float32_output_stops_the_study(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     from layerskip.decoding import decode
 
     genuine = decode.verify
 
-    def gullible(draft: Draft, target_probs: torch.Tensor, generator: Any = None) -> Any:
+    def accept_all(draft: Draft, target_probs: torch.Tensor, generator: Any = None) -> Any:
         """Accepts every drafted token."""
         size = draft.tokens.shape[0]
         return genuine(draft, torch.cat((draft.tokens, target_probs[size:])), generator)
 
-    monkeypatch.setattr(decode, "verify", gullible)
+    monkeypatch.setattr(decode, "verify", accept_all)
     study, objective = _study(tiny_target, LOOKUP)
     with pytest.raises(OutputChanged):
         _run(study, objective, 1)
@@ -114,13 +114,13 @@ def test_replicates_of_a_configuration_are_pooled(tiny_target: Target) -> None:
     assert (ranked[LOOKUP].complete, ranked[LOOKUP].last) == (2, 2)
 
 
-def test_finals_are_measured_once(tiny_target: Target, tmp_path: Path) -> None:
+def test_interrupted_finals_are_resumed(tiny_target: Target, tmp_path: Path) -> None:
     study, objective = _study(tiny_target, LOOKUP, SpeculativeConfig("prompt_lookup", 2), SpeculativeConfig())
     _run(study, objective, 3)
     finals = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, 0, tmp_path)
     (kept,) = tmp_path.iterdir()
     lines = kept.read_bytes().splitlines(keepends=True)
-    kept.write_bytes(b"".join(lines[:1]) + lines[1][:20])  # as a kill may leave it
+    kept.write_bytes(b"".join(lines[:1]) + lines[1][:20])  # as after a kill
     measured: list[str] = []
     bench = _bench(tiny_target)
 

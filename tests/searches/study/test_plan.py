@@ -1,4 +1,4 @@
-"""What a composed study is made of: opened at its start, or refused there, and what is left out is said."""
+"""A study's plan loads and checks every part at its start, and reports what is left out."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from transformers import AutoTokenizer
 
 from layerskip import ConfigError, PromptSet, SpeculativeConfig, TargetError, generate, load_target
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape
-from layerskip.models.trained_module import save_head
-from searches.app.application import CONF
+from layerskip.models.trained_module import save_trained
 from searches.app.checks import InputError
+from searches.app.composition import compose_config
 from searches.study import plan
 from searches.study.plan import Plan, describe
 from tests.accelerator import DEVICE
@@ -23,39 +22,39 @@ from tests.tiny import save_tiny
 
 
 def _plan(model: Path, *overrides: str) -> Plan:
-    with initialize_config_dir(CONF, version_base="1.3"):
-        return Plan.of(compose("layerskip", [*quick(model, model / "outputs"), *overrides]))
+    return Plan.of(compose_config("layerskip", [*quick(model, model / "outputs"), *overrides]))
 
 
-def test_another_draft_or_head_under_the_same_name_is_another_study(tmp_path: Path) -> None:
+def test_another_draft_model_or_head_in_the_same_folder_is_another_study(tmp_path: Path) -> None:
     model, draft, head = tmp_path / "model", tmp_path / "draft", tmp_path / "head"
     save_tiny(model)
     head.mkdir()
 
     def described(kinds: str, *overrides: str) -> dict[str, object]:
-        with initialize_config_dir(CONF, version_base="1.3"):
-            config = compose("layerskip", [*quick(model, tmp_path / "outputs"), f"space.kinds=[none,{kinds}]", *overrides])
+        config = compose_config(
+            "layerskip", [*quick(model, tmp_path / "outputs"), f"space.kinds=[none,{kinds}]", *overrides]
+        )
         return describe(config, load_target(str(model), dtype="float32", device=DEVICE), PromptSet.of(["x", "y"]))
 
-    found = []
+    settings = []
     for idle in ((), (0,)):
         save_tiny(draft, idle=idle)
-        found.append(described("draft_model", f"space.drafts=[{draft}]"))
-    assert found[0] != found[1]
-    found = []
+        settings.append(described("draft_model", f"space.drafts=[{draft}]"))
+    assert settings[0] != settings[1]
+    settings = []
     for weights in (b"one", b"other"):
         (head / "pytorch_model.bin").write_bytes(weights)
-        found.append(described("eagle", f"space.eagle_heads=[{head}]"))
-    assert found[0] != found[1]
+        settings.append(described("eagle", f"space.eagle_heads=[{head}]"))
+    assert settings[0] != settings[1]
 
 
 @pytest.mark.parametrize("family", ["gpt_neo", "llama4_text"])
-def test_where_no_tree_can_be_verified_a_head_drafts_chains(family: str, tmp_path: Path) -> None:
-    """And heads that draft trees alone are not even opened."""
+def test_heads_draft_chains_if_trees_cannot_be_verified(family: str, tmp_path: Path) -> None:
+    """Heads that only draft trees are not loaded."""
     model = save_tiny(tmp_path / "model", family)
     target = load_target(str(model), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(target))
-    save_head(tmp_path / "head", KIND, head.shape.to_dict(), head.weights(), target, {})
+    save_trained(tmp_path / "head", KIND, head.shape.to_dict(), head.weights(), target, {})
     heads = f"space.eagle_heads=[{tmp_path / 'head'}]", "space.medusa_heads=[/there/is/none]"
     planned = _plan(model, *heads, "space.kinds=[none,eagle,medusa]")
     assert planned.space.arms == ("none", "eagle")
@@ -66,7 +65,7 @@ def test_where_no_tree_can_be_verified_a_head_drafts_chains(family: str, tmp_pat
     assert drafted.stats.drafted
 
 
-def test_draft_models_are_opened_at_once_and_loaded_once(tiny_folder: Path, tmp_path: Path) -> None:
+def test_draft_models_are_loaded_once_at_the_start(tiny_folder: Path, tmp_path: Path) -> None:
     same, other = save_tiny(tmp_path / "same", seed=1), save_tiny(tmp_path / "other", seed=2)
     planned = _plan(tiny_folder, f"space.drafts=[{same}]", f"space.cross_drafts=[{same},{other}]")
     assert planned.target.drafts.keys() == {str(same), str(other)}
@@ -74,7 +73,7 @@ def test_draft_models_are_opened_at_once_and_loaded_once(tiny_folder: Path, tmp_
     assert not unused.target.drafts
 
 
-def test_folders_mean_the_same_from_anywhere(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_made_absolute(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path / "mine" / "draft")
     monkeypatch.chdir(tmp_path)
     planned = _plan(tiny_folder, "space.kinds=[none,draft_model]", "space.drafts=[mine/draft]")
@@ -82,7 +81,7 @@ def test_folders_mean_the_same_from_anywhere(tiny_folder: Path, tmp_path: Path, 
     assert planned.target.drafts.keys() == set(planned.space.drafts)
 
 
-def test_a_draft_model_that_will_not_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+def test_an_unusable_draft_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     greek = save_tiny(tmp_path / "greek", seed=3)
     _spelling("αβγδ").save_pretrained(greek)
     with pytest.raises(TargetError, match="^draft: the tokenizer of .*greek is not that of"):
@@ -95,7 +94,7 @@ def test_a_draft_model_that_will_not_do_is_refused(tiny_folder: Path, tmp_path: 
         _plan(tiny_folder, f"space.cross_drafts=[{greek}]")
 
 
-def test_draft_heads_have_room_for_every_models_special_tokens(tiny_folder: Path, tmp_path: Path) -> None:
+def test_draft_heads_must_hold_every_models_special_tokens(tiny_folder: Path, tmp_path: Path) -> None:
     draft = save_tiny(tmp_path / "draft")
     spelling = AutoTokenizer.from_pretrained(draft)
     spelling.add_special_tokens({"additional_special_tokens": ["a", "e", "n", "t"]})
@@ -118,25 +117,25 @@ def test_a_draft_model_too_large_for_memory_is_named(
         _plan(tiny_folder, "space.drafts=[giant]")
 
 
-def test_kinds_without_a_head_or_a_draft_are_said_to_be_left_out(
+def test_kinds_without_a_head_or_a_draft_model_are_printed_and_left_out(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _plan(tiny_folder, "experiment=all_drafters")
     empty = {"eagle": "eagle_heads", "medusa": "medusa_heads", "draft_model": "drafts", "cross_tokenizer": "cross_drafts"}
-    said = [f"{kind} (space.{field} is empty)" for kind, field in empty.items()]
-    assert capsys.readouterr().out == f"space.kinds: left out: {', '.join(said)}\n"
+    fields = [f"{kind} (space.{field} is empty)" for kind, field in empty.items()]
+    assert capsys.readouterr().out == f"space.kinds: left out: {', '.join(fields)}\n"
     _plan(tiny_folder, "space.kinds=[none,prompt_lookup,draft_model]", f"space.cross_drafts=[{tiny_folder}]")
     assert capsys.readouterr().out == "space.kinds: left out: draft_model (space.drafts is empty)\n"
     _plan(tiny_folder, "space=prompt_lookup")
     assert capsys.readouterr().out == ""
 
 
-def test_what_bounds_memory_is_no_part_of_what_a_study_is(tiny_folder: Path) -> None:
-    """One that was begun under another bound, or before there was any, goes on."""
-    target, prompts, found = load_target(str(tiny_folder), dtype="float32", device=DEVICE), PromptSet.of(["x", "y"]), []
+def test_memory_bounds_do_not_identify_a_study(tiny_folder: Path) -> None:
+    """A study resumes with another bound, and if it was created before bounds existed."""
+    settings = []
     for size in (1000, 10**9):
-        with initialize_config_dir(CONF, version_base="1.3"):
-            config = compose("layerskip", [*quick(tiny_folder, tiny_folder / "outputs"), f"scan.text_bytes={size}"])
-        found.append(describe(config, target, prompts))
-    assert found[0] == found[1]
-    assert "scan.max_rows" in found[0]  # which the unlike sums of larger passes may move
+        config = compose_config("layerskip", [*quick(tiny_folder, tiny_folder / "outputs"), f"scan.text_bytes={size}"])
+        built = Plan.of(config)
+        settings.append(describe(config, built.target, built.prompts))
+    assert settings[0] == settings[1]
+    assert "scan.max_rows" in settings[0]  # larger passes may sum in another order

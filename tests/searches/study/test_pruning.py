@@ -1,4 +1,4 @@
-"""What is not run, as it cannot reach the best: what was foretold, how far that errs, and what it is foretold on."""
+"""Suggestions whose bound is below the leader are pruned; bounds follow from predictions and their errors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from optuna.trial import create_trial
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.rules import EXACT, AcceptRule
-from searches.study.pruning import Prior, calibrated_error
+from searches.study.pruning import BoundEstimator, calibrated_error
 from searches.tracking.names import PREDICTED
 from tests.searches.predict.test_proposals import LAYERS, Landscape
 
 
 def _trial(config: SpeculativeConfig, value: float, predicted: float | None, **others: float) -> optuna.trial.FrozenTrial:
-    """A trial on the prompt x, that is foretold on, and on others."""
+    """A trial on the prompt x, which predictions are of, and on others."""
     speedups = {"x": value, **others}
     table = {
         "prompt_id": list(speedups),
@@ -41,67 +41,69 @@ def _trial(config: SpeculativeConfig, value: float, predicted: float | None, **o
     )
 
 
-def test_a_suggestion_that_cannot_reach_the_best_is_hopeless() -> None:
-    oracle, study = Landscape(0), optuna.create_study(direction="maximize")
-    prior, none = Prior(oracle), SkipMask.none(LAYERS)
-    best = oracle.predict([SkipMask.parse("mlp:3", LAYERS)])[0]
+def test_a_suggestion_below_the_leader_cannot_win() -> None:
+    predictor, study = Landscape(0), optuna.create_study(direction="maximize")
+    estimator, none = BoundEstimator(predictor), SkipMask.none(LAYERS)
+    best = predictor.predict([SkipMask.parse("mlp:3", LAYERS)])[0]
     awful = SpeculativeConfig("layer_skip", 4, mask="attention:0-7")
-    assert prior.judge(study, SpeculativeConfig("prompt_lookup", 4)) is None
-    judgement = prior.judge(study, awful)
-    assert judgement is not None and judgement.hopeless  # plain decoding is what has to be beaten
-    assert judgement.predicted == pytest.approx(oracle.speedup(awful))
-    assert judgement.bound == pytest.approx(oracle.speedup(awful) * math.exp(0.15))
-    judgement = prior.judge(study, best.config)
-    assert judgement is not None and not judgement.hopeless
+    assert estimator.estimate(study, SpeculativeConfig("prompt_lookup", 4)) is None
+    bound = estimator.estimate(study, awful)
+    assert bound is not None and bound.cannot_win  # the leader is plain decoding
+    assert bound.predicted == pytest.approx(predictor.speedup(awful))
+    assert bound.upper == pytest.approx(predictor.speedup(awful) * math.exp(0.15))
+    bound = estimator.estimate(study, best.config)
+    assert bound is not None and not bound.cannot_win
     study.add_trial(_trial(SpeculativeConfig("prompt_lookup", 4), 100.0, None))
-    judgement = prior.judge(study, best.config)
-    assert judgement is not None and judgement.hopeless
-    assert judgement.predicted is None  # costs alone rule it out: nothing is that fast
-    assert judgement.bound == pytest.approx(oracle.profile.bound(SkipMask.parse("mlp:3", LAYERS)) * math.exp(0.15))
-    assert oracle.profile.bound(none) < 2.0
-    assert "100.000 x" in judgement.reason()
+    bound = estimator.estimate(study, best.config)
+    assert bound is not None and bound.cannot_win
+    assert bound.predicted is None  # costs alone rule it out
+    assert bound.upper == pytest.approx(predictor.profile.speedup_bound(SkipMask.parse("mlp:3", LAYERS)) * math.exp(0.15))
+    assert predictor.profile.speedup_bound(none) < 2.0
+    assert "100.000 x" in bound.reason()
 
 
-def test_a_suggestion_has_to_beat_the_best_where_it_was_foretold() -> None:
-    oracle, study = Landscape(0), optuna.create_study(direction="maximize")
-    best = oracle.predict([SkipMask.parse("mlp:3", LAYERS)])[0]
+def test_a_suggestion_is_compared_with_the_leader_on_the_predicted_prompts() -> None:
+    predictor, study = Landscape(0), optuna.create_study(direction="maximize")
+    best = predictor.predict([SkipMask.parse("mlp:3", LAYERS)])[0]
     study.add_trial(_trial(SpeculativeConfig("prompt_lookup", 4), 1.05, None, y=50.0))  # far ahead on another prompt
-    judgement = Prior(oracle).judge(study, best.config)
-    assert judgement is not None and not judgement.hopeless
-    assert judgement.to_beat == pytest.approx(1.05)
+    bound = BoundEstimator(predictor).estimate(study, best.config)
+    assert bound is not None and not bound.cannot_win
+    assert bound.to_beat == pytest.approx(1.05)
 
 
-def test_a_lossy_rule_may_accept_what_no_scan_counts() -> None:
-    oracle, study = Landscape(0), optuna.create_study(direction="maximize")
+def test_a_lossy_rule_is_bounded_by_costs_alone() -> None:
+    predictor, study = Landscape(0), optuna.create_study(direction="maximize")
     mask = "attention:0-4"
     lossy = SpeculativeConfig("layer_skip", 4, mask=mask, accept=AcceptRule("threshold", 0.05))
     study.add_trial(_trial(SpeculativeConfig("prompt_lookup", 4), 1.2, None))
-    exact, judgement = (Prior(oracle).judge(study, config) for config in (replace(lossy, accept=EXACT), lossy))
-    assert exact is not None and exact.hopeless
-    assert judgement is not None and not judgement.hopeless
-    assert judgement.bound == pytest.approx(oracle.profile.bound(SkipMask.parse(mask, LAYERS)) * math.exp(0.15))
+    exact, bound = (BoundEstimator(predictor).estimate(study, config) for config in (replace(lossy, accept=EXACT), lossy))
+    assert exact is not None and exact.cannot_win
+    assert bound is not None and not bound.cannot_win
+    assert bound.upper == pytest.approx(predictor.profile.speedup_bound(SkipMask.parse(mask, LAYERS)) * math.exp(0.15))
 
 
-def test_a_stop_rule_that_was_not_scanned_is_bounded_by_the_best_that_was() -> None:
-    oracle, study = Landscape(0), optuna.create_study(direction="maximize")
+def test_an_unscanned_stop_rule_is_bounded_by_the_best_scanned_one() -> None:
+    predictor, study = Landscape(0), optuna.create_study(direction="maximize")
     for i in range(8):
         config = SpeculativeConfig("layer_skip", 1 + i)
-        study.add_trial(_trial(config, 0.9, 0.9))  # foretelling was right so far, where it foretold
-    exact = Prior(oracle).judge(study, SpeculativeConfig("layer_skip", 2, mask="mlp:3"))
-    other = Prior(oracle).judge(study, SpeculativeConfig("layer_skip", 2, mask="mlp:3", stop=StopRule("threshold", 0.85)))
-    tree = Prior(oracle).judge(study, SpeculativeConfig("layer_skip", 2, mask="mlp:3", siblings=2))
+        study.add_trial(_trial(config, 0.9, 0.9))  # earlier predictions were right
+    exact = BoundEstimator(predictor).estimate(study, SpeculativeConfig("layer_skip", 2, mask="mlp:3"))
+    other = BoundEstimator(predictor).estimate(
+        study, SpeculativeConfig("layer_skip", 2, mask="mlp:3", stop=StopRule("threshold", 0.85))
+    )
+    tree = BoundEstimator(predictor).estimate(study, SpeculativeConfig("layer_skip", 2, mask="mlp:3", siblings=2))
     assert other is not None and tree is not None
-    assert tree.predicted is None and other.bound < tree.bound < 1.2 * other.bound
+    assert tree.predicted is None and other.upper < tree.upper < 1.2 * other.upper
     assert exact is not None and other is not None
     assert other.predicted is None
-    assert math.log(other.bound / exact.bound) == pytest.approx(0.15 - 0.03)
+    assert math.log(other.upper / exact.upper) == pytest.approx(0.15 - 0.03)
 
 
-def test_the_bound_widens_with_how_far_foretelling_was_off() -> None:
+def test_the_bound_widens_with_prediction_errors() -> None:
     config = SpeculativeConfig("layer_skip", 2)
     assert calibrated_error([], "x", "layer_skip") == pytest.approx(0.15)
     same = [_trial(config, 1.0 + 0.001 * i, 1.0) for i in range(8)]
-    # Replicates of one configuration tell of that one.
+    # Replicates count as one configuration.
     assert calibrated_error(same, "x", "layer_skip") == pytest.approx(0.15)
     configs = [SpeculativeConfig("layer_skip", 1 + i) for i in range(8)]
     good = [_trial(config, 1.0 + 0.001 * i, 1.0) for i, config in enumerate(configs)]
@@ -110,17 +112,17 @@ def test_the_bound_widens_with_how_far_foretelling_was_off() -> None:
     assert calibrated_error(bad, "x", "layer_skip") > 0.4
     lookups = [_trial(SpeculativeConfig("prompt_lookup", 1 + i), 1.0, 1.0) for i in range(8)]
     assert calibrated_error(lookups, "x", "prompt_lookup") == pytest.approx(0.03)
-    assert calibrated_error(lookups, "x", "layer_skip") == pytest.approx(0.15)  # lookups tell nothing of masks
+    assert calibrated_error(lookups, "x", "layer_skip") == pytest.approx(0.15)  # errors of lookups do not count for masks
 
 
-def test_what_was_decoded_on_none_of_the_foretold_prompts_tells_nothing_of_them() -> None:
-    oracle, study = Landscape(0), optuna.create_study(direction="maximize")
+def test_trials_on_other_prompts_do_not_calibrate_predictions() -> None:
+    predictor, study = Landscape(0), optuna.create_study(direction="maximize")
     for length in range(1, 9):
         study.add_trial(_on_others(_trial(SpeculativeConfig("layer_skip", length), 1.1, 0.9)))
-    judgement = Prior(oracle).judge(study, SpeculativeConfig("layer_skip", 4, mask="attention:0-7"))
-    assert judgement is not None and judgement.to_beat == pytest.approx(1.1)
-    assert judgement.predicted is not None
-    assert judgement.bound == pytest.approx(judgement.predicted * math.exp(0.15))
+    bound = BoundEstimator(predictor).estimate(study, SpeculativeConfig("layer_skip", 4, mask="attention:0-7"))
+    assert bound is not None and bound.to_beat == pytest.approx(1.1)
+    assert bound.predicted is not None
+    assert bound.upper == pytest.approx(bound.predicted * math.exp(0.15))
 
 
 def _on_others(trial: optuna.trial.FrozenTrial) -> optuna.trial.FrozenTrial:

@@ -1,4 +1,4 @@
-"""How trials race, on a bench whose every pace is known."""
+"""Trials race on a bench with known speedups."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from layerskip.measure.measurement import Sample
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import LeaderboardEntry, configuration, ranking
 from searches.study.objective import MeasureSettings, Objective
-from searches.study.pruning import Judgement
+from searches.study.pruning import SpeedupBound
 from searches.study.study import StudySettings, finished, run_trials
 from searches.tracking.names import DRIFTED
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup, run_known
 
 
-def test_only_who_is_level_with_the_best_gets_more_prompts() -> None:
+def test_only_trials_level_with_the_leader_get_more_prompts() -> None:
     fast, slow, close = lookup(4), lookup(5), lookup(6)
     bench = Known({fast: 1.5, slow: 1.2, close: 1.49})
     run_known(bench, fast, slow, close)
@@ -28,11 +28,11 @@ def test_only_who_is_level_with_the_best_gets_more_prompts() -> None:
     assert counts == {fast: 5, slow: 3, close: 5}
 
 
-def test_who_still_is_level_then_is_measured_again() -> None:
+def test_a_trial_that_is_still_level_is_repeated() -> None:
     fast, once = lookup(4), lookup(5)
 
     class Uneven(Known):
-        """One of the two is level on the first prompts alone."""
+        """One of the two is level on the first prompts only."""
 
         def compare(
             self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
@@ -51,7 +51,7 @@ def test_who_still_is_level_then_is_measured_again() -> None:
     assert [sum(config == asked for asked, _ in bench.asked) for config in (fast, once)] == [10, 5]
 
 
-def test_who_is_level_is_measured_again_where_there_are_no_more_prompts() -> None:
+def test_a_level_trial_is_repeated_if_there_are_no_more_prompts() -> None:
     fast, slow = lookup(4), lookup(5)
     bench = Known({fast: 1.5, slow: 1.2})
     space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
@@ -63,9 +63,9 @@ def test_who_is_level_is_measured_again_where_there_are_no_more_prompts() -> Non
     assert [sum(config == asked for asked, _ in bench.asked) for config in (fast, slow)] == [16, 8]
 
 
-def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
+def test_a_prompt_with_drift_is_measured_again() -> None:
     config = lookup(4)
-    # In the fourth trial of five prompts the machine stumbles once.
+    # The machine is slow once in the fourth trial of five prompts.
     bench = Known({config: 1.5}, drift=lambda call: 2.0 if call == 16 else 1.0)
     study = run_known(bench, config, config, config, config)
     trials = finished(study)
@@ -75,8 +75,8 @@ def test_a_prompt_is_measured_again_where_the_machine_drifted() -> None:
     assert trials[-1].value == pytest.approx(1.5)
 
 
-def test_a_trial_is_measured_again_where_the_machine_was_slow_all_along() -> None:
-    """None of its prompts is unlike the others; the trials before tell."""
+def test_a_trial_that_was_slow_throughout_is_measured_again() -> None:
+    """Its prompts are alike, but differ from earlier trials."""
     config = lookup(4)
     bench = Known({config: 1.5}, drift=lambda call: 2.0 if 10 <= call < 13 else 1.0)
     trials = finished(run_known(bench, config, config, config))
@@ -84,39 +84,39 @@ def test_a_trial_is_measured_again_where_the_machine_was_slow_all_along() -> Non
     assert trials[-1].user_attrs["table"]["baseline_tokens_per_second"] == [10.0] * 5
 
 
-def test_a_machine_that_stays_slower_is_the_usual_one_soon() -> None:
+def test_a_machine_that_stays_slower_becomes_the_usual_one() -> None:
     config = lookup(4)
     bench = Known({config: 1.5}, drift=lambda call: 2.0 if call >= 15 else 1.0)
     trials = finished(run_known(bench, *[config] * 8))
     assert [trial.user_attrs.get(DRIFTED, 0) for trial in trials] == [0, 0, 0, 5, 5, 0, 0, 0]
 
 
-def test_who_learns_knows_as_much_when_a_prompt_is_measured_again() -> None:
+def test_learning_drafters_are_warmed_when_a_prompt_is_measured_again() -> None:
     config = lookup(4)
-    told: list[list[str]] = []
+    warming: list[list[str]] = []
 
     class Watched(Known):
         def compare(
             self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *rest: Any
         ) -> Iterator[dict[str, Sample]]:
             if rest:
-                told.append([item.id for item in rest[1]])
+                warming.append([item.id for item in rest[1]])
             return super().compare(configs, prompts, repeats, seed)
 
     bench = Watched({config: 1.5}, drift=lambda call: 2.0 if call == 17 else 1.0)
     run_known(bench, config, config, config, config)
     names = [item.id for item in PROMPTS.take(None)]
     others, measured = names[5:], names[:5]
-    # Every trial begins with prompts that are not measured; the one that was measured again had others before it, too.
-    assert told == [others] * 4 + [[*others, *measured[:2]]]
+    # Each trial begins with unmeasured prompts; the repeated prompt was also preceded by measured ones.
+    assert warming == [others] * 4 + [[*others, *measured[:2]]]
 
 
-def test_a_leader_is_due_after_so_many_trials_however_many_were_interrupted() -> None:
+def test_interrupted_trials_do_not_count_towards_remeasuring_the_leader() -> None:
     fast, others = lookup(4), [lookup(length) for length in range(5, 12)]
     bench = Known({fast: 1.5})
     space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    for _ in range(20):  # as Ctrl-C leaves them
+    for _ in range(20):  # as after Ctrl-C
         study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)
     objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
     run_trials(study, objective, StudySettings(n_trials=6, remeasure=3), lambda trial: None, [fast, *others])
@@ -124,8 +124,8 @@ def test_a_leader_is_due_after_so_many_trials_however_many_were_interrupted() ->
     assert [place for place, config in enumerate(tried) if config == fast] == [0, 4]
 
 
-def test_no_two_comparisons_of_a_study_draw_alike() -> None:
-    """A leader's replicates are pooled, and a draw that is counted twice is no second one."""
+def test_no_two_comparisons_share_a_seed() -> None:
+    """Replicates of the leader are pooled and must be independent."""
 
     class Drawing(Known):
         def compare(
@@ -143,16 +143,16 @@ def test_no_two_comparisons_of_a_study_draw_alike() -> None:
     assert len(set(draws)) == len(draws)
 
 
-def test_trials_begin_with_the_prompt_that_they_are_told() -> None:
+def test_trials_begin_with_the_given_prompt() -> None:
     bench, fast = Known({lookup(4): 1.5}), lookup(4)
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    objective = Objective(bench, SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=1, begin=3)
+    objective = Objective(bench, SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=1, first_prompt=3)
     run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [fast])
     turns = [item.id for item in PROMPTS.take(None)]
-    assert [prompt for _, prompt in bench.asked] == turns[3:]  # the first three, and as a survivor two more
+    assert [prompt for _, prompt in bench.asked] == turns[3:]  # three, and two more as a survivor
 
 
-def test_the_leader_is_measured_again_before_all_starting_points_are_tried() -> None:
+def test_the_leader_is_measured_again_between_starting_points() -> None:
     fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
     bench = Known({fast: 1.5})
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
@@ -164,40 +164,40 @@ def test_the_leader_is_measured_again_before_all_starting_points_are_tried() -> 
     assert [config for config in tried if config != fast] == others[:9]
 
 
-def test_what_does_not_lead_is_not_measured_a_third_time() -> None:
+def test_a_configuration_that_does_not_lead_is_not_measured_a_third_time() -> None:
     fast, slow = lookup(4), lookup(5)
     bench = Known({fast: 1.5, slow: 1.2})
     study = run_known(bench, fast, slow, slow, slow)
     last = finished(study)[-1]
-    assert last.state == TrialState.COMPLETE  # with what is known of it, so that the sampler learns nothing wrong
+    assert last.state == TrialState.COMPLETE  # with its pooled speedup, for the sampler
     assert last.value == pytest.approx(1.2)
     assert last.user_attrs["reason"] == "measured often enough"
     assert len([config for config, _ in bench.asked if config == slow]) == 6
 
 
-def test_what_was_ruled_out_once_is_judged_again() -> None:
-    """A sampler repeats itself; what it repeats is not decoded for that."""
+def test_a_pruned_configuration_is_bounded_again() -> None:
+    """A sampler repeats configurations; a repeated suggestion is still not decoded."""
 
-    class Gloomy:
-        def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement:
-            return Judgement(0.5, 0.6, 1.0)
+    class Pessimist:
+        def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound:
+            return SpeedupBound(0.5, 0.6, 1.0)
 
     bench, space = Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"])
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     for _ in range(3):
         study.enqueue_trial(space.params(lookup(4)))
-    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, prior=Gloomy())  # type: ignore[arg-type]
+    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, bounds=Pessimist())  # type: ignore[arg-type]
     run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
     assert [trial.state for trial in finished(study)] == [TrialState.PRUNED] * 3
     assert not bench.asked
 
 
-def test_a_leader_is_measured_whatever_was_foretold_of_it() -> None:
-    """The fastest of many trials is likely to be faster than foretold; it must not block the study."""
+def test_a_leader_is_measured_again_whatever_was_predicted() -> None:
+    """The fastest of many trials is likely to exceed its prediction and must not block the study."""
 
-    class Gloomy:
-        def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement:
-            return Judgement(0.5, 0.6, 1.0 if not finished(study) else 1.5)
+    class Pessimist:
+        def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound:
+            return SpeedupBound(0.5, 0.6, 1.0 if not finished(study) else 1.5)
 
     fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
     bench = Known({fast: 1.5})
@@ -205,15 +205,15 @@ def test_a_leader_is_measured_whatever_was_foretold_of_it() -> None:
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
     run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [fast])
-    objective.prior = Gloomy()  # type: ignore[assignment]
+    objective.bounds = Pessimist()  # type: ignore[assignment]
     run_trials(study, objective, StudySettings(n_trials=12, remeasure=3), lambda trial: None, others)
     trials = finished(study)
     assert [trial.number for trial in trials if configuration(trial) == fast] == [0, 4, 8]
     assert [trial.number for trial in trials if "table" in trial.user_attrs] == [0, 4, 8]
 
 
-def test_configurations_are_compared_on_prompts_that_both_decoded() -> None:
-    """A leads on easy prompts that B never saw; B is better on all that both decoded."""
+def test_configurations_are_compared_on_common_prompts() -> None:
+    """A is fast on an easy prompt that B did not decode; B is faster on all common prompts."""
     a, b = LeaderboardEntry(lookup(4)), LeaderboardEntry(lookup(5))
     table = {"prompt_id": ["1", "2", "easy"], "decode_seconds": [1.0] * 3, "baseline_tokens_per_second": [10.0] * 3}
     a.add(table | {"tokens_per_second": [12.0, 12.0, 18.0]})
@@ -233,18 +233,18 @@ def test_configurations_are_compared_on_prompts_that_both_decoded() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:WilcoxonPruner finds steps")
-def test_who_is_behind_on_the_first_prompts_is_not_stopped_where_one_of_them_makes_the_difference() -> None:
-    """Ranks alone would stop it: behind on five of five. By how much differs so that the next ones may turn it."""
+def test_a_trial_is_not_stopped_for_ranks_if_one_prompt_makes_the_difference() -> None:
+    """Ranks alone would stop the second trial, which is slower on the first five prompts, but only slightly on four."""
     lucky, steady, slow = lookup(4), lookup(5), lookup(6)
     prompts = PromptSet.of([f"prompt {i}" for i in range(24)])
-    paces = dict(zip(prompts.take(None), [1.31, 6.0, 1.32, 1.33, 1.34] + [1.1] * 19, strict=True))
+    speedups = dict(zip(prompts.take(None), [1.31, 6.0, 1.32, 1.33, 1.34] + [1.1] * 19, strict=True))
 
     class Uneven(Known):
         def compare(
             self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
         ) -> Iterator[dict[str, Sample]]:
             for item in prompts:
-                self.speedups = {lucky: paces[item], steady: 1.3, slow: 1.0}
+                self.speedups = {lucky: speedups[item], steady: 1.3, slow: 1.0}
                 yield from super().compare(configs, PromptSet((item,)), repeats, seed)
 
     bench = Uneven({})
@@ -258,16 +258,16 @@ def test_who_is_behind_on_the_first_prompts_is_not_stopped_where_one_of_them_mak
     assert ranking(study)[0].config == steady
 
 
-def test_plain_decoding_is_measured_once_by_itself() -> None:
-    """It is measured beside every other trial anyway."""
+def test_plain_decoding_is_one_trial() -> None:
+    """Every other trial measures it, too."""
     bench = Known({})
     study = run_known(bench, SpeculativeConfig(), SpeculativeConfig(), SpeculativeConfig())
     assert ["table" in trial.user_attrs for trial in finished(study)] == [True, False, False]
-    assert len(bench.asked) == SETTINGS.prompts  # as level with the best as it is
+    assert len(bench.asked) == SETTINGS.prompts  # although it is level with the leader
 
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:WilcoxonPruner finds steps")
-def test_who_is_slower_than_plain_decoding_is_stopped_though_ahead_of_all_other_drafters() -> None:
+def test_a_trial_slower_than_plain_decoding_is_stopped_even_if_it_leads() -> None:
     slow, better = lookup(4), lookup(5)
     bench = Known({slow: 0.7, better: 0.72})
     prompts = PromptSet.of([f"prompt {i}" for i in range(24)])

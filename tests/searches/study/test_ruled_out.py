@@ -1,4 +1,4 @@
-"""What is said of a suggestion that the prior ruled out: by its trial, by its run and by the report."""
+"""A pruned suggestion is recorded in its trial, its MLflow run and the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layerskip import SpeculativeConfig
 from searches.report import study_report as report
 from searches.space.search_space import SearchSpace
 from searches.study.objective import Objective
-from searches.study.pruning import Judgement
+from searches.study.pruning import SpeedupBound
 from searches.study.study import StudySettings, run_trials
 from searches.tracking.names import PREDICTED
 from searches.tracking.tracker import Tracker
@@ -22,24 +22,24 @@ from tests.searches.programs import runs, sqlite, tracked
 REASON = "cannot reach the best: at most 0.600 x, the best has 1.250 x"
 
 
-class Gloomy:
-    """Sees no hope for one configuration, and says nothing of others."""
+class Pessimist:
+    """Bounds one configuration below the leader, and no others."""
 
-    def judge(self, study: optuna.Study, config: SpeculativeConfig) -> Judgement | None:
-        return Judgement(0.5, 0.6, 1.25) if config == lookup(5) else None
+    def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
+        return SpeedupBound(0.5, 0.6, 1.25) if config == lookup(5) else None
 
 
 @pytest.fixture(scope="module")
 def study() -> optuna.Study:
-    """Two trials, of which the second was ruled out."""
-    made = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    """Two trials; the second was pruned."""
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     bench, space = Known({lookup(4): 1.25}), SearchSpace(6, kinds=["none", "prompt_lookup"])
-    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, prior=Gloomy())  # type: ignore[arg-type]
-    run_trials(made, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None, [lookup(4), lookup(5)])
-    return made
+    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, bounds=Pessimist())  # type: ignore[arg-type]
+    run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None, [lookup(4), lookup(5)])
+    return study
 
 
-def test_its_trial_says_why_and_what_was_foretold(study: optuna.Study) -> None:
+def test_the_trial_has_the_reason_and_the_prediction(study: optuna.Study) -> None:
     measured, trial = study.trials
     assert trial.state == TrialState.PRUNED
     assert (trial.user_attrs["reason"], trial.user_attrs[PREDICTED]) == (REASON, 0.5)
@@ -47,9 +47,9 @@ def test_its_trial_says_why_and_what_was_foretold(study: optuna.Study) -> None:
     assert not {"reason", PREDICTED} & measured.user_attrs.keys()
 
 
-def test_its_run_says_so_too(study: optuna.Study, tmp_path: Path) -> None:
+def test_the_run_has_the_reason_and_the_prediction(study: optuna.Study, tmp_path: Path) -> None:
     tracker = Tracker(None, tracked(tmp_path), "studies")
-    tracker.open_study("gloomy", "who", {}, {})
+    tracker.open_study("pruned", "id", {}, {})
     for trial in study.trials:
         tracker.record(trial)
     measured, run = sorted(runs(sqlite(tmp_path), "trial"), key=lambda run: run.data.tags["trial_number"])
@@ -59,5 +59,5 @@ def test_its_run_says_so_too(study: optuna.Study, tmp_path: Path) -> None:
     assert "reason" not in measured.data.tags and "speedup" in measured.data.metrics
 
 
-def test_the_report_counts_it(study: optuna.Study) -> None:
-    assert "2 trials: 0 stopped early, 1 not run (1 hopeless)." in report.summary(study, None)
+def test_the_report_counts_the_pruned_trial(study: optuna.Study) -> None:
+    assert "2 trials: 0 stopped early, 1 not run (1 cannot win)." in report.summary(study, None)

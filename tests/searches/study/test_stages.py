@@ -1,4 +1,4 @@
-"""A study killed in each of its stages: does the same command go on, and repeat nothing that was finished?"""
+"""A study that is killed in any stage resumes and repeats nothing that was finished."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from searches.app.time_ledger import FITS, seconds_of
+from searches.app.earlier_names import BRIDGES_FOLDER
+from searches.app.time_ledger import FITS, recorded_seconds
 from tests.searches.programs import fork, journal_study, quick, tracked
 
 STAGES = ("continuations", "profile", "scan", "trials", "verdict")
 
 
 def _study(log: Path, stage: str, piece: int, *overrides: str) -> tuple[int, list[str]]:
-    """Run a mortal study; its exit code and what it began."""
+    """Run a study that may be killed; return its exit code and the log of its work."""
     done = fork("tests.searches.mortal", str(log), stage, str(piece), *overrides, cwd=log.parent)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode, log.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_killed_in_a_stage_nothing_finished_is_done_again(stage: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_folder: Path, tmp_path: Path) -> None:
     small = ("scan.prompts=3", "scan.profile_repeats=2", "scan.proposals.screened=8", "scan.proposals.scanned=2")
     more = (
         "space.kinds=[none,layer_skip]",
@@ -30,7 +31,7 @@ def test_killed_in_a_stage_nothing_finished_is_done_again(stage: str, tiny_folde
         "study.name=mortal",
         "measure.held_out_prompts=4",
         "measure.held_out_repeats=1",
-        "measure.drift=1000",  # what a busy machine slowed down is measured again, killed or not
+        "measure.drift=1000",  # drift would add measurements
     )
     overrides = quick(tiny_folder, tracked(tmp_path), *small, *more)
     died, before = _study(tmp_path / "first.log", stage, 1 if stage == "profile" else 3, *overrides)
@@ -43,14 +44,14 @@ def test_killed_in_a_stage_nothing_finished_is_done_again(stage: str, tiny_folde
     assert stage == "trials" or killed in after
     assert {line.split()[0] for line in before + after} == set(STAGES)
     assert [line.split()[0] for line in finished + after if line.startswith("continuations")] == ["continuations"] * 3
-    # Numbers are never given twice, so that nothing was tried again shows in how many trials were begun.
+    # Trial numbers are never reused, so the number of begun trials shows that none was repeated.
     assert sum(line.startswith("trials") for line in before + after) == 4 + (stage == "trials")
     assert sum(trial.state.is_finished() for trial in journal_study(tmp_path, "mortal").trials) >= 4
     assert (tmp_path / "mortal" / "best.json").exists()
 
 
 @pytest.mark.parametrize(("stage", "piece"), [("fits", 2), ("training", 3)])
-def test_killed_while_bridges_are_fitted_or_trained_nothing_finished_is_done_again(
+def test_a_study_killed_while_fitting_or_training_bridges_repeats_nothing_finished(
     stage: str, piece: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
     small = ("scan.prompts=2", "scan.profile_repeats=2", "scan.proposals.screened=6", "scan.proposals.scanned=2")
@@ -71,10 +72,10 @@ def test_killed_while_bridges_are_fitted_or_trained_nothing_finished_is_done_aga
     assert len(steps) >= piece
     done = [line for line in finished + after if line.startswith("fits")]
     assert len(done) == len(set(done)) >= 2
-    # What was fitted before the kill counts as what the search took, though no clock was read that saw it.
-    kept = {}
-    for path in tmp_path.glob("bridge_store/*/*/head.json"):
+    # Fits before the kill count as seconds of the search.
+    seconds = {}
+    for path in tmp_path.glob(f"{BRIDGES_FOLDER}/*/*/head.json"):
         about = json.loads(path.read_text(encoding="utf-8"))
-        kept[path.parent.name] = about["training"]["seconds"]
-    assert len(kept) == len(done)
-    assert seconds_of(journal_study(tmp_path, "mortal"), FITS) == kept
+        seconds[path.parent.name] = about["training"]["seconds"]
+    assert len(seconds) == len(done)
+    assert recorded_seconds(journal_study(tmp_path, "mortal"), FITS) == seconds

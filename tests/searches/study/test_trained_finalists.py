@@ -1,4 +1,4 @@
-"""Bridges of finalists: trained once, from their nearest neighbour on, and never at the cost of what was searched for."""
+"""Finalists' bridges are trained once, from the nearest mask's, and only used if they help."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ import pytest
 import torch
 
 from layerskip import AcceptRule, Sampling, SkipMask, SpeculativeConfig, StopRule, Target, generate
-from layerskip.costs.cost_model import Aids, CostProfile
+from layerskip.costs.cost_model import CostProfile, DraftExtras
 from layerskip.models.bridge import load_bridges, save_bridges
 from layerskip.models.skip_view import skip_view
 from layerskip.prompts import PromptSet
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.app.checks import InputError
-from searches.predict.oracle import Choices
-from searches.predict.scan_oracle import ScanOracle
+from searches.predict.predictor import DraftChoices
+from searches.predict.scan_predictor import ScanPredictor
 from searches.space.bridge_spec import BridgeSpec
 from searches.study.leaderboard import LeaderboardEntry
 from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
 from searches.training.bridge_settings import BridgingSettings
 from searches.training.bridge_store import BridgeStore
-from searches.training.bridge_training import BridgeLearner
+from searches.training.bridge_trainer import BridgeTrainer
 from tests.searches.programs import runs, sqlite, tracked
 
 LINEAR = BridgeSpec("linear")
 
 
-def test_finalists_that_cannot_be_trained_are_measured_as_they_are(
+def test_finalists_that_cannot_be_trained_keep_their_fits(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def trained(_: TrainedBridges, config: SpeculativeConfig) -> SpeculativeConfig:
         raise InputError("training_bytes: 10 hold not even one text") if config.draft_length == 1 else MemoryError
 
     found = [LeaderboardEntry(SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b")) for length in (1, 2)]
-    monkeypatch.setattr(TrainedBridges, "of", trained)
+    monkeypatch.setattr(TrainedBridges, "train", trained)
     bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
     assert TrainedBridges(bridge_store).finalists(found, []) == []
-    said = capsys.readouterr().out
-    assert "stay as they were fitted: training_bytes: 10 hold not even one text" in said
-    assert "stay as they were fitted: out of memory" in said
+    printed = capsys.readouterr().out
+    assert "stay as they were fitted: training_bytes: 10 hold not even one text" in printed
+    assert "stay as they were fitted: out of memory" in printed
 
 
 @pytest.fixture
 def helpful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is trained is used: whether a training helps is for another test to ask."""
+    """Every training helps."""
     monkeypatch.setattr("layerskip.bridges.fit.Calibration.judge", lambda _, mask, bridges: float(bridges is not None))
 
 
 @pytest.fixture
 def in_steps(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Seconds that no training needs, as all end after as many steps, however busy the machine."""
+    """More seconds than a training needs; all trainings end after the same number of steps."""
     monkeypatch.setattr("searches.study.trained_finalists._STEPS", 60)
     return 1000.0
 
@@ -67,13 +67,13 @@ def test_finalists_are_trained_once(in_steps: float, helpful: None, tiny_target:
         m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if bridge_store.bridge(m, LINEAR)
     )
     config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))
-    grown = TrainedBridges(bridge_store)
-    trained = grown.of(config)
+    trainer = TrainedBridges(bridge_store)
+    trained = trainer.train(config)
     before, after = (load_bridges(found.bridge, tiny_target, mask).state_dict() for found in (config, trained))
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert bridge_store.bridge_spec(trained) == LINEAR
     written = (Path(trained.bridge) / "head.json").stat().st_mtime_ns
-    assert grown.of(config) == trained
+    assert trainer.train(config) == trained
     assert (Path(trained.bridge) / "head.json").stat().st_mtime_ns == written
     plain = generate(tiny_target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
     assert generate(tiny_target, "Hello.", trained, max_new_tokens=12).tokens == plain.tokens
@@ -88,34 +88,34 @@ def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """And is judged on texts that it did not learn from, by real drafts of one token behind each of their prefixes."""
+    """It is evaluated on held-out texts, by real drafts of one token after each of their prefixes."""
     learnt: list[Continuation] = []
 
-    class Noting(BridgeLearner):
+    class Noting(BridgeTrainer):
         def loss(self, places: list[int]) -> torch.Tensor:
-            learnt.extend(self._passages[place] for place in places)
+            learnt.extend(self._continuations[place] for place in places)
             return super().loss(places)
 
-        def learn_all(self, tracker: Tracker | None) -> None:
-            super().learn_all(tracker)
+        def train(self, tracker: Tracker | None) -> None:
+            super().train(tracker)
             for parameter in self.module.parameters() if harm else ():
-                parameter.data.zero_()  # as good as empty skips, hence no better
+                parameter.data.zero_()  # equal to empty skips
 
-    monkeypatch.setattr("searches.study.trained_finalists.BridgeLearner", Noting)
+    monkeypatch.setattr("searches.study.trained_finalists.BridgeTrainer", Noting)
     settings = BridgingSettings(300, 16, 8, 2**24, in_steps)
     bridge_store = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
     mask = next(
         m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if bridge_store.bridge(m, LINEAR)
     )
     config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))
-    found = TrainedBridges(bridge_store).of(config)
-    said = capsys.readouterr().out
+    found = TrainedBridges(bridge_store).train(config)
+    printed = capsys.readouterr().out
     (folder,) = bridge_store.folder.glob("trained-*")
     about = json.loads((folder / "head.json").read_text())["training"]
-    held = bridge_store.calibration.held
+    held = bridge_store.calibration.held_out
     assert held and learnt and not set(held) & set(learnt)
     assert about["helps"] == (about["bridged"] > about["empty"])
-    assert (found is None) == (not about["helps"]) == (f"trained for {mask.format()} drafts no better" in said)
+    assert (found is None) == (not about["helps"]) == (f"trained for {mask.format()} drafts no better" in printed)
     assert (found is None) == harm
     bridges = load_bridges(folder, tiny_target, mask)
     rows = [(continuation, s) for continuation in held for s in range(continuation.starts)][
@@ -130,39 +130,39 @@ def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
                 drafted = view(input_ids=ids[:, -1:], past_key_values=cache).logits[0, -1].argmax()
             right += int(drafted) == continuation.tokens[s + 1]
         assert right / len(rows) == pytest.approx(rate, abs=1.5 / len(rows))
-    assert TrainedBridges(bridge_store).of(config) == found  # nor is it trained again
+    assert TrainedBridges(bridge_store).train(config) == found  # and it is not trained again
     assert sorted(path.name for path in bridge_store.folder.glob("trained-*")) == [folder.name]
 
 
-def test_finalists_begin_as_their_nearest_neighbour(
+def test_training_starts_from_the_nearest_mask(
     in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str | None] = []
 
-    class Noting(BridgeLearner):
-        def begin(self) -> None:
-            begun.append(None if self._neighbour is None else self._neighbour.shape.mask)
-            super().begin()
+    class Noting(BridgeTrainer):
+        def initialise(self) -> None:
+            begun.append(None if self._warm_start is None else self._warm_start.shape.mask)
+            super().initialise()
 
-    monkeypatch.setattr("searches.study.trained_finalists.BridgeLearner", Noting)
+    monkeypatch.setattr("searches.study.trained_finalists.BridgeTrainer", Noting)
     monkeypatch.setattr("layerskip.bridges.fit.Fit.helps", True)
     settings = BridgingSettings(200, 16, 8, 2**24, in_steps)
     bridge_store = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
-    grown, masks = TrainedBridges(bridge_store), ["layers:0", "layers:0-2", "layers:0-1", "attention:1"]
+    trainer, masks = TrainedBridges(bridge_store), ["layers:0", "layers:0-2", "layers:0-1", "attention:1"]
     for mask in masks:
-        grown.of(_bridged(bridge_store, mask))
-    assert begun == [None, "layers:0", "layers:0-2", "layers:0-1"]  # of two as near, the one that was trained last
+        trainer.train(_bridged(bridge_store, mask))
+    assert begun == [None, "layers:0", "layers:0-2", "layers:0-1"]  # of two equally near ones, the one that was trained last
     again = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
-    grown = TrainedBridges(again)
-    for mask in (masks[0], "attention:2"):  # what was trained before is not trained again, and is a neighbour
-        grown.of(_bridged(again, mask))
+    trainer = TrainedBridges(again)
+    for mask in (masks[0], "attention:2"):  # trained bridges are not trained again, but are starting points
+        trainer.train(_bridged(again, mask))
     assert begun[len(masks) :] == ["layers:0"]
 
 
-def test_a_training_that_went_on_tells_of_its_closed_form(
+def test_a_resumed_training_logs_its_closed_form(
     in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: BridgeLearner) -> float:
+    def interrupted(self: BridgeTrainer) -> float:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("layerskip.bridges.fit.Fit.helps", True)
@@ -171,30 +171,32 @@ def test_a_training_that_went_on_tells_of_its_closed_form(
     tracker.open_study("one", "one", {}, {})
     config = _bridged(bridge_store, "layers:1")
     with monkeypatch.context() as patched:
-        patched.setattr(BridgeLearner, "learn", interrupted)
+        patched.setattr(BridgeTrainer, "train_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            TrainedBridges(bridge_store, tracker).of(config)
+            TrainedBridges(bridge_store, tracker).train(config)
     again = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
-    assert TrainedBridges(again, tracker).of(config) is not None
+    assert TrainedBridges(again, tracker).train(config) is not None
     (run,) = runs(sqlite(tmp_path), "training")
     assert run.data.metrics["fit_seconds"] > 0
     assert run.data.metrics["agreement_closed_form"] == 1.0
 
 
-def test_how_far_trained_bridges_draft_is_asked_once_more(
+def test_the_draft_length_of_trained_bridges_is_predicted_again(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what is best by the counts of real decoding is chosen, whatever suited the closed form."""
+    """The choice is the best by counts of real decoding, whatever was best for the closed form."""
     continuations = continue_prompts(tiny_target, PromptSet.of(["Say one.", "Say two."]), Sampling(), 20)
     scanner, layers = Scanner(tiny_target, continuations, Sampling(), depth=4), tiny_target.layers
     verify = (8.0, 8.2, 8.4, 8.6, 8.8)
-    prices = CostProfile(20, 0.05, 0.01, (0.01,) * layers, (0.01,) * layers, 0.01, 0.3, verify, 0.02, 1e-5)
+    profile = CostProfile(20, 0.05, 0.01, (0.01,) * layers, (0.01,) * layers, 0.01, 0.3, verify, 0.02, 1e-5)
     bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
     fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
-    fitted = replace(fitted, draft_length=4, stop=StopRule("threshold", 0.3))  # none of those that every mask is tried with
+    fitted = replace(
+        fitted, draft_length=4, stop=StopRule("threshold", 0.3)
+    )  # not among the choices that every mask is tried with
     mask = SkipMask.parse(fitted.mask, layers)
-    plain = ScanOracle(scanner, scanner.sample(8), prices, Choices((1, 4)), tmp_path / "scans")
-    oracles = [plain.bridged(made, bridge_store) for made in (BridgeSpec("mean"), LINEAR)]
+    plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 4)), tmp_path / "scans")
+    predictors = [plain.bridged(made, bridge_store) for made in (BridgeSpec("mean"), LINEAR)]
     folders = {}
     for spoilt in (0.0, 0.3, 10.0):
         bridges = load_bridges(fitted.bridge, tiny_target, mask)
@@ -203,11 +205,11 @@ def test_how_far_trained_bridges_draft_is_asked_once_more(
         folders[spoilt] = tmp_path / f"trained-{spoilt}"
         about = {"bridge": "linear", "rank": 0, "width": 0, "seconds": spoilt}
         save_bridges(folders[spoilt], bridges, tiny_target, about, "texts")
-    each = prices.draft_seconds(mask, aids=Aids.of(bridges.shape))
-    grown, chosen = TrainedBridges(bridge_store), []
+    each = profile.draft_seconds(mask, extras=DraftExtras.of(bridges.shape))
+    trainer, chosen = TrainedBridges(bridge_store), []
     for folder in folders.values():
-        monkeypatch.setattr(grown, "of", lambda config, folder=folder: replace(config, bridge=str(folder)))
-        (found,) = grown.finalists([LeaderboardEntry(fitted)] * 2, oracles)
+        monkeypatch.setattr(trainer, "train", lambda config, folder=folder: replace(config, bridge=str(folder)))
+        (found,) = trainer.finalists([LeaderboardEntry(fitted)] * 2, predictors)
         worth = {}
         for choice in [*((length, StopRule()) for length in range(1, 5)), (fitted.draft_length, fitted.stop)]:
             asked, rounds = replace(fitted, bridge=str(folder), draft_length=choice[0], stop=choice[1]), []
@@ -219,13 +221,13 @@ def test_how_far_trained_bridges_draft_is_asked_once_more(
         assert worth[found.config] == pytest.approx(max(worth.values()))
         chosen.append((found.config.draft_length, found.config.stop))
     assert len(set(chosen)) > 1
-    monkeypatch.setattr(Scanner, "scan", None)  # whoever scans again fails
-    (again,) = grown.finalists([LeaderboardEntry(fitted)], oracles)
+    monkeypatch.setattr(Scanner, "scan", None)  # a second scan would fail
+    (again,) = trainer.finalists([LeaderboardEntry(fitted)], predictors)
     assert again.config == found.config
 
 
 @pytest.mark.parametrize("memory", [True, False])
-def test_finalists_draft_as_before_where_nobody_can_tell(
+def test_finalists_keep_their_draft_length_if_it_cannot_be_predicted(
     memory: bool, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def scan(*asked: Any, **more: Any) -> None:
@@ -234,45 +236,49 @@ def test_finalists_draft_as_before_where_nobody_can_tell(
 
     continuations = continue_prompts(tiny_target, PromptSet.of(["Say one."]), Sampling(), 10)
     scanner, layers = Scanner(tiny_target, continuations, Sampling(), depth=4), tiny_target.layers
-    prices = CostProfile(20, 0.4, 0.1, (0.1,) * layers, (0.1,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0, 12.0))
+    profile = CostProfile(20, 0.4, 0.1, (0.1,) * layers, (0.1,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0, 12.0))
     bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
     fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
-    # What is accepted by another rule, or so far ahead, no scan tells.
+    # Scans predict neither other acceptance rules nor longer drafts.
     others = [replace(fitted, accept=AcceptRule("typical")), replace(fitted, draft_length=9)]
-    oracle = ScanOracle(scanner, scanner, prices, Choices((1, 4)), tmp_path / "scans").bridged(LINEAR, bridge_store)
+    predictor = ScanPredictor(scanner, scanner, profile, DraftChoices((1, 4)), tmp_path / "scans").bridged(
+        LINEAR, bridge_store
+    )
     monkeypatch.setattr(Scanner, "scan", scan)
-    grown = TrainedBridges(bridge_store)
-    monkeypatch.setattr(grown, "of", lambda config: config)
+    trainer = TrainedBridges(bridge_store)
+    monkeypatch.setattr(trainer, "train", lambda config: config)
     asked = others if memory else [fitted]
-    assert [found.config for found in grown.finalists([LeaderboardEntry(config) for config in asked], [oracle])] == asked
+    assert [
+        found.config for found in trainer.finalists([LeaderboardEntry(config) for config in asked], [predictor])
+    ] == asked
     assert ("drafts as far as before its training: out of memory" in capsys.readouterr().out) != memory
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_bridges_of_a_cascades_members_are_trained_too_and_what_they_take_then_is_told(
-    told: bool, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("timed", [True, False])
+def test_bridges_of_cascades_are_trained_and_their_drafting_is_timed(
+    timed: bool, tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lookup = SpeculativeConfig("prompt_lookup", 3)
     fitted = SpeculativeConfig("layer_skip", 2, mask="layers:1", bridge="fitted")
-    hopeless = replace(fitted, mask="layers:2", bridge="hopeless")
-    prices = {"fitted": 0.5, "hopeless": 0.6, "trained": 0.7}
+    useless = replace(fitted, mask="layers:2", bridge="useless")
+    costs = {"fitted": 0.5, "useless": 0.6, "trained": 0.7}
 
-    def timed(members: Sequence[SpeculativeConfig]) -> tuple[float, ...]:
-        return tuple(prices.get(member.bridge, 0.0) for member in members)
+    def costs_of(members: Sequence[SpeculativeConfig]) -> tuple[float, ...]:
+        return tuple(costs.get(member.bridge, 0.0) for member in members)
 
-    def timed_where_there_is_memory(members: Sequence[SpeculativeConfig]) -> tuple[float, ...]:
-        return timed(members) if told else ()
+    def draft_cost(members: Sequence[SpeculativeConfig]) -> tuple[float, ...]:
+        return costs_of(members) if timed else ()
 
     bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
-    grown = TrainedBridges(bridge_store, draft_cost=timed_where_there_is_memory)
-    monkeypatch.setattr(grown, "of", lambda c: replace(c, bridge="trained") if c.bridge == "fitted" else None)
+    trainer = TrainedBridges(bridge_store, draft_cost=draft_cost)
+    monkeypatch.setattr(trainer, "train", lambda c: replace(c, bridge="trained") if c.bridge == "fitted" else None)
     cascades = [
-        SpeculativeConfig("cascade", members=(lookup, member), verify_cost=(1.0, 1.1), draft_cost=timed([lookup, member]))
-        for member in (fitted, hopeless)
+        SpeculativeConfig("cascade", members=(lookup, member), verify_cost=(1.0, 1.1), draft_cost=costs_of([lookup, member]))
+        for member in (fitted, useless)
     ]
     trained = lookup, replace(fitted, bridge="trained")
-    expected = replace(cascades[0], members=trained, draft_cost=(0.0, 0.7 if told else 0.5))
-    found = grown.finalists([LeaderboardEntry(config) for config in (*cascades, lookup)], [])
+    expected = replace(cascades[0], members=trained, draft_cost=(0.0, 0.7 if timed else 0.5))
+    found = trainer.finalists([LeaderboardEntry(config) for config in (*cascades, lookup)], [])
     assert [entry.config for entry in found] == [expected]
 
 

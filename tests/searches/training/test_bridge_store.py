@@ -1,4 +1,4 @@
-"""Bridges in a search: fitted once, scored in place, and tried by trials."""
+"""Bridges in a search are fitted once, predicted with the mask, and tried by trials."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from layerskip.prompts import PromptSet
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts
 from searches.app.checks import InputError
-from searches.predict.oracle import Choices
-from searches.predict.scan_oracle import ScanOracle
+from searches.app.earlier_names import BRIDGES_FOLDER
+from searches.predict.predictor import DraftChoices
+from searches.predict.scan_predictor import ScanPredictor
 from searches.space.bridge_spec import BridgeSpec, bridge_specs
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import LeaderboardEntry, configuration
 from searches.training.bridge_settings import BridgingSettings
 from searches.training.bridge_store import BridgeStore
-from searches.training.bridge_training import BridgeLearner
+from searches.training.bridge_trainer import BridgeTrainer
 from tests.accelerator import DEVICE
 from tests.families import build
 from tests.searches.conftest import Launch
@@ -46,7 +47,7 @@ def test_bridges_are_fitted_once(bridge_store: BridgeStore, tiny_target: Target,
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("layers:1", "layers:1-2", "mlp:1", "attention:2")]
     found = [bridge_store.bridge(mask, LINEAR) for mask in masks]
     assert any(found)
-    monkeypatch.setattr("searches.training.bridge_training.Calibration", None)  # whoever fits again fails
+    monkeypatch.setattr("searches.training.bridge_training.Calibration", None)  # a further fit would fail
     again = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)
     assert [again.bridge(mask, LINEAR) for mask in masks] == found
     for mask, folder in zip(masks, found, strict=True):
@@ -58,7 +59,7 @@ def test_bridges_are_fitted_once(bridge_store: BridgeStore, tiny_target: Target,
     assert bridge_store.bridge(masks[0], BridgeSpec()) == ""
 
 
-def test_bridges_that_do_not_help_are_not_handed_out(
+def test_bridges_that_do_not_help_are_not_used(
     bridge_store: BridgeStore, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mask = SkipMask.parse("layers:1", tiny_target.layers)
@@ -66,10 +67,10 @@ def test_bridges_that_do_not_help_are_not_handed_out(
     assert bridge_store.bridge(mask, LINEAR) == ""
     assert "layers:1 drafts no better" in capsys.readouterr().out
     assert bridge_store.bridge(mask, LINEAR) == ""
-    assert bridge_store.aids(mask, LINEAR).bridges == 0
+    assert bridge_store.extras(mask, LINEAR).bridges == 0
 
 
-def test_bridges_that_memory_cannot_hold_are_left_out(
+def test_bridges_that_do_not_fit_into_memory_are_left_out(
     bridge_store: BridgeStore, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mask = SkipMask.parse("layers:1-2", tiny_target.layers)
@@ -77,49 +78,49 @@ def test_bridges_that_memory_cannot_hold_are_left_out(
         patch.setattr("layerskip.bridges.fit.regress", lambda *_: torch.empty(2**60))
         assert bridge_store.bridge(mask, LINEAR) == ""
         assert "layers:1-2 is left out: out of memory" in capsys.readouterr().out
-        assert bridge_store.aids(mask, LINEAR).bridges == 0
+        assert bridge_store.extras(mask, LINEAR).bridges == 0
         assert bridge_store.bridge(SkipMask.parse("layers:2", tiny_target.layers), LINEAR) == ""
-        assert "layers:2 is left out" in capsys.readouterr().out  # the states are there, so other masks are tried
+        assert "layers:2 is left out" in capsys.readouterr().out  # the states fit, so other masks are tried
     again = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)
     again.bridge(mask, LINEAR)
-    assert list(bridge_store.folder.glob("*/head.json"))  # nothing of it was kept, so it is fitted where there is room
+    assert list(bridge_store.folder.glob("*/head.json"))  # nothing was saved, so they are fitted when there is room
 
 
-def test_states_that_memory_cannot_hold_are_read_once(
+def test_states_that_do_not_fit_into_memory_are_read_once(
     bridge_store: BridgeStore, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("layerskip.bridges.fit.Texts", lambda *_, **__: torch.empty(2**60))
+    monkeypatch.setattr("layerskip.bridges.fit.TextBatch", lambda *_, **__: torch.empty(2**60))
     for number in (1, 2):
         assert bridge_store.bridge(SkipMask.parse(f"layers:{number}", tiny_target.layers), LINEAR) == ""
     assert capsys.readouterr().out.count("out of memory") == 1
 
 
-def test_what_a_mask_is_worth_without_the_bridges_that_it_should_have_is_not_kept(
+def test_a_prediction_without_the_bridges_of_the_spec_is_not_saved(
     bridge_store: BridgeStore, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     continuations = continue_prompts(tiny_target, PromptSet.of(["Say one."]), Sampling(), 10)
     scanner = Scanner(tiny_target, continuations, Sampling(), depth=3)
     layers = tiny_target.layers
-    prices = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0))
+    profile = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0))
 
-    def oracle(made: BridgeStore) -> ScanOracle:
-        plain = ScanOracle(scanner, scanner.sample(8), prices, Choices((1, 3)), tmp_path / "scans")
-        return plain.bridged(LINEAR, made)
+    def predictor(store: BridgeStore) -> ScanPredictor:
+        plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 3)), tmp_path / "scans")
+        return plain.bridged(LINEAR, store)
 
     mask = SkipMask.parse("layers:1-2", layers)
     with monkeypatch.context() as patch:
         patch.setattr("layerskip.bridges.fit.regress", lambda *_: torch.empty(2**60))
-        blind = oracle(bridge_store)
+        blind = predictor(bridge_store)
         blind.predict([mask])
         blind.agreements([mask])
     assert not list((tmp_path / "scans").rglob("*.jsonl"))
-    oracle(
+    predictor(
         BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)
     ).predict([mask])
     assert list((tmp_path / "scans").rglob("counts.jsonl"))
 
 
-def test_models_whose_rows_cannot_be_told_apart_are_not_bridged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_without_independent_rows_are_not_bridged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = Target(build("gpt_neo"))
     bridge_store = BridgeStore(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), tmp_path, 0)
     for number in (0, 1):
@@ -127,7 +128,7 @@ def test_models_whose_rows_cannot_be_told_apart_are_not_bridged(tmp_path: Path, 
     assert capsys.readouterr().out.count("bridge: all are left out: GPTNeoForCausalLM") == 1
 
 
-def test_choices_lead_to_made_up_masks_and_back(bridge_store: BridgeStore, tiny_target: Target) -> None:
+def test_choices_and_bridged_configurations_are_inverse(bridge_store: BridgeStore, tiny_target: Target) -> None:
     space = SearchSpace(
         tiny_target.layers, ["layer_skip"], 1, 0, siblings=1, bridges=["none", "mean", "linear", "mlp"], ranks=[0, 8],
         widths=[4, 6], draft_heads=[0, 40], bridge_store=bridge_store,
@@ -141,7 +142,7 @@ def test_choices_lead_to_made_up_masks_and_back(bridge_store: BridgeStore, tiny_
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
 
-def test_draft_models_may_draft_from_few_tokens(bridge_store: BridgeStore, tiny_target: Target) -> None:
+def test_draft_models_may_have_draft_heads(bridge_store: BridgeStore, tiny_target: Target) -> None:
     plain = SearchSpace(tiny_target.layers, ["draft_model"], 1, 0, drafts=["some/draft"], draft_heads=[0, 40])
     assert plain.bridged
     assert not replace(plain, drafts=[]).bridged
@@ -153,7 +154,7 @@ def test_draft_models_may_draft_from_few_tokens(bridge_store: BridgeStore, tiny_
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
 
-def test_models_of_other_tokenizers_draft_from_what_they_would_say(
+def test_draft_heads_of_other_tokenizers_hold_the_translated_tokens(
     bridge_store: BridgeStore, tiny_target: Target, tmp_path: Path
 ) -> None:
     draft = save_tiny(tmp_path / "draft", seed=2)
@@ -173,77 +174,79 @@ def test_models_of_other_tokenizers_draft_from_what_they_would_say(
     for config in configs:
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
     model = load_draft(tiny_target, str(draft), same_tokenizer=False)
-    found = load_draft_tokens(bridge_store.head_of(str(draft), 40), model).tolist()
+    found = load_draft_tokens(bridge_store.draft_model_head(str(draft), 40), model).tolist()
     assert model.tokenizer is not None
-    said = "".join(tiny_target.decode(text.tokens[text.begin :]) for text in bridge_store.texts)
-    counts = Counter(model.tokenizer(said, add_special_tokens=False)["input_ids"])
+    answers = "".join(tiny_target.decode(text.tokens[text.begin :]) for text in bridge_store.texts)
+    counts = Counter(model.tokenizer(answers, add_special_tokens=False)["input_ids"])
     assert {token for token, _ in counts.most_common(20)} <= set(found)
     assert model.eos_ids <= set(found)
 
 
-def test_an_oracle_foretells_masks_as_they_are_made_up(
+def test_a_predictor_includes_bridges_and_draft_heads(
     bridge_store: BridgeStore, tiny_target: Target, tmp_path: Path
 ) -> None:
-    """Its counts are the real decoder's, and its prices have the bridges and the narrow head in them."""
+    """Its counts are those of the real decoder, and its costs include the bridges and the draft head."""
     continuations = continue_prompts(tiny_target, PromptSet.of(["Say one.", "Say two."]), Sampling(), 10)
     scanner = Scanner(tiny_target, continuations, Sampling(), depth=3)
     layers = tiny_target.layers
-    prices = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0), 0.2, 1e-4, 0.01)
-    plain = ScanOracle(scanner, scanner.sample(8), prices, Choices((1, 3)), tmp_path / "scans")
+    profile = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0), 0.2, 1e-4, 0.01)
+    plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 3)), tmp_path / "scans")
     mask = next(m for m in (SkipMask.parse(f"layers:{i}", layers) for i in range(layers)) if bridge_store.bridge(m, LINEAR))
-    made = bridge_specs(["none", "linear"], [0], [0, 60])
-    assert made == [BridgeSpec(), BridgeSpec(tokens=60), LINEAR, BridgeSpec("linear", tokens=60)]
-    made.append(BridgeSpec("mlp", 8, 60, 4))
-    assert bridge_specs(["mlp", "mean"], [8], [60], [4]) == [BridgeSpec(), made[-1], BridgeSpec("mean", tokens=60)]
-    found = {bridge_spec: plain.bridged(bridge_spec, bridge_store) for bridge_spec in made}
-    for bridge_spec, oracle in found.items():
-        (best,) = oracle.predict([mask])
+    specs = bridge_specs(["none", "linear"], [0], [0, 60])
+    assert specs == [BridgeSpec(), BridgeSpec(tokens=60), LINEAR, BridgeSpec("linear", tokens=60)]
+    specs.append(BridgeSpec("mlp", 8, 60, 4))
+    assert bridge_specs(["mlp", "mean"], [8], [60], [4]) == [BridgeSpec(), specs[-1], BridgeSpec("mean", tokens=60)]
+    found = {bridge_spec: plain.bridged(bridge_spec, bridge_store) for bridge_spec in specs}
+    for bridge_spec, predictor in found.items():
+        (best,) = predictor.predict([mask])
         assert (best.config.bridge, best.config.draft_head) == (
             bridge_store.bridge(mask, bridge_spec),
             bridge_store.head(bridge_spec.tokens),
         )
-        assert [other.foretells(best.config) for other in found.values()] == [other is oracle for other in found.values()]
-        assert oracle.speedup(best.config) == pytest.approx(best.speedup)
+        assert [other.can_predict(best.config) for other in found.values()] == [
+            other is predictor for other in found.values()
+        ]
+        assert predictor.speedup(best.config) == pytest.approx(best.speedup)
         rounds = []
         for continuation in continuations:
             generation = generate(tiny_target, list(continuation.prompt), best.config, max_new_tokens=10)
             rounds += generation.stats.rounds
         drafted, tokens = sum(r.drafted for r in rounds), sum(r.committed for r in rounds)
         left_out = tiny_target.vocabulary - bridge_spec.tokens if bridge_spec.tokens else 0
-        each = prices.draft_seconds(mask) - 0.01 * left_out
+        each = profile.draft_seconds(mask) - 0.01 * left_out
         if bridge_store.bridge(mask, bridge_spec):
             each += 0.2 + 1e-4 * ({"linear": 32 * 32, "mlp": 2 * 8 * 32 + 3 * 4 * 32}[bridge_spec.bridge] + 32)
         spent = drafted * each + sum((0.3 if r.drafted else 0.0) + 8.0 + r.drafted for r in rounds)
         assert best.speedup == pytest.approx(tokens * 8.0 / spent)
 
 
-def test_a_study_tries_bridges_and_trains_those_of_finalists_alone(
+def test_a_study_tries_bridges_and_trains_only_those_of_finalists(
     tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[str] = []
 
-    class Noting(BridgeLearner):
-        def begin(self) -> None:
+    class Recording(BridgeTrainer):
+        def initialise(self) -> None:
             trained.append(self.bridges.shape.mask)
-            super().begin()
+            super().initialise()
 
     def first_bridged(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
-        """What is bridged need not be among the fastest of a tiny random model."""
+        """Return a bridged trial, which need not be among the fastest of a tiny random model."""
         tried = [configuration(trial) for trial in study.trials if "config" in trial.user_attrs]
         return [LeaderboardEntry(config) for config in tried if config.bridge][:1]
 
-    monkeypatch.setattr("searches.study.trained_finalists.BridgeLearner", Noting)
-    monkeypatch.setattr("searches.study.leaderboard.contenders", first_bridged)
+    monkeypatch.setattr("searches.study.trained_finalists.BridgeTrainer", Recording)
+    monkeypatch.setattr("searches.sweep.contenders", first_bridged)
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
-    made = ("space.bridges=[none,linear,mlp]", "space.widths=[8]", "space.draft_heads=[0,60]")
-    which = ("space=bridged", *made, "scan.proposals.screened=12", "scan.proposals.enqueued=2")
+    space = ("space.bridges=[none,linear,mlp]", "space.widths=[8]", "space.draft_heads=[0,60]")
+    which = ("space=bridged", *space, "scan.proposals.screened=12", "scan.proposals.enqueued=2")
     overrides = (*quick(tiny_folder, tracked(tmp_path), "study.n_trials=10", "study.name=one"), *bridging, *which)
     done = launch("layerskip", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     configs = [trial.user_attrs["config"] for trial in journal_study(tmp_path, "one").trials]
     assert any("bridge" in config for config in configs)
     assert any("draft_head" in config for config in configs)
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("bridge_store/*/*/head.json")}
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob(f"{BRIDGES_FOLDER}/*/*/head.json")}
     fitted = [json.loads(path.read_text()) for path in kept if not path.parent.name.startswith(("head", "trained"))]
     widths = {(about["shape"]["kind"], about["shape"]["width"], about["training"]["width"]) for about in fitted}
     assert widths == {("linear", 0, 0), ("mlp", 8, 8)}
@@ -269,7 +272,7 @@ def test_a_study_tries_bridges_and_trains_those_of_finalists_alone(
         ({"draft_heads": []}, "draft_heads"),
     ],
 )
-def test_spaces_of_bridges_that_cannot_be_are_refused(fields: dict[str, object], named: str) -> None:
+def test_impossible_bridges_are_refused(fields: dict[str, object], named: str) -> None:
     with pytest.raises(InputError, match=f"^space.{named}: "):
         SearchSpace(8, **fields)  # type: ignore[arg-type]
 

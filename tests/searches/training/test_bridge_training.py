@@ -1,4 +1,4 @@
-"""What a step of a bridges' training takes, against what torch's profiler counts."""
+"""The memory of a training step of bridges, as torch's profiler counts it, and warm starts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from layerskip.models.bridge import Bridges, BridgeShape
 from layerskip.models.target import Target
 from layerskip.texts.continuations import Continuation
 from searches.app.checks import InputError
-from searches.training.bridge_training import BridgeLearner
-from searches.training.learner import TrainingFile
+from searches.training.bridge_trainer import BridgeTrainer
+from searches.training.trainer import TrainingCheckpoint
 from tests.allocations import peak_bytes
 from tests.drafters.bridges import bridge_shape, calibration
 from tests.families import build
@@ -24,45 +24,45 @@ from tests.families import build
 ANSWER = 24
 
 
-class _Unfitted(BridgeLearner):
-    """Begins as it is made."""
+class _Unfitted(BridgeTrainer):
+    """Begins from the initial parameters."""
 
-    def begin(self) -> None:
+    def initialise(self) -> None:
         pass
 
 
-def _learner(
+def _trainer(
     folder: Path,
     target: Target,
     continuations: list[Continuation],
     training_bytes: int,
     made: tuple[str, int, int] = ("linear", 4, 0),
     unroll: int = 2,
-) -> BridgeLearner:
+) -> BridgeTrainer:
     config = {"learning_rate": 0.001, "unroll": unroll, "texts_per_step": 8, "training_bytes": training_bytes}
     config |= {"steps": 9, "max_seconds": None, "seed": 0}
     shape = BridgeShape.of(target, SkipMask.parse("layers:3-9", target.layers), *made)
-    file = TrainingFile(folder / f"{training_bytes}.pt", "one")
+    checkpoint = TrainingCheckpoint(folder / f"{training_bytes}.pt", "one")
 
     def fitted() -> None:
         raise NotImplementedError
 
-    return _Unfitted(OmegaConf.create(config), shape, target, continuations, None, None, file, fitted, None)  # type: ignore[arg-type]
+    return _Unfitted(OmegaConf.create(config), shape, target, continuations, None, None, checkpoint, fitted, None)  # type: ignore[arg-type]
 
 
-def test_probabilities_of_texts_side_by_side_are_in_its_budget(tmp_path: Path) -> None:
-    """A family that keeps them all: their rows see all texts' columns, though masked."""
+def test_the_budget_includes_attention_probabilities_of_packed_texts(tmp_path: Path) -> None:
+    """The family keeps all of them: rows have columns of all texts, though masked."""
     target = Target(build("gemma2", num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8))
     continuations = [Continuation(str(number), "own", tuple(range(3, 43)), tuple([5, 6] * 20), 40) for number in range(12)]
     with pytest.raises(InputError, match="not even one text") as few:
-        _learner(tmp_path, target, continuations, 1000, unroll=1)
+        _trainer(tmp_path, target, continuations, 1000, unroll=1)
     budget = 8 * int(str(few.value).split()[-1])
-    learner = _learner(tmp_path, target, continuations, budget, unroll=1)
-    assert 1 < learner.texts_per_step < 8
+    trainer = _trainer(tmp_path, target, continuations, budget, unroll=1)
+    assert 1 < trainer.texts_per_step < 8
 
     def step() -> None:
-        learner.module.zero_grad()
-        learner.loss(list(range(learner.texts_per_step))).backward()  # type: ignore[no-untyped-call]
+        trainer.module.zero_grad()
+        trainer.loss(list(range(trainer.texts_per_step))).backward()  # type: ignore[no-untyped-call]
 
     assert 0.4 * budget < peak_bytes(step) <= budget
 
@@ -72,15 +72,15 @@ def test_probabilities_of_texts_side_by_side_are_in_its_budget(tmp_path: Path) -
     ("vocabulary", "dtype", "unroll", "budget"),
     [
         (64, torch.float32, 2, 10_000_000),
-        (1600, torch.bfloat16, 1, 10_000_000),  # fifty times as many as a hidden state has numbers: logits are most of it
+        (1600, torch.bfloat16, 1, 10_000_000),  # fifty times the hidden size: logits need most of the memory
         (1600, torch.float32, 1, 13_000_000),
         (1600, torch.bfloat16, 2, 14_000_000),
     ],
 )
-def test_a_step_keeps_its_budget_however_long_prompts_and_vocabularies_are(
+def test_a_step_keeps_its_budget_for_long_prompts_and_large_vocabularies(
     family: str, vocabulary: int, dtype: torch.dtype, unroll: int, budget: int, tmp_path: Path
 ) -> None:
-    """Most answers are as long as they may be: prompts tell the dearest texts, and the longest of all says little."""
+    """Most answers have the largest length: prompts decide which texts need most memory. The longest has a short answer."""
     target = Target(build(family, num_hidden_layers=16, vocab_size=vocabulary).to(dtype))
     generator = torch.Generator().manual_seed(0)
 
@@ -93,41 +93,41 @@ def test_a_step_keeps_its_budget_however_long_prompts_and_vocabularies_are(
         *(continuation(number, prompt, ANSWER) for number, prompt in enumerate(prompts)),
         continuation(99, 320, 4),
     ]
-    learner = _learner(tmp_path, target, continuations, budget, unroll=unroll)
-    assert 1 < learner.texts_per_step < 8
-    dearest = list(range(8, 8 + learner.texts_per_step))
+    trainer = _trainer(tmp_path, target, continuations, budget, unroll=unroll)
+    assert 1 < trainer.texts_per_step < 8
+    dearest = list(range(8, 8 + trainer.texts_per_step))
 
     def step() -> None:
-        learner.module.zero_grad()
-        learner.loss(dearest).backward()  # type: ignore[no-untyped-call]
+        trainer.module.zero_grad()
+        trainer.loss(dearest).backward()  # type: ignore[no-untyped-call]
 
     assert 0.5 * budget < peak_bytes(step) <= budget
     with pytest.raises(InputError, match=r"^training_bytes: 100000 hold not even one text, which takes \d+$"):
-        _learner(tmp_path, target, continuations, 100_000)
+        _trainer(tmp_path, target, continuations, 100_000)
 
 
-def test_what_a_step_learns_with_is_in_its_budget(tmp_path: Path) -> None:
-    """Wide bridges and short texts: gradients and an optimiser's moments are most of what a step takes."""
+def test_the_budget_includes_gradients_and_moments(tmp_path: Path) -> None:
+    """With wide bridges and short texts, gradients and the moments of the optimiser need most of the memory."""
     target = Target(build("llama", num_hidden_layers=16, hidden_size=128))
     continuations = [Continuation(str(number), "own", (3, 4, 5), (6, 7, 8, 9), 4) for number in range(8)]
     wide = ("mlp", 0, 2048)
     with pytest.raises(InputError, match="not even one text") as few:
-        _learner(tmp_path, target, continuations, 1000, wide)
+        _trainer(tmp_path, target, continuations, 1000, wide)
     budget = int(str(few.value).split()[-1])
-    learner = _learner(tmp_path, target, continuations, budget, wide)
-    assert learner.texts_per_step == 1
+    trainer = _trainer(tmp_path, target, continuations, budget, wide)
+    assert trainer.texts_per_step == 1
 
     def steps() -> None:
-        learner.learn()
-        learner.learn()
+        trainer.train_step()
+        trainer.train_step()
 
-    # What the bridges begin from, and a neighbour's, are within it, and there before any step.
-    numbers = learner.bridges.shape.numbers
+    # The budget includes the closed form and the warm start, which are allocated before any step.
+    numbers = trainer.bridges.shape.parameter_count
     assert 12 * numbers < peak_bytes(steps) <= budget - 8 * numbers
 
 
-@pytest.mark.parametrize("spoilt", ["closed form", "neighbour"])
-def test_bridges_begin_as_a_neighbour_only_where_that_loses_less(spoilt: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spoilt", ["closed form", "warm start"])
+def test_training_begins_from_a_warm_start_only_if_its_loss_is_lower(spoilt: str, tmp_path: Path) -> None:
     known = calibration("llama")
     shape = bridge_shape(known.target, "layers:1-2")
     good = known.fit(shape)
@@ -135,8 +135,8 @@ def test_bridges_begin_as_a_neighbour_only_where_that_loses_less(spoilt: str, tm
     harmed.load_state_dict(good.bridges.state_dict())
     with torch.no_grad():
         harmed.of(harmed.mask.gaps[0]).bias += 3.0
-    neighbour = Bridges(bridge_shape(known.target, "layers:1"))
-    neighbour.warm(good.bridges if spoilt == "closed form" else harmed)
+    warm_start = Bridges(bridge_shape(known.target, "layers:1"))
+    warm_start.warm_start(good.bridges if spoilt == "closed form" else harmed)
     fit = replace(good, bridges=harmed if spoilt == "closed form" else good.bridges)
 
     class Fitted:
@@ -145,17 +145,17 @@ def test_bridges_begin_as_a_neighbour_only_where_that_loses_less(spoilt: str, tm
 
     config = {"learning_rate": 0.001, "unroll": 1, "texts_per_step": 4, "training_bytes": 2**24}
     config |= {"steps": 9, "max_seconds": None, "seed": 0}
-    learner = BridgeLearner(
+    trainer = BridgeTrainer(
         OmegaConf.create(config),
         shape,
         known.target,
         list(known.continuations),
         None,
         None,
-        TrainingFile(tmp_path / "training.pt", "one"),
+        TrainingCheckpoint(tmp_path / "training.pt", "one"),
         Fitted,  # type: ignore[arg-type]
         None,
-        neighbour,
+        warm_start,
     )
-    found, wanted = learner.bridges.state_dict(), good.bridges.state_dict()
+    found, wanted = trainer.bridges.state_dict(), good.bridges.state_dict()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -1,4 +1,4 @@
-"""Training bridges: what is kept and drafts, what an interrupted training tells, and what is refused."""
+"""Training bridges: the result drafts, an interrupted training logs its closed form, and bad input is refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from layerskip import ConfigError, SpeculativeConfig, Target, generate, load_tar
 from layerskip.bridges.fit import Calibration
 from searches.app.application import INTERRUPTED
 from searches.app.checks import InputError
-from searches.training import bridge_training as bridging
-from searches.training.bridge_training import BridgeLearner, shape_of
+from searches.training import bridge_training
+from searches.training.bridge_trainer import BridgeTrainer
+from searches.training.bridge_training import bridge_shape
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import runs, sqlite, tracked
@@ -24,27 +25,29 @@ from tests.tiny import save_tiny
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, with a few prompts beside it."""
+    """A tiny model, with a file of a few prompts."""
     folder = save_tiny(tmp_path_factory.mktemp("model"))
     (folder / "few.jsonl").write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4)), encoding="utf-8")
     return folder
 
 
 def _bridges(model: Path, outputs: Path) -> tuple[str, ...]:
-    """Overrides of a training of bridges, of which the folder ``b`` comes."""
+    """Return the overrides of a training that writes the folder ``b``."""
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=30", f"head={outputs}/b")
     which = ("drafter=layer_skip", "mask=layers:1-2", "bridge.kind=mlp", "bridge.rank=8", "bridge.width=8")
     return (*SMALL, f"target.path={model}", f"outputs={tracked(outputs)}", *which, *few)
 
 
 @pytest.mark.parametrize("helps", [True, False])
-def test_bridges_are_trained_and_draft_where_empty_skips_draft_worse(
+def test_bridges_are_written_and_draft_if_they_beat_empty_skips(
     helps: bool, model: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judged = bridging._judged
-    # A tiny random model's drafts are right now and then, bridged or not.
+    measured = bridge_training.held_out_acceptance
+    # Drafts of a tiny random model are right at random, with or without bridges.
     monkeypatch.setattr(
-        bridging, "_judged", lambda *asked: judged(*asked) if asked[2] is not None else [0.0 if helps else 1.0] * 3
+        bridge_training,
+        "held_out_acceptance",
+        lambda *args: measured(*args) if args[2] is not None else [0.0 if helps else 1.0] * 3,
     )
     overrides = _bridges(model, tmp_path)
     done = launch("train", *overrides, cwd=tmp_path)
@@ -70,19 +73,19 @@ def test_bridges_are_trained_and_draft_where_empty_skips_draft_worse(
     assert warm.returncode == 0, warm.stderr
 
 
-def test_an_interrupted_training_of_bridges_tells_of_its_closed_form_all_the_same(
+def test_an_interrupted_training_logs_its_closed_form(
     model: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: BridgeLearner) -> list[float]:
+    def interrupted(self: BridgeTrainer) -> list[float]:
         raise KeyboardInterrupt
 
     overrides = _bridges(model, tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(BridgeLearner, "judge", interrupted)  # what is fitted is kept by then
+        patched.setattr(BridgeTrainer, "evaluate", interrupted)  # after the fit was saved
         assert launch("train", *overrides, cwd=tmp_path).returncode == INTERRUPTED
     (run,) = runs(sqlite(tmp_path), "training")
     assert "fit_seconds" not in run.data.metrics
-    monkeypatch.setattr(Calibration, "fit", None)  # whoever fits again fails
+    monkeypatch.setattr(Calibration, "fit", None)  # a further fit would fail
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (run,) = runs(sqlite(tmp_path), "training")
@@ -99,14 +102,14 @@ def test_an_interrupted_training_of_bridges_tells_of_its_closed_form_all_the_sam
         ({"bridge": {"kind": "linear", "rank": -1, "width": 0}}, "bridge.rank"),
     ],
 )
-def test_bridges_that_cannot_be_are_refused(fields: dict[str, object], named: str, tiny_target: Target) -> None:
+def test_impossible_bridges_are_refused(fields: dict[str, object], named: str, tiny_target: Target) -> None:
     config = {"drafter": {"mask": "layers:1"}, "mask": None, "bridge": {"kind": "mean", "rank": 0, "width": 0}}
-    assert shape_of(OmegaConf.create(config), tiny_target).mask == "layers:1"
+    assert bridge_shape(OmegaConf.create(config), tiny_target).mask == "layers:1"
     with pytest.raises((InputError, ConfigError), match=f"^{named}: "):
-        shape_of(OmegaConf.create(config | fields), tiny_target)
+        bridge_shape(OmegaConf.create(config | fields), tiny_target)
 
 
-def test_bridges_of_what_cannot_be_scanned_are_refused_before_texts_are_written(tmp_path: Path, launch: Launch) -> None:
+def test_models_that_cannot_be_scanned_are_refused_before_texts_are_written(tmp_path: Path, launch: Launch) -> None:
     folder = save_tiny(tmp_path / "model", "gpt_neo")
     (tmp_path / "few.jsonl").write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4)), encoding="utf-8")
     which = ("drafter=layer_skip", "mask=layers:1", "prompts=jsonl", f"prompts.path={tmp_path}/few.jsonl")

@@ -1,4 +1,4 @@
-"""What ``python -m searches.verify`` makes of its arguments: a bare path is the export."""
+"""The arguments of ``python -m searches.verify``: a leading path is the export."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from searches.verification.verification import command_line
         "12",
     ],
 )
-def test_a_bare_path_reaches_hydra_as_it_is(path: str) -> None:
+def test_a_leading_path_reaches_hydra_unchanged(path: str) -> None:
     first, *rest = command_line([path, "seed=1"])
     override = OverridesParser.create().parse_override(first)
     assert (override.key_or_group, override.value(), rest) == ("export", path, ["seed=1"])

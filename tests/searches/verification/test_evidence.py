@@ -1,6 +1,6 @@
-"""A lossy export is measured only where that is asked for, and these prompts refute no evidence of others.
+"""A lossy export is measured only if allowed, and evidence of other prompts is not refuted by these.
 
-The programs run whole, but for the decoding: what was measured is told, so that nothing hangs on the machine.
+The whole program runs, except for decoding: measurements are given, so that results do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def verified(
             for index, item in enumerate(prompts):
                 spent = {BASELINE: 1.0, name: 1.0 / (1.5 + index % 2 / 10)}
                 yield {
-                    who: Sample(item.id, item.category, 10, 10, 0.1, seconds, 0, DecodeStats(), output)
-                    for who, seconds in spent.items()
+                    name: Sample(item.id, item.category, 10, 10, 0.1, seconds, 0, DecodeStats(), output)
+                    for name, seconds in spent.items()
                 }
 
         target = {"name": str(tiny_folder), "architecture": "LlamaForCausalLM", "layers": 3, "dtype": "float32"}
@@ -59,8 +59,8 @@ def verified(
         monkeypatch.setattr(sys, "argv", ["verify", *command_line(arguments)])
         with pytest.raises(SystemExit) as end:
             run("verify", verify)
-        said = capsys.readouterr()
-        return end.value.code, said.out, said.err
+        captured = capsys.readouterr()
+        return end.value.code, captured.out, captured.err
 
     return program
 
@@ -77,9 +77,9 @@ def verified(
 def test_a_lossy_export_is_refused_in_one_line_unless_asked_for(
     overrides: list[str], named: str, verified: Verify, tmp_path: Path
 ) -> None:
-    code, _, said = verified(LOSSY, HONEST, *overrides, changed=True)
-    assert (code, said.count("\n")) == (2, 1), said
-    assert said.startswith(f"error: {named}")
+    code, _, errors = verified(LOSSY, HONEST, *overrides, changed=True)
+    assert (code, errors.count("\n")) == (2, 1), errors
+    assert errors.startswith(f"error: {named}")
     assert not (tmp_path / "outputs").exists()
 
 
@@ -91,29 +91,29 @@ def test_a_lossy_export_is_weaker_at_best(
     output: str | None, changed: bool, code: int, verified: Verify, tmp_path: Path
 ) -> None:
     evidence = HONEST | {"prompts_digest": HERE} | ({"losslessness": {"verdict": output}} if output else {})
-    found, said, _ = verified(LOSSY, evidence, "allow_lossy=true", changed=changed)
-    assert found == code, said
+    found, printed, _ = verified(LOSSY, evidence, "allow_lossy=true", changed=changed)
+    assert found == code, printed
     record = json.loads((tmp_path / "outputs" / "verify.json").read_text(encoding="utf-8"))
     assert record["config"]["lossless"] is False
     assert record["measured"]["losslessness"]["verdict"] == ("different" if changed else "exact")
 
 
-def test_leave_to_be_lossy_lets_no_other_export_change_the_output(verified: Verify) -> None:
+def test_allow_lossy_does_not_allow_a_lossless_export_to_change_the_output(verified: Verify) -> None:
     assert verified(LOOKUP, HONEST, "allow_lossy=true", changed=True)[0] == 4
     assert verified(LOOKUP, HONEST, "allow_lossy=true")[0] == 0
 
 
 @pytest.mark.parametrize("count", ["null", "6"])
-def test_what_these_prompts_refute_they_refute_of_no_others(count: str, verified: Verify) -> None:
+def test_a_claim_of_other_prompts_is_not_refuted_by_these(count: str, verified: Verify) -> None:
     few = f"measure.held_out_prompts={count}"
-    code, said, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": HERE, "prompts": 24}, few)
-    assert (code, "out of reach" in said) == (4, True), said
-    code, said, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": "0" * 64, "prompts": 24}, few)
-    assert (code, "prompts=" in said) == (3, True), said
+    code, printed, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": HERE, "prompts": 24}, few)
+    assert (code, "out of reach" in printed) == (4, True), printed
+    code, printed, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": "0" * 64, "prompts": 24}, few)
+    assert (code, "prompts=" in printed) == (3, True), printed
 
 
-def test_a_datastore_with_answers_to_these_prompts_is_refused(verified: Verify, tiny_target: Target, tmp_path: Path) -> None:
-    """Alone and in a cascade; one of other texts is measured."""
+def test_a_datastore_with_answers_to_the_prompts_is_refused(verified: Verify, tiny_target: Target, tmp_path: Path) -> None:
+    """It is refused alone and in a cascade; a datastore of other texts is measured."""
     answered = [digest(item.content()) for item in PromptSet.packaged().split()[1]]
     for name, prompts in (("own", answered), ("other", [])):
         Datastore.build([[3, 4, 5, 6]], tiny_target, "texts", prompts).save(tmp_path / name)

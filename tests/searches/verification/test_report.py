@@ -1,4 +1,4 @@
-"""What a report of a verification says beside its verdict: what is not as it was for the export."""
+"""The report of a verification names everything that differs from the export's conditions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from layerskip import Export, SpeculativeConfig, Target
 from layerskip.models.environment import environment
-from searches.verification.report import differences, pace
+from searches.verification.report import compute_speed_change, differences
 
 LOOKUP = SpeculativeConfig("prompt_lookup", 16, ngram_min=1, ngram_max=2)
 SECONDS = {"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 10.0}
@@ -35,24 +35,24 @@ def test_every_difference_is_named(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "said"),
+    ("share", "sentence"),
     [
-        (0.15, "computes slower, and drafts are worth less"),
-        (0.07, "computes faster, and drafts are worth more"),
+        (0.15, "computes slower, and drafts gain less"),
+        (0.07, "computes faster, and drafts gain more"),
         (0.11, None),
     ],
 )
-def test_a_machine_that_computes_at_another_pace_is_named(read: float, said: str | None, tiny_target: Target) -> None:
+def test_a_change_of_compute_speed_is_reported(share: float, sentence: str | None, tiny_target: Target) -> None:
     export = _export(tiny_target, **SECONDS)
-    measured = {"baseline_prefill_seconds": 30 * read, "baseline_decode_seconds": 30.0}  # three passes over the prompts
-    told = pace(export, HERE | {"measured": measured})
-    assert (told is None) if said is None else (told is not None and said in told)
+    measured = {"baseline_prefill_seconds": 30 * share, "baseline_decode_seconds": 30.0}  # three repeats
+    change = compute_speed_change(export, HERE | {"measured": measured})
+    assert (change is None) if sentence is None else (change is not None and sentence in change)
 
 
 @pytest.mark.parametrize(
     "figures",
     [
-        pytest.param({"baseline_decode_seconds": 10.0}, id="no seconds of reading"),
+        pytest.param({"baseline_decode_seconds": 10.0}, id="no seconds of prefill"),
         pytest.param({"baseline_prefill_seconds": "1", "baseline_decode_seconds": 10.0}, id="not a number"),
         pytest.param({"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 0.0}, id="nothing decoded"),
         pytest.param(SECONDS | {"max_new_tokens": 128}, id="other work"),
@@ -60,19 +60,19 @@ def test_a_machine_that_computes_at_another_pace_is_named(read: float, said: str
         pytest.param(SECONDS | {"prompts_digest": None}, id="of unknown prompts"),
     ],
 )
-def test_no_pace_is_told_from_what_does_not_compare(figures: dict[str, Any], tiny_target: Target) -> None:
+def test_incomparable_figures_report_no_change(figures: dict[str, Any], tiny_target: Target) -> None:
     measured = {"baseline_prefill_seconds": 3.0, "baseline_decode_seconds": 10.0}
-    assert pace(_export(tiny_target, **figures), HERE | {"measured": measured}) is None
+    assert compute_speed_change(_export(tiny_target, **figures), HERE | {"measured": measured}) is None
 
 
-def test_a_machine_that_came_back_the_same_is_left_unnamed() -> None:
+def test_no_change_is_reported_for_the_kept_records() -> None:
     for name in ("", "-float32", "-packed"):
         export = Export.load(RECORDS / f"best{name}-smollm2-2-cores.json")
         record = json.loads((RECORDS / f"verify{name}-smollm2-2-cores.json").read_text(encoding="utf-8"))
-        assert pace(export, record) is None
+        assert compute_speed_change(export, record) is None
 
 
 def _export(target: Target, **evidence: Any) -> Export:
-    said = {"prompts_digest": "abc", "max_new_tokens": 48} | evidence
-    told = {name: value for name, value in said.items() if value is not None}
-    return Export(Export.describe(target), LOOKUP, evidence=told)
+    evidence = {"prompts_digest": "abc", "max_new_tokens": 48} | evidence
+    stated = {name: value for name, value in evidence.items() if value is not None}
+    return Export(Export.describe(target), LOOKUP, evidence=stated)

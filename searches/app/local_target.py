@@ -1,0 +1,16 @@
+"""Targets from the local disk."""
+
+from __future__ import annotations
+
+import os
+
+from layerskip import Target, TargetError, load_target
+
+
+def load_local(
+    path: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False, pack_weights: bool | None = None
+) -> Target:
+    """Load a target as :func:`layerskip.load_target` does, from a folder or a ``.gguf`` file, never from the hub."""
+    if not os.path.exists(path):
+        raise TargetError(f"target.path: there is no folder or file {path}")
+    return load_target(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, pack_weights=pack_weights)

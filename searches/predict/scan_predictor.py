@@ -1,0 +1,284 @@
+"""Speedups predicted from scans and a cost profile, before anything is decoded with a mask.
+
+Every prediction is stored in a file, mask by mask, so that an interrupted search repeats none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layerskip import SkipMask, SpeculativeConfig, StopRule
+from layerskip.costs.cost_model import CostProfile, DraftExtras
+from layerskip.drafters.prompt_lookup import PromptLookup
+from layerskip.files import digest
+from layerskip.models.bridge import load_bridges
+from layerskip.scan.replay import Counts, count, replay_lookup
+from layerskip.scan.scan import Scan, Scanner
+from layerskip.scan.trace import Branching
+from searches.app.resume_log import ResultLog
+from searches.predict.bridged_drafts import BridgedDrafts
+from searches.predict.predictor import DraftChoice, DraftChoices, Prediction
+from searches.predict.stability import Stability, stability
+from searches.space.bridge_spec import BridgeSpec
+from searches.training.bridge_store import BridgeStore, training_record
+
+_ROWS_PER_MASK = 256  # fewer rows of a pass are not worth sharing among masks
+_CACHED_SCANS = 64  # scans kept in memory for further stop rules
+
+
+class ScanPredictor:
+    """A :class:`~searches.predict.predictor.SpeedupPredictor` that scans masks.
+
+    Args:
+        scanner: of the tune prompts' continuations.
+        screen: of few of their positions, for :meth:`agreements`.
+        folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
+        bridge_spec: the bridges and the draft head of every mask; None for none.
+
+    Attributes:
+        screening_seconds: that this process spent in :meth:`agreements`.
+    """
+
+    def __init__(
+        self,
+        scanner: Scanner,
+        screen: Scanner,
+        profile: CostProfile,
+        choices: DraftChoices,
+        folder: Path,
+        bridge_spec: BridgeSpec | None = None,
+        bridge_store: BridgeStore | None = None,
+    ) -> None:
+        self.bridge_spec = bridge_spec or BridgeSpec()
+        self._drafts = BridgedDrafts(self.bridge_spec, bridge_store)
+        self._folder = folder
+        self._scanner, self._screen, self.profile, self._choices = scanner, screen, profile, choices
+        names = ("agreements", "counts", "others", "similar", "trained")
+        logs = (ResultLog(folder / f"{name}.jsonl") for name in names)
+        self._agreements, self._counts, self._others, self._similar, self._trained = logs
+        self._scans: dict[SkipMask, Scan] = {}
+        self.screening_seconds = 0.0
+
+    @property
+    def scan_seconds(self) -> float | None:
+        """The mean time of a mask's full scan, over earlier runs, too; None if no mask was scanned."""
+        seconds = [self._counts[text]["seconds"] for text in self._counts]
+        return statistics.fmean(seconds) if seconds else None
+
+    @property
+    def max_rows(self) -> int:
+        """The rows of a pass, which bound a scan's memory."""
+        return self._scanner.max_rows
+
+    @property
+    def layers(self) -> int:
+        """The target's number of decoder layers."""
+        return self._scanner.target.layers
+
+    @property
+    def prompts(self) -> frozenset[str]:
+        """The ids of the prompts with a scanned continuation."""
+        return frozenset(continuation.prompt_id for continuation in self._scanner.continuations)
+
+    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
+        """Return how often each mask's first drafted token is the target's; one pass over the screen for each new mask."""
+        for batch in self._batches(self._new(masks, self._agreements)):
+            start = time.monotonic()
+            for scan in self._drafts.scan(self._screen, batch, depth=1):
+                self._agreements.add(scan.mask.format(), scan.agreement, self._drafts.reproducible(scan.mask))
+            self.screening_seconds += time.monotonic() - start
+        return [float(self._agreements[mask.format()]) for mask in masks]
+
+    def predict(self, masks: Iterable[SkipMask]) -> list[Prediction]:
+        """Scan new masks, and predict the speedup of each mask with its best draft length, stop rule and siblings."""
+        masks = list(masks)
+        self._scan(masks)
+        return [self._best(mask) for mask in masks]
+
+    def can_predict(self, config: SpeculativeConfig) -> bool:
+        """Whether the draft is a timed prompt lookup, or layer skipping within the depth and siblings of scans.
+
+        False for an adaptive stop rule with sampled tokens: replays hold the threshold constant, and decoding moves it.
+        """
+        longest = {"prompt_lookup": self.profile.longest, "layer_skip": min(self._scanner.depth, self.profile.longest)}
+        if config.kind == "layer_skip" and not (self.matches(config) and config.siblings <= self._scanner.runners):
+            return False
+        if config.stop.kind == "adaptive" and not self._scanner.sampling.greedy:
+            return False
+        verified = config.draft_length * (1 + config.siblings)
+        return config.lossless and config.draft_length <= longest.get(config.kind, 0) and verified <= self.profile.longest
+
+    def speedup(self, config: SpeculativeConfig) -> float:
+        """Predict a configuration's speedup from the counts of its rounds; scans its mask if it is new."""
+        if config.kind == "prompt_lookup":
+            drafter = PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
+            counts = _sum(count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations)
+            return self.profile.lookup_speedup(counts)
+        mask = SkipMask.parse(config.mask, self.layers)
+        known = self._totals(self._counts[mask.format()]["counts"]) if mask.format() in self._counts else {}
+        choice = config.draft_length, config.stop, Branching(config.siblings, config.least_probability)
+        counts = known[choice] if choice in known else self._count(mask, *choice)
+        return self.profile.speedup(counts, mask, config.stop, self.extras(mask), choice[2])
+
+    def extras(self, mask: SkipMask) -> DraftExtras:
+        """Return the bridges and the draft head of a mask's draft, as costs count them."""
+        return self._drafts.extras(mask)
+
+    def matches(self, config: SpeculativeConfig) -> bool:
+        """Whether a self-draft's bridges and draft head are those of the bridge spec."""
+        return self._drafts.matches(config)
+
+    def tuned(self, config: SpeculativeConfig) -> SpeculativeConfig:
+        """Return a predictable configuration with the best draft length, stop rule and siblings, its own ones included.
+
+        Its bridges may have been trained since.
+        """
+        mask, folder = SkipMask.parse(config.mask, self.layers), Path(config.bridge)
+        own = config.draft_length, config.stop, Branching(config.siblings, config.least_probability)
+        bridges = load_bridges(folder, self._scanner.target, mask)
+        name = digest([folder.name, training_record(folder), config.draft_length, config.stop.to_dict(), astuple(own[2])])
+        if name not in self._trained:
+            (scan,) = self._scanner.scan([mask], bridges=[bridges], tokens=self._drafts.tokens)
+            counts = _sum(self._scanner.counts(scan, *own, warmed=True))
+            self._trained.add(name, [self._all_counts(scan), counts.to_list()])
+        others, own_counts = self._trained[name]
+        totals = self._totals(others) | {own: Counts.from_list(own_counts)}
+        (length, stop, branching), _ = self._fastest(totals, mask, self._drafts.trained_extras(bridges))
+        siblings, least = astuple(branching)
+        return replace(config, draft_length=length, stop=stop, siblings=siblings, least_probability=least)
+
+    def bridged(self, bridge_spec: BridgeSpec, bridge_store: BridgeStore) -> ScanPredictor:
+        """Return a predictor for another bridge spec that shares the texts and their passes."""
+        bridge = f"{bridge_spec.bridge}{bridge_spec.width or ''}"
+        folder = self._folder / f"{bridge}-{bridge_spec.rank}-{bridge_spec.tokens}-{bridge_store.digest[:12]}"
+        return ScanPredictor(self._scanner, self._screen, self.profile, self._choices, folder, bridge_spec, bridge_store)
+
+    def single_agreements(self) -> np.ndarray:
+        """``[2, L]``: agreement with one attention or one MLP sub-layer skipped; NaN if that mask was not screened."""
+        found = np.full((2, self.layers), np.nan)
+        for row, kind in enumerate(("attention", "mlp")):
+            for layer in range(self.layers):
+                if f"{kind}:{layer}" in self._agreements:
+                    found[row, layer] = self._agreements[f"{kind}:{layer}"]
+        return found
+
+    def best_mask(self) -> SkipMask | None:
+        """Return the scanned mask with the greatest predicted speedup of those that skip anything; None if there is none."""
+        return max(self._scanned_masks(), key=lambda mask: self._best(mask).speedup, default=None)
+
+    def stability(self, sublayers: int) -> Stability | None:
+        """Measure how the choice among the scanned masks depends on the prompts; None if no mask was scanned."""
+        masks = self._scanned_masks()
+        if not masks:
+            return None
+        seconds, baseline = [], []
+        for mask in masks:
+            best = self._best(mask).config
+            branching = Branching(best.siblings)
+            counts = self._parse(self._counts[mask.format()]["counts"])[best.draft_length, best.stop, branching]
+            seconds.append([self.profile.seconds(part, mask, best.stop, self.extras(mask), branching) for part in counts])
+            baseline = [part.tokens * self.profile.verify_seconds[0] for part in counts]
+        return stability(masks, np.array(seconds), np.array(baseline), sublayers)
+
+    def similar_masks(self, skippable: Collection[int]) -> list[SkipMask]:
+        """Return the masks of whole layers that keep hidden states most similar, for 1 up to half of the layers."""
+        name = str(sorted(skippable))
+        if name not in self._similar:
+            found = self._screen.similar_masks(skippable, len(skippable) // 2)
+            self._similar.add(name, [mask.format() for mask in found])
+        return [SkipMask.parse(text, self.layers) for text in self._similar[name]]
+
+    def _scanned_masks(self) -> list[SkipMask]:
+        """Return the scanned masks that skip anything."""
+        return [mask for text in self._counts if (mask := SkipMask.parse(text, self.layers)).skipped]
+
+    def _scan(self, masks: Sequence[SkipMask]) -> None:
+        for batch in self._batches(self._new(masks, self._counts)):
+            start = time.monotonic()
+            scans = self._drafts.scan(self._scanner, batch, floor=self._choices.floor)
+            seconds = (time.monotonic() - start) / len(batch)
+            for scan in scans:
+                start = time.monotonic()
+                counts = self._all_counts(scan)
+                self._cache(scan)
+                mask_seconds = seconds + time.monotonic() - start
+                result = {"agreement": scan.agreement, "counts": counts, "seconds": mask_seconds}
+                self._counts.add(scan.mask.format(), result, self._drafts.reproducible(scan.mask))
+
+    def _count(self, mask: SkipMask, draft_length: int, stop: StopRule, branching: Branching) -> Counts:
+        """Return the counts of a choice that is not among those every mask is combined with."""
+        name = json.dumps([mask.format(), draft_length, stop.to_dict(), *astuple(branching)])
+        if name not in self._others:
+            if mask not in self._scans:
+                (scan,) = self._drafts.scan(self._scanner, [mask])
+                self._cache(scan)
+            counts = self._scanner.counts(self._scans[mask], draft_length, stop, branching, warmed=True)
+            self._others.add(name, _sum(counts).to_list(), self._drafts.reproducible(mask))
+        return Counts.from_list(self._others[name])
+
+    def _cache(self, scan: Scan) -> None:
+        self._scans[scan.mask] = scan
+        while len(self._scans) > _CACHED_SCANS:
+            del self._scans[next(iter(self._scans))]
+
+    def _all_counts(self, scan: Scan) -> list[list[Any]]:
+        """Return for every choice: draft length, index of its stop rule, siblings, and the counts of each continuation."""
+        found = []
+        for rule, (length, stop, branching) in self._choices.combinations(self._scanner.depth, self.profile.longest):
+            counts = self._scanner.counts(scan, length, stop, branching, warmed=True)  # as in a trial
+            found.append([length, rule, branching.siblings, [each.to_list() for each in counts]])
+        return found
+
+    def _batches(self, masks: list[SkipMask]) -> Iterator[list[SkipMask]]:
+        """Yield the masks of one scan: several where passes have many rows, which gains nothing on a CPU."""
+        size = masks_at_once(self._scanner.max_rows)
+        for first in range(0, len(masks), size):
+            yield masks[first : first + size]
+
+    def _new(self, masks: Sequence[SkipMask], log: ResultLog) -> list[SkipMask]:
+        return [mask for mask in dict.fromkeys(masks) if mask.format() not in log]
+
+    def _parse(self, rows: Sequence[Sequence[Any]]) -> dict[DraftChoice, list[Counts]]:
+        """Return the counts of each continuation for every choice, from the rows of :meth:`_all_counts`."""
+        return {
+            (length, self._choices.stops[rule], Branching(siblings)): [Counts.from_list(part) for part in parts]
+            for length, rule, siblings, parts in rows
+        }
+
+    def _totals(self, rows: Sequence[Sequence[Any]]) -> dict[DraftChoice, Counts]:
+        return {choice: _sum(parts) for choice, parts in self._parse(rows).items()}
+
+    def _best(self, mask: SkipMask) -> Prediction:
+        known = self._counts[mask.format()]
+        (length, stop, branching), speedup = self._fastest(self._totals(known["counts"]), mask, self.extras(mask))
+        bridge, head = self._drafts.folders(mask)
+        config = SpeculativeConfig(
+            "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, bridge=bridge, draft_head=head
+        )
+        return Prediction(config, speedup, float(known["agreement"]))
+
+    def _fastest(
+        self, counts: Mapping[DraftChoice, Counts], mask: SkipMask, extras: DraftExtras
+    ) -> tuple[DraftChoice, float]:
+        """Return a mask's best choice and its predicted speedup."""
+        speedups = {
+            choice: self.profile.speedup(total, mask, choice[1], extras, choice[2]) for choice, total in counts.items()
+        }
+        return max(speedups.items(), key=lambda pair: pair[1])
+
+
+def masks_at_once(rows: int) -> int:
+    """Return how many masks are scanned together in passes of this many rows."""
+    return max(1, rows // _ROWS_PER_MASK)
+
+
+def _sum(parts: Iterable[Counts]) -> Counts:
+    return sum(parts, Counts())

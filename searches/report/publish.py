@@ -1,0 +1,74 @@
+"""The results of a finished study: ``best.json``, ``report.md`` and ``report.png``, all logged to MLflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+
+from layerskip import Export, PromptSet, SkipMask
+from layerskip.attachments import attached_folders
+from layerskip.models.environment import environment
+from searches.app.urls import without_password
+from searches.predict.scan_predictor import ScanPredictor
+from searches.predict.stability import SeedStability, seed_stability
+from searches.report.study_plots import draw
+from searches.report.study_report import search_seconds, summary, verdict
+from searches.study.finals import Finals
+from searches.study.leaderboard import ranking
+from searches.study.plan import Plan
+from searches.study.study import SETTINGS, finished
+from searches.tracking.tracker import Tracker
+
+
+def publish(
+    finals: Finals,
+    predictor: ScanPredictor | None,
+    plan: Plan,
+    study: optuna.Study,
+    held_out: PromptSet,
+    tracker: Tracker,
+    folder: Path,
+) -> None:
+    """Write the export and the report of a study, log them, and print the report."""
+    seconds = search_seconds(study, finals)
+    _export(finals, plan, study, held_out, seconds, tracker.run_id).save(folder / "best.json")
+    stability = predictor.stability(2 * len(plan.space.skippable)) if predictor is not None else None
+    scan_seconds = predictor.scan_seconds if predictor is not None else None
+    text = summary(study, finals, stability, _compare_seeds(study, plan, folder, predictor), scan_seconds)
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    singles = predictor.single_agreements() if predictor is not None else None
+    draw(study, finals, plan.target.layers, folder / "report.png", singles)
+    for name in ("report.md", "report.png", "best.json"):
+        tracker.log_file(folder / name)
+    for place in attached_folders(folder / "best.json"):
+        for path in sorted(place.iterdir()):
+            tracker.log_file(path, place.name)
+    names = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")
+    metrics = {f"held_out_{name}": finals.winner.held_out[name] for name in names}
+    tracker.log(tracker.run_id, metrics | {"search_seconds": seconds, "trials": len(finished(study))})
+    tracker.tag({"winner": finals.winner.config.label(), "verdict": verdict(finals)})
+    print(text)
+    print(f"wrote {folder / 'best.json'} and {folder / 'report.png'}; compare runs with:")
+    print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
+
+
+def _export(finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet, seconds: float, run_id: str) -> Export:
+    """The export of the winner, with its evidence."""
+    search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds, "mlflow_run_id": run_id}
+    measured = {"prompts_digest": held_out.digest, "max_new_tokens": plan.measuring.max_new_tokens}
+    winner, where = finals.winner, environment(plan.target)
+    evidence = dict(winner.held_out) | measured
+    return Export(Export.describe(plan.target), winner.config, plan.sampling, evidence, where, search=search)
+
+
+def _compare_seeds(study: optuna.Study, plan: Plan, folder: Path, predictor: ScanPredictor | None) -> SeedStability | None:
+    """How much the best mask overlaps with those that the same study chose with other seeds.
+
+    If no trial decoded a mask, the mask with the highest predicted speedup is compared.
+    """
+    tried = (SkipMask.parse(entry.config.mask, plan.target.layers) for entry in ranking(study) if entry.config.mask)
+    mask = next(tried, None) or (predictor.best_mask() if predictor is not None else None)
+    if mask is None:
+        return None
+    return seed_stability(folder, study.user_attrs[SETTINGS], mask, 2 * len(plan.space.skippable))

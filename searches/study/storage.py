@@ -1,0 +1,80 @@
+"""The storage of studies: a journal file or a database, and the lock of a study's folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import filelock
+import sqlalchemy
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+
+from searches.app.checks import InputError
+from searches.app.resume_log import drop_partial_line
+from searches.app.urls import without_password
+
+_JOURNAL = b'{"op_code":'
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a study's folder, or refuse it if another process does. The kernel releases it with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / "lock")
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        raise InputError(f"study.name: another process is running the study in {folder}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def open_journal(path: Path, alone: bool) -> BaseStorage:
+    """Open the storage of a study in a journal file.
+
+    Args:
+        alone: whether no other process may write it, so that an existing lock was left by a killed process.
+
+    Raises:
+        InputError: the file cannot be written or is no journal of Optuna.
+    """
+    path = path.resolve()  # Optuna's lock is a link to the path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _check_journal(path)
+        drop_partial_line(path)
+        if alone:
+            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+        return JournalStorage(JournalFileBackend(str(path)))
+    except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise InputError(f"study.storage: cannot write {path}: {error.strerror}") from error
+
+
+def _check_journal(path: Path) -> None:
+    """Refuse a file that Optuna did not write, before its last line is repaired; an empty or cut-off first line is fine."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        start = file.read(len(_JOURNAL))
+    if not (start.startswith(_JOURNAL) or _JOURNAL.startswith(start)):
+        raise InputError(
+            f"study.storage: {path} is no Optuna journal; a database is given by its URL, as in sqlite:///study.db"
+        )
+
+
+def open_database(url: str) -> BaseStorage:
+    """Open the storage of a study in a database; refuse one that cannot be reached."""
+    # SQLAlchemy would look for another driver first.
+    url = url.replace("postgresql://", "postgresql+psycopg://", 1)
+    try:
+        return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
+    except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+        raise InputError(f"study.storage: cannot open {without_password(url)}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

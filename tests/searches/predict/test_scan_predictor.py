@@ -1,0 +1,242 @@
+"""Predictions follow from the counts of real decoding and the costs, are stored, and are optional."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+
+from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
+from layerskip.costs.cost_model import CostProfile
+from layerskip.decoding.decode import decode
+from layerskip.drafters.registry import build_drafter
+from layerskip.measure.measure import measure
+from layerskip.scan.replay import Counts, count
+from layerskip.scan.scan import Scan, Scanner
+from layerskip.texts.continuations import continue_prompts
+from searches.app.resume_log import ResultLog
+from searches.predict.predictor import DraftChoices
+from searches.predict.preparation import ScanSettings, prepare_predictor
+from searches.predict.proposals import propose_lookups
+from searches.predict.scan_predictor import ScanPredictor
+from searches.space.search_space import SearchSpace
+from searches.study.pruning import BoundEstimator
+from tests.families import build
+
+PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
+THRESHOLD = StopRule("threshold", 0.1)
+OTHERS = (StopRule("threshold", 0.15), StopRule("adaptive", 0.12, carry=False))
+CHOICES = DraftChoices((1, 4), (StopRule(), THRESHOLD))
+
+
+def _profile(layers: int) -> CostProfile:
+    return CostProfile(20, 1.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, tuple(8.0 + g for g in range(6)))
+
+
+def _scanner(target: Target, runners: int = 0) -> Scanner:
+    return Scanner(target, continue_prompts(target, PROMPTS, Sampling(), 8), Sampling(), depth=4, runners=runners)
+
+
+def _predictor(target: Target, folder: Path) -> tuple[ScanPredictor, Scanner]:
+    scanner = _scanner(target)
+    return ScanPredictor(scanner, scanner.sample(6), _profile(target.layers), CHOICES, folder), scanner
+
+
+def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny_target: Target, tmp_path: Path) -> None:
+    predictor, _ = _predictor(tiny_target, tmp_path)
+    profile = predictor.profile
+    for text in ("", "mlp:1", "attention:0"):
+        mask = SkipMask.parse(text, tiny_target.layers)
+        expected = {}
+        for length in range(1, 5):
+            for stop in (*CHOICES.stops, *OTHERS):
+                config = SpeculativeConfig("layer_skip", length, mask=text, stop=stop)
+                stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
+                each = profile.draft_seconds(mask) + (0.01 if stop.kind != "length" else 0.0)
+                seconds = sum(
+                    r.drafted * each + (r.drafted > 0) * 0.3 + profile.verify_seconds[r.drafted] for r in stats.rounds
+                )
+                expected[config] = sum(r.committed for r in stats.rounds) * profile.verify_seconds[0] / seconds
+                assert predictor.speedup(config) == pytest.approx(expected[config])
+        (best,) = predictor.predict([mask])
+        assert best.speedup == pytest.approx(max(v for config, v in expected.items() if config.stop in CHOICES.stops))
+        assert expected[best.config] == pytest.approx(best.speedup)
+        assert all(predictor.can_predict(config) for config in expected)
+        assert not predictor.can_predict(SpeculativeConfig("layer_skip", 5, mask=text))  # deeper than scans
+        assert not predictor.can_predict(SpeculativeConfig("layer_skip", 2, mask=text, siblings=1))  # scans follow chains
+
+
+def test_siblings_that_are_not_found_have_a_cost(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanner = _scanner(tiny_target, runners=1)
+    profile = replace(_profile(tiny_target.layers), siblings_seconds=0.25)
+    predictor = ScanPredictor(scanner, scanner, profile, DraftChoices((2, 2), siblings=(1,)), tmp_path)
+    config = SpeculativeConfig("layer_skip", 3, mask="mlp:1", siblings=1, least_probability=1.0)
+    stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
+    assert all(found.depth is None for found in stats.rounds)
+    each = profile.draft_seconds(SkipMask.parse("mlp:1", tiny_target.layers)) + 0.25
+    seconds = sum(r.drafted * each + (r.drafted > 0) * 0.3 + profile.verify_seconds[r.drafted] for r in stats.rounds)
+    tokens = sum(found.committed for found in stats.rounds)
+    assert predictor.speedup(config) == pytest.approx(tokens * profile.verify_seconds[0] / seconds)
+    (best,) = predictor.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
+    assert (best.config.draft_length, best.config.siblings) == (2, 1)
+    assert best.speedup == pytest.approx(predictor.speedup(best.config))
+    monkeypatch.setattr(
+        "searches.predict.scan_predictor.stability", lambda masks, seconds, baseline, _: baseline.sum() / seconds.sum()
+    )
+    assert predictor.stability(1) == pytest.approx(best.speedup)
+
+
+def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path) -> None:
+    predictor, _ = _predictor(tiny_target, tmp_path)
+    space = SearchSpace(tiny_target.layers, lookup_length=(2, 7), ngram=(1, 2), protect_first=0, protect_last=0)
+    found = propose_lookups(predictor, space, 4)
+    assert len(found) == 4
+    assert found == sorted(found, key=lambda prediction: -prediction.speedup)
+    assert not predictor.can_predict(SpeculativeConfig("prompt_lookup", 7))  # its verification was not timed
+    stats = measure(tiny_target, PROMPTS, found[0].config, max_new_tokens=8).stats
+    seconds = sum(predictor.profile.verify_seconds[r.drafted] for r in stats.rounds)
+    tokens = sum(r.committed for r in stats.rounds)
+    assert found[0].speedup == pytest.approx(tokens * predictor.profile.verify_seconds[0] / seconds)
+
+
+def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path) -> None:
+    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("mlp:0", "mlp:1", "layers:1")]
+    predictor, scanner = _predictor(tiny_target, tmp_path)
+    predicted, agreements = predictor.predict(masks[:2]), predictor.agreements(masks[:2])
+    counts = tmp_path / "counts.jsonl"
+    counts.write_bytes(counts.read_bytes() + b'["layers:1", {"agr')  # as a killed process may leave it
+
+    @dataclass
+    class Recording:
+        scanned: list[SkipMask]
+        target: Target = tiny_target
+        depth: int = 4
+        max_rows: int = 256
+
+        def scan(self, masks: list[SkipMask], **options: Any) -> Any:
+            self.scanned += masks
+            return scanner.scan(masks, **options)
+
+        def counts(self, *args: Any, **options: Any) -> Any:
+            return scanner.counts(*args, **options)
+
+    recording: Any = Recording([])
+    again = ScanPredictor(recording, recording, predictor.profile, CHOICES, tmp_path)
+    assert again.predict(masks)[:2] == predicted
+    assert again.agreements(masks[:2]) == agreements
+    assert recording.scanned == masks[2:]
+
+
+def test_logged_values_are_read_again(tmp_path: Path) -> None:
+    kept = ResultLog(tmp_path / "folder" / "kept.jsonl")
+    kept.add("a", [1, 2])
+    kept.add("b", {"c": None})
+    again = ResultLog(tmp_path / "folder" / "kept.jsonl")
+    assert "a" in again and "x" not in again
+    assert (again["a"], again["b"], len(again)) == ([1, 2], {"c": None}, 2)
+
+
+def test_continuations_and_costs_are_shared_between_studies(tiny_target: Target, tmp_path: Path) -> None:
+    space, settings = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0), ScanSettings(profile_repeats=2)
+    first = prepare_predictor(tiny_target, PROMPTS, Sampling(), 6, space, settings, tmp_path, tmp_path / "one", 0)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
+    second = prepare_predictor(tiny_target, PROMPTS, Sampling(), 6, space, settings, tmp_path, tmp_path / "two", 1)
+    assert first is not None and second is not None
+    assert first.profile == second.profile
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")} == files
+    assert len(files) == len(PROMPTS) + 1
+
+
+def test_adaptive_stops_are_predicted_as_in_trials(tiny_target: Target, tmp_path: Path) -> None:
+    """A trial's drafter has decoded other prompts before, here the same ones."""
+    stop, config = StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5), SpeculativeConfig("layer_skip", 4, mask="mlp:1")
+    scanner = _scanner(tiny_target)
+    mask, drafter = SkipMask.parse("mlp:1", tiny_target.layers), build_drafter(replace(config, stop=stop), tiny_target)
+    first, second = (
+        [
+            count(decode(tiny_target, drafter, p.prompt, Sampling(), p.max_new_tokens).stats.rounds)
+            for p in scanner.continuations
+        ]
+        for _ in range(2)
+    )
+    assert first != second
+    among = ScanPredictor(scanner, scanner, _profile(3), DraftChoices((4, 4), (StopRule(), stop)), tmp_path / "among")
+    among.predict([mask])
+    ((_, kept),) = [json.loads(line) for line in (tmp_path / "among" / "counts.jsonl").read_text().splitlines()]
+    (found,) = [counts for length, rule, _, counts in kept["counts"] if (length, rule) == (4, 1)]
+    assert [Counts.from_list(each) for each in found] == second
+    other = ScanPredictor(scanner, scanner, _profile(3), CHOICES, tmp_path / "other")
+    assert other.speedup(replace(config, stop=stop)) == _profile(3).speedup(sum(second, Counts()), mask, stop)
+
+
+def test_adaptive_stops_of_sampled_tokens_are_not_predicted(tiny_target: Target, tmp_path: Path) -> None:
+    """Replays keep the threshold constant. Pruning bounds them by the best scanned choice, as for other stop rules."""
+    sampling = Sampling(temperature=1.0)
+    scanner = Scanner(tiny_target, continue_prompts(tiny_target, PROMPTS, sampling, 8), sampling, depth=4)
+    predictor = ScanPredictor(scanner, scanner, _profile(3), CHOICES, tmp_path)
+    held = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=THRESHOLD)
+    adaptive = replace(held, stop=StopRule("adaptive", THRESHOLD.threshold))
+    assert [predictor.can_predict(config) for config in (held, adaptive)] == [True, False]
+    study = optuna.create_study(direction="maximize")
+    exact, bounded = (BoundEstimator(predictor).estimate(study, config) for config in (held, adaptive))
+    assert exact is not None and bounded is not None
+    assert exact.predicted is not None and bounded.predicted is None
+    (best,) = predictor.predict([SkipMask.parse("mlp:1", 3)])
+    assert best.speedup > exact.predicted
+    assert bounded.upper == pytest.approx(best.speedup * math.exp(0.15))
+
+
+@pytest.mark.parametrize("most", [100, 4])
+def test_passes_have_as_many_rows_as_memory_allows(
+    most: int, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scan = Scanner.scan
+
+    def scarce(self: Scanner, masks: Sequence[SkipMask], *args: Any, **options: Any) -> list[Scan]:
+        if self.max_rows > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return scan(self, masks, *args, **options)
+
+    monkeypatch.setattr(Scanner, "scan", scarce)
+    space = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0)
+    settings = ScanSettings(profile_repeats=2)
+    predictor = prepare_predictor(tiny_target, PROMPTS, Sampling(), 6, space, settings, tmp_path, tmp_path, 0)
+    output = capsys.readouterr().out
+    assert "out of memory with scan.max_rows=256; trying 128" in output
+    if most == 100:
+        assert predictor is not None and predictor.max_rows == 64
+        assert predictor.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
+    else:
+        assert predictor is None
+        assert "scan.max_rows=16; nothing is scanned\n" in output
+
+
+def test_a_model_that_cannot_be_scanned_has_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = Target(build("gpt_neo"))
+    prompts = PromptSet.of(["x"])
+    space = SearchSpace(target.layers, protect_first=0, protect_last=0)
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr(Target, "encode", lambda self, prompt: [5, 6, 7])  # it has no tokenizer
+        assert prepare_predictor(target, prompts, Sampling(), 6, space, ScanSettings(), tmp_path, tmp_path, 0) is None
+    assert "GPTNeoForCausalLM: cannot be scanned" in capsys.readouterr().out
+
+
+def test_the_best_mask_is_one_that_skips_anything(tiny_target: Target, tmp_path: Path) -> None:
+    predictor, _ = _predictor(tiny_target, tmp_path)
+    assert predictor.best_mask() is None
+    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("", "mlp:1", "layers:0-1")]
+    _, *others = predictor.predict(masks)
+    best = max(others, key=lambda found: found.speedup)
+    assert predictor.best_mask() == SkipMask.parse(best.config.mask, tiny_target.layers)
+    stable = predictor.stability(2 * tiny_target.layers)
+    assert stable is not None and 0 < stable.chance < 1  # two empty masks would overlap by 1

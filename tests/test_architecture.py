@@ -1,0 +1,68 @@
+"""The structure of the code: imports without circles, plain module docstrings, and one name for each concept."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = ("layerskip", "searches")
+MODULES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
+ALLOWED = ("earlier_names.py", "searches/foretell.py")  # what earlier versions wrote, and a program that moved
+WORDS = (
+    *("foretell", "foretold", "foretells", "foresee", "foreseen", "foresight", "passage", "passages", "shelf", "shelves"),
+    *("makeup", "makeups", "made_up", "standing", "standings", "lending", "lend", "lent", "anatomy", "closeness"),
+    *("heading", "whoever", "whom"),
+)
+"""Names of earlier versions, and words that no sentence here needs."""
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path, known: set[str]) -> set[str]:
+    """The modules of this repository that a module imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports are absolute"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & known) or {str(node.module)}
+    return (found & known) - {_name(path)}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {_name(path): path for path in MODULES}
+    graph = {name: _imports(path, set(names)) for name, path in names.items()}
+    while leaves := {name for name, imported in graph.items() if not imported & graph.keys()}:
+        for name in leaves:
+            del graph[name]
+    # Packages import their own modules: `import layerskip` runs its __init__.
+    assert not {name for name in graph if name not in PACKAGES}
+
+
+def test_no_module_docstring_is_a_question() -> None:
+    asked = [path for path in MODULES if "?" in (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")]
+    assert asked == []
+
+
+def test_every_module_has_a_docstring_and_at_most_three_hundred_lines() -> None:
+    for path in MODULES:
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 300, path
+        assert path.name == "__init__.py" or ast.get_docstring(ast.parse(text)), path
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_names_of_earlier_versions_are_gone(word: str) -> None:
+    files = [*MODULES, *(REPOSITORY / "conf").rglob("*.yaml"), *(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "README.md"]
+    pattern = re.compile(rf"(?<![a-zA-Z]){word}(?![a-zA-Z])", re.IGNORECASE)
+    found = [path for path in files if pattern.search(path.read_text(encoding="utf-8"))]
+    assert [str(path.relative_to(REPOSITORY)) for path in found if not str(path).endswith(ALLOWED)] == []
