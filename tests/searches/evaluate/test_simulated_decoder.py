@@ -74,7 +74,7 @@ def test_machine_errors_are_independent_noise_and_common_drift() -> None:
     logs = np.log([machine.time(3.0) / 3.0 for _ in range(20_000)])
     near = np.diff(logs)
     assert logs.std() == pytest.approx(np.hypot(0.02, 0.05), rel=0.15)
-    # WarmStarts differ by two independent errors and a little drift.
+    # Neighbours differ by two independent errors and a little drift.
     assert near.std() == pytest.approx(np.sqrt(2 * 0.02**2 + 2 * (1 - 0.99) * 0.05**2), rel=0.05)
 
 
