@@ -1,4 +1,4 @@
-"""Attachments of an export: copies of the trained modules that its configuration names, in folders beside its file.
+"""Attachments of an export: copies of the trained modules that its configuration names, in folders next to its file.
 
 Each folder is named after the digest of its contents. An interrupted copy is never mistaken for a complete one, and an older
 export keeps its own folders.
@@ -21,7 +21,7 @@ _FILES = ("head.json", "head.safetensors", "config.json", "model.safetensors", "
 
 
 def copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
-    """Copy the trained modules of a configuration beside an export's file.
+    """Copy the trained modules of a configuration next to an export's file.
 
     Returns:
         The configuration with folder names relative to the file.
@@ -52,7 +52,7 @@ def copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig
 
 
 def resolve_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
-    """Replace the names of folders beside an export's file by absolute paths."""
+    """Replace the names of folders next to an export's file by absolute paths."""
 
     def resolve(_: str, name: str) -> str:
         folder = file.parent / name
@@ -62,13 +62,13 @@ def resolve_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeCon
 
 
 def attached_folders(file: Path) -> list[Path]:
-    """The folders beside an export's file that its configuration names."""
+    """Return the folders next to an export's file that its configuration names."""
     config = SpeculativeConfig.from_dict(json.loads(file.read_text(encoding="utf-8"))["config"])
     return [file.parent / name for name in _names(config) if (file.parent / name).is_dir()]
 
 
 def attachment_digests(config: SpeculativeConfig) -> list[str]:
-    """Digests of the trained modules that a configuration names; they identify the present contents of the folders."""
+    """Return digests of the trained modules that a configuration names; they identify the folders' present contents."""
     return [_digest(_files(Path(name))) for name in _names(config)]
 
 

@@ -74,7 +74,7 @@ def add_kind(kind: Kind) -> None:
 
 
 def kinds() -> Mapping[str, Kind]:
-    """All known kinds by name, plain decoding (``none``) first."""
+    """Return all known kinds by name, plain decoding (``none``) first."""
     return dict(_KINDS)
 
 
@@ -180,7 +180,7 @@ class SpeculativeConfig:
             raise ConfigError(str(error)) from None
 
     def option(self, name: str) -> Any:
-        """The value of a field that the kind declares in ``options``.
+        """Return the value of a field that the kind declares in ``options``.
 
         Raises:
             KeyError: the kind declares no such field.
@@ -189,12 +189,12 @@ class SpeculativeConfig:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's own distribution."""
+        """True if the output follows the target's own distribution."""
         return self.accept.lossless
 
     @property
     def lookup(self) -> bool:
-        """Whether drafts are copied from earlier text, at almost no cost."""
+        """True if drafts are copied from earlier text, at almost no cost."""
         return _kind(self.kind).lookup
 
     @property
@@ -203,7 +203,7 @@ class SpeculativeConfig:
         return self.lookup
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that this kind reads, as plain values; ``from_dict`` reads them back to an equal configuration.
+        """Return the fields that this kind reads, as plain values; ``from_dict`` makes an equal configuration from them.
 
         Empty bridges, draft heads and costs are left out, and so are fields without effect. An acceptance rule that
         changes the output adds ``lossless: false``.
@@ -253,7 +253,7 @@ class SpeculativeConfig:
         return cls(**values, options=own)
 
     def label(self) -> str:
-        """A short name for tables and logs."""
+        """Return a short name for tables and logs."""
         if self.kind == "none":
             return "no drafting"
         lossy = "" if self.lossless else f", LOSSY: {self.accept.kind}"
@@ -261,8 +261,9 @@ class SpeculativeConfig:
         if self.members:
             return f"{self.kind}: {detail}{lossy}"
         stop = "" if self.stop.kind == "length" else f", {self.stop.kind} {self.stop.threshold:g}"
-        shown = f"{detail}; " if detail else ""
-        return f"{self.kind.replace('_', ' ')} ({shown}length {self.draft_length}{stop}{lossy})"
+        length = f"length {self.draft_length}{stop}" if "draft_length" in _kind(self.kind).fields else ""
+        shown = "; ".join(filter(None, (detail, (length + lossy).removeprefix(", "))))
+        return self.kind.replace("_", " ") + (f" ({shown})" if shown else "")
 
 
 def _kind(name: Any) -> Kind:

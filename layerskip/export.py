@@ -49,11 +49,11 @@ class Export:
 
     @staticmethod
     def describe(target: Target) -> dict[str, Any]:
-        """The fields that an export stores about a target."""
+        """Return the fields that an export stores about a target."""
         return target.describe()
 
     def to_dict(self) -> dict[str, Any]:
-        """The export as plain values, the schema first."""
+        """Return the export as plain values, the schema first."""
         return {
             "schema": SCHEMA,
             "target": dict(self.target),
@@ -65,7 +65,7 @@ class Export:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the file atomically, and copy the trained modules of the configuration beside it.
+        """Write the file atomically, and copy the trained modules of the configuration next to it.
 
         Raises:
             ConfigError: a folder that the configuration names has no trained module.
@@ -142,7 +142,7 @@ class Export:
                         raise ExportError(f"config.{error}") from None
 
     def custom_generate(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[..., Any]:
-        """The decoding method for ``model.generate(**inputs, custom_generate=export.custom_generate())``.
+        """Make the decoding method for ``model.generate(**inputs, custom_generate=export.custom_generate())``.
 
         The method refuses a model that the export is not for.
 

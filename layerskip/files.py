@@ -18,7 +18,7 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # in messages of Rust libraries
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a plain value, in hexadecimal; used as the name of results that depend on this value alone."""
+    """Return the SHA-256 of a plain value, in hexadecimal; it names results that depend on this value alone."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -77,7 +77,7 @@ def report_full_disk(path: Path, probe: Path) -> Iterator[None]:
 
 
 def _probe_error(file: Path) -> int | None:
-    """The error number of a failed write of some more bytes; None if it succeeds."""
+    """Return the error number of a failed write of some more bytes; None if it succeeds."""
     try:
         with file.open("ab") as probe:
             probe.write(bytes(_PROBE_BYTES))

@@ -43,7 +43,7 @@ _PROCESSORS: dict[type, tuple[str, str]] = {
 _TRUNCATING = (TopPLogitsWarper, MinPLogitsWarper)
 
 _SUPPORTED_KWARGS = ("attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "cache_position")
-"""Arguments that ``generate`` may pass beside the tokens; any other could change the output unnoticed."""
+"""Arguments that ``generate`` may pass with the tokens; any other could change the output unnoticed."""
 
 
 def custom_generate(
@@ -151,7 +151,7 @@ def _sampling(processors: LogitsProcessorList, sampled: bool) -> Sampling:
 
 
 def _stops(criteria: StoppingCriteriaList, device: torch.device) -> Callable[[list[int]], bool] | None:
-    """The stopping criteria other than length and end of sequence, which the decoding loop handles itself."""
+    """Return the stopping criteria other than length and end of sequence, which the decoding loop handles itself."""
     others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     if not others:
         return None
@@ -164,7 +164,7 @@ def _stops(criteria: StoppingCriteriaList, device: torch.device) -> Callable[[li
 
 
 def _max_length(criteria: StoppingCriteriaList, default: int) -> int:
-    """The most tokens of prompt and output together; the caller's own criterion replaces generate's."""
+    """Return the most tokens of prompt and output together; the caller's own criterion replaces generate's."""
     return min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=default)
 
 

@@ -63,12 +63,12 @@ class SkipMask:
 
     @classmethod
     def none(cls, layers: int) -> SkipMask:
-        """The mask for ``layers`` layers that skips nothing."""
+        """Return the mask for ``layers`` layers that skips nothing."""
         return cls((False,) * layers, (False,) * layers)
 
     @classmethod
     def of(cls, layers: int, attention: set[int] | frozenset[int], mlp: set[int] | frozenset[int]) -> SkipMask:
-        """The mask for ``layers`` layers that skips the given attention and MLP sub-layers, counted from 0.
+        """Return the mask for ``layers`` layers that skips the given attention and MLP sub-layers, counted from 0.
 
         Raises:
             MaskError: a layer is out of range.
@@ -119,11 +119,11 @@ class SkipMask:
 
     @property
     def is_whole_layers(self) -> bool:
-        """Whether sub-layers are skipped in whole layers only."""
+        """True if sub-layers are skipped in whole layers only."""
         return self.attention == self.mlp
 
     def format(self) -> str:
-        """The canonical, shortest text form; the inverse of :meth:`parse`."""
+        """Return the canonical, shortest text form; the inverse of :meth:`parse`."""
         return _write(*(frozenset(i for i, skip in enumerate(flags) if skip) for flags in (self.attention, self.mlp)))
 
     def rescale(self, layers: int) -> SkipMask:
@@ -135,7 +135,7 @@ class SkipMask:
 
 
 def normalise(text: str) -> str:
-    """The canonical form of a mask's text, without the number of layers.
+    """Return the canonical form of a mask's text, without the number of layers.
 
     Raises:
         MaskError: the text is malformed.
@@ -144,7 +144,7 @@ def normalise(text: str) -> str:
 
 
 def count_skipped(text: str) -> tuple[int, int]:
-    """The numbers of attention and MLP sub-layers that a mask skips, from its text form.
+    """Return the numbers of attention and MLP sub-layers that a mask skips, from its text form.
 
     Raises:
         MaskError: the text is malformed.

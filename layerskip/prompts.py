@@ -28,7 +28,7 @@ class PromptItem:
 
     Args:
         id: identifies the prompt in every measurement.
-        category: the kind of work.
+        category: its category, such as code.
         opening: a text, or chat messages that end with a user message.
         followups: the user's message after each answer.
     """
@@ -39,13 +39,13 @@ class PromptItem:
     followups: tuple[str, ...] = ()
 
     def messages(self) -> list[Message]:
-        """The opening as chat messages."""
+        """Return the opening as chat messages."""
         if isinstance(self.opening, str):
             return [{"role": "user", "content": self.opening}]
         return [dict(message) for message in self.opening]
 
     def content(self) -> str:
-        """The prompt's messages as canonical JSON."""
+        """Return the prompt's messages as canonical JSON."""
         return json.dumps([self.messages(), self.followups], ensure_ascii=False, sort_keys=True)
 
 
@@ -69,7 +69,7 @@ class PromptSet:
 
     @classmethod
     def packaged(cls) -> PromptSet:
-        """The default set: 48 prompts in six categories, written for this project."""
+        """Return the default set: 48 prompts in six categories, written for this project."""
         text = resources.files("layerskip").joinpath("data/prompts.jsonl").read_text(encoding="utf-8")
         return cls(_read(text, "packaged prompts"), "packaged")
 
@@ -93,7 +93,7 @@ class PromptSet:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> PromptSet:
-        """A set of plain texts. The id of each is a digest of its content."""
+        """Return a set of plain texts. The id of each is a digest of its content."""
         return cls(_distinct([(_item({"prompt": text}), f"prompt {i}") for i, text in enumerate(texts)]))
 
     @property
@@ -103,7 +103,7 @@ class PromptSet:
         return hashlib.sha256(json.dumps(rows, ensure_ascii=False).encode()).hexdigest()
 
     def split(self) -> tuple[PromptSet, PromptSet]:
-        """The tune and the held-out half: alternate prompts of each category, ordered by the hashes of their ids.
+        """Return the tune and held-out halves: alternate prompts of each category, ordered by the hashes of their ids.
 
         Raises:
             PromptError: the set has fewer than two prompts.
@@ -114,7 +114,7 @@ class PromptSet:
         return PromptSet(tuple(ordered[::2]), f"{self.name}/tune"), PromptSet(tuple(ordered[1::2]), f"{self.name}/held-out")
 
     def take(self, count: int | None, begin: int = 0) -> PromptSet:
-        """The first prompts with the categories in turn.
+        """Return the first prompts with the categories in turn.
 
         Args:
             count: the most prompts to take; None for all.

@@ -13,14 +13,28 @@ class ConfigError(ValueError):
 
 
 def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    """Raise ``ConfigError`` for a field that is not known."""
+    """Raise ``ConfigError`` for a field that is not known.
+
+    Args:
+        fields: plain values by field.
+        known: the names of the known fields.
+        owner: the fields' owner, for the message.
+        prefix: put before the field in the message.
+    """
     for name in fields:
         if name not in known:
             raise ConfigError(f"{prefix}{name}: not a field of {owner}; it has {', '.join(known)}")
 
 
 def refuse_foreign(value: Any, known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    """Raise ``ConfigError`` for a field of a dataclass that is set although its kind does not read it."""
+    """Raise ``ConfigError`` for a field of a dataclass that is set although its kind does not read it.
+
+    Args:
+        value: the dataclass.
+        known: the names of the fields that its kind reads.
+        owner: the fields' owner, for the message.
+        prefix: put before the field in the message.
+    """
     for field in dataclasses.fields(value):
         if field.name not in known and getattr(value, field.name) != field.default:
             raise ConfigError(f"{prefix}{field.name}: does not belong to {owner}")
@@ -33,7 +47,14 @@ def check_type(name: str, value: Any, expected: type) -> None:
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise ``ConfigError`` for a value that is not an integer from ``least`` to ``most``."""
+    """Raise ``ConfigError`` for a value that is not an integer from ``least`` to ``most``.
+
+    Args:
+        name: the field, for the message.
+        value: the value to check.
+        least: the smallest valid value.
+        most: the largest valid value; None for no limit.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}: {value!r} is not a whole number of at least {least}")
     if most is not None and value > most:
@@ -41,7 +62,14 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
 
 
 def check_number(name: str, value: Any, least: float, most: float) -> None:
-    """Raise ``ConfigError`` for a value that is not a number from ``least`` to ``most``."""
+    """Raise ``ConfigError`` for a value that is not a number from ``least`` to ``most``.
+
+    Args:
+        name: the field, for the message.
+        value: the value to check.
+        least: the smallest valid value.
+        most: the largest valid value.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ConfigError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
 
@@ -70,7 +98,7 @@ class _Rule:
             raise ConfigError(f"{cls._NAME}.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that this kind of rule reads, as plain values."""
+        """Return the fields that this kind of rule reads, as plain values."""
         return {"kind": self.kind} | {name: getattr(self, name) for name in self._FIELDS[self.kind]}
 
     @classmethod
@@ -92,7 +120,7 @@ class _Rule:
 
 @dataclass(frozen=True)
 class StopRule(_Rule):
-    """When a drafter stops before ``draft_length``.
+    """The condition under which a drafter stops before ``draft_length``.
 
     ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
     token) is below ``threshold``. ``adaptive``: as ``threshold``, with a threshold that follows the acceptance rate as in
@@ -133,7 +161,7 @@ NEVER = StopRule()
 
 @dataclass(frozen=True)
 class AcceptRule(_Rule):
-    """Which drafted tokens are accepted.
+    """The condition under which a drafted token is accepted.
 
     ``exact``: speculative sampling, whose output follows the target's own distribution. The other rules exist for comparison
     and change the output. ``threshold``: accept a token whose probability under the target is at least ``threshold``.
@@ -161,7 +189,7 @@ class AcceptRule(_Rule):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's own distribution."""
+        """True if the output follows the target's own distribution."""
         return self.kind == "exact"
 
 

@@ -1,7 +1,6 @@
 """``python -m searches.exactness`` moved to :mod:`searches.evaluate.exactness`."""
 
-import sys
+from searches.app.moved import moved
 
 if __name__ == "__main__":
-    print("error: python -m searches.exactness is now python -m searches.evaluate.exactness", file=sys.stderr)
-    sys.exit(2)
+    moved("exactness", "searches.evaluate.exactness")

@@ -104,7 +104,7 @@ def _connect(config: DictConfig, storage: str | None) -> tuple[BaseStorage | Non
 
 
 def _composed(config: DictConfig) -> str:
-    """The composed configuration as YAML, without the passwords of its databases."""
+    """Return the composed configuration as YAML, without the passwords of its databases."""
     shown = config.copy()
     for part, name in (("study", "storage"), ("tracking", "uri")):
         if shown[part][name] is not None:
@@ -133,6 +133,9 @@ class Sweep:
     """The steps of one study.
 
     Args:
+        plan: the parts of its configuration.
+        study: the opened study.
+        tracker: takes its runs.
         folder: holds scans, finals, the report and the export.
     """
 
@@ -153,7 +156,7 @@ class Sweep:
             predictor = self._prepare_predictor()
             bridged = self._bridged_predictors(predictor)
             proposed = self._propose(predictor, bridged)
-            space = self._space_with_costs(predictor) if "cascade" in plan.space.arms else plan.space
+            space = self._space_with_costs(predictor) if "cascade" in plan.space.available_kinds else plan.space
             starts = starting_points(space, proposed)
         self._log_fits()
         return Predictions(predictor, bridged, space, starts)
@@ -204,9 +207,9 @@ class Sweep:
             )
 
     def _prepare_predictor(self) -> ScanPredictor | None:
-        """The predictor of masks without bridges, if layer skipping is searched and scanned."""
+        """Return the predictor of masks without bridges, if layer skipping is searched and scanned."""
         plan = self.plan
-        if not plan.scanning.enabled or "layer_skip" not in plan.space.arms:
+        if not plan.scanning.enabled or "layer_skip" not in plan.space.available_kinds:
             return None
         prompts = self.tune.take(plan.scanning.prompts, self.first_prompt)
         predictor = prepare_predictor(
@@ -226,7 +229,7 @@ class Sweep:
         return predictor
 
     def _bridged_predictors(self, predictor: ScanPredictor | None) -> list[ScanPredictor]:
-        """One predictor for each bridge spec of the space; the first spec has no bridges, which is ``predictor`` itself."""
+        """Return a predictor for each bridge spec of the space. The first spec has no bridges: ``predictor`` itself."""
         space, store = self.plan.space, self.plan.bridge_store
         if predictor is None or store is None:
             return []
@@ -246,7 +249,7 @@ class Sweep:
             return propose_all(predictor, plan.space, settings, bar.update, similar, filled, empty)
 
     def _space_with_costs(self, predictor: ScanPredictor | None) -> SearchSpace:
-        """The space with the costs of verification and drafting. Without a cost profile, verification is timed by itself."""
+        """Return the space with the costs of verification and drafting, timed alone if there is no cost profile."""
         plan, study = self.plan, self.study
         lengths = [len(plan.target.encode(item.messages())) for item in self.tune]
         context = round(statistics.fmean(lengths) + plan.measuring.max_new_tokens / 2)
@@ -256,7 +259,7 @@ class Sweep:
         return dataclasses.replace(plan.space, verify_cost=costs, draft_cost=drafting)
 
     def _train_bridges(self, predictions: Predictions) -> list[LeaderboardEntry]:
-        """The bridged contenders once more, with trained bridges, if the study trains any."""
+        """Return the bridged contenders once more, with trained bridges, if the study trains any."""
         store = self.plan.bridge_store
         if store is None or not store.trains:
             return []

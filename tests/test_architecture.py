@@ -11,7 +11,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("layerskip", "searches")
 MODULES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
-ALLOWED = ("earlier_names.py", "searches/foretell.py")  # what earlier versions wrote, and a program that moved
+ALLOWED = ("earlier_names.py", "searches/foretell.py", "docs/CONTRIBUTING.md", "docs/architecture.md")
+"""Files that name what earlier versions wrote, and programs that moved."""
 WORDS = (
     *("foretell", "foretold", "foretells", "foresee", "foreseen", "foresight", "passage", "passages", "shelf", "shelves"),
     *("makeup", "makeups", "made_up", "standing", "standings", "lending", "lend", "lent", "anatomy", "closeness"),

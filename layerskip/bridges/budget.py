@@ -1,4 +1,4 @@
-"""Selects the texts that bridges are fitted to: as many as fit a memory budget together with what fitting needs."""
+"""Selection of the texts that bridges are fitted to: as many as fit a memory budget with everything that fitting needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerskip.scan.text_cache import TextCache
 from layerskip.texts.continuations import Continuation
 
 _USED = 0.9  # of the budget; the rest is for the rounding of allocators
-_LOGIT_BYTES = 8  # besides each logit. GPU: its float32 and a probability; CPU: another pass's and a kernel's own copy
+_LOGIT_BYTES = 8  # on top of each logit. GPU: its float32 and a probability; CPU: another pass's and a kernel's own copy
 _COPIES, _FLOAT_BYTES = 3, 12  # of a fit, for each hidden state element: copies in the target's dtype, and bytes in float32
 
 
@@ -30,8 +30,12 @@ def select_continuations(
     """Select as many continuations, evenly spread, as the budget holds.
 
     Args:
-        most_bytes: budget for everything that is kept, and for what reading and fitting need besides. Reading and fitting
+        target: the model whose texts are read.
+        model: the target as a model of independent rows.
+        continuations: the continuations to select from.
+        most_bytes: budget for everything that is kept, and for what reading and fitting need in addition. The two
             follow each other, so the larger of the two counts.
+        max_rows: rows per pass while bridges are fitted.
         width: width of the widest MLP to fit; 0 for none.
         text_cache: decides how many of the most likely tokens are kept.
 

@@ -1,4 +1,4 @@
-"""Fits the bridges of a mask in closed form, gap by gap from the bottom, to the states of drafts along the target's texts.
+"""Fitting of the bridges of a mask in closed form, gap by gap from the bottom, to states of drafts along the target's texts.
 
 A ridge regression (:mod:`layerskip.bridges.ridge`) maps the hidden state before a gap to the correction that gives the draft
 the target's own state after it. Earlier bridges are in place when the next one is fitted, so that it also corrects their
@@ -44,6 +44,7 @@ class Fit:
         empty: how often the draft's first token is the target's, without bridges.
         bridged: the same with bridges.
         rows: the rows used for fitting, including outliers that were left out.
+        seconds: the time of fitting.
     """
 
     bridges: Bridges
@@ -55,7 +56,7 @@ class Fit:
 
     @property
     def helps(self) -> bool:
-        """Whether the bridges improve the draft."""
+        """True if the bridges improve the draft."""
         return self.bridged > self.empty
 
 
@@ -74,8 +75,11 @@ class Calibration:
     """The hidden states that bridges of a target are fitted to.
 
     Args:
-        most_bytes: budget for everything that is kept, and for what reading and fitting need besides, with logits but
+        target: the model that bridges are fitted for.
+        continuations: its continuations.
+        most_bytes: budget for everything that is kept, and for what reading and fitting need in addition, with logits but
             without the bridges themselves. If not all continuations fit, evenly spread ones are used.
+        max_rows: rows per pass.
         text_cache: states of texts that the target has read; the texts read here are added.
         width: width of the widest MLP that the budget has to suffice for.
 
@@ -106,7 +110,7 @@ class Calibration:
 
     @property
     def digest(self) -> str:
-        """Identifies the continuations."""
+        """A digest of the continuations."""
         return continuations_digest(self.continuations)
 
     @property
@@ -160,7 +164,7 @@ class Calibration:
         return ridges, rows
 
     def _fitted_parts(self, gaps: Sequence[Gap]) -> tuple[list[_Part], int]:
-        """The parts that gaps are fitted to, evenly spread, and the number of their rows that are not held out."""
+        """Return the parts that gaps are fitted to, evenly spread, and the number of their rows that are not held out."""
         left, available = len(self.starts) - _held_out(len(self.starts)), list[tuple[_Part, int]]()
         for part in self._parts:
             if left > 0:
@@ -181,7 +185,7 @@ class Calibration:
         return stream
 
     def _sublayer_pair(self, part: _Part, stream: Tensor, gap: Gap, plain: bool) -> tuple[Tensor, Tensor]:
-        """Input and wanted output of the bridge of a single sub-layer in the draft, ``[1, R, H]`` each.
+        """Return the input and the wanted output of the bridge of a single sub-layer in the draft, ``[1, R, H]`` each.
 
         If the layer adds the sub-layer's output unchanged, the bridge also corrects the drift before it.
         """
@@ -197,19 +201,19 @@ class Calibration:
         return hidden, wanted
 
     def _sublayer_output(self, part: _Part, gap: Gap) -> Tensor:
-        """The output of a sub-layer in the target itself."""
+        """Return the output of a sub-layer in the target itself."""
         self._prepare(part, SkipMask.none(self.target.layers))
         self._model.watch(gap.kind, gap.first)
         part.layers[gap.first](part.states[gap.first])
         return self._model.watched_states()[1]
 
     def _after_attention(self, part: _Part, gap: Gap) -> Tensor:
-        """The target's state after the attention of a gap's layer."""
+        """Return the target's state after the attention of a gap's layer."""
         self._prepare(part, _single(self.target.layers, Gap("mlp", gap.first, gap.first)))
         return part.layers[gap.first](part.states[gap.first])
 
     def _is_residual(self, part: _Part, gap: Gap) -> bool:
-        """Whether a layer adds its sub-layer's output unchanged, instead of changing it first, for example by a norm."""
+        """Return whether a layer adds its sub-layer's output unchanged; some apply a norm to it first."""
         layer, own = part.layers[gap.first], part.states[gap.first]
         if gap.kind == "attention":
             return _nearly_same(own + self._sublayer_output(part, gap), self._after_attention(part, gap))
@@ -230,7 +234,7 @@ class Calibration:
 
     @torch.inference_mode()
     def judge(self, mask: SkipMask, bridges: Bridges | None) -> float:
-        """Return how often the first drafted token is the target's, on the held-out rows.
+        """Return the share of held-out rows whose first drafted token is the target's.
 
         Bridges are judged in the target's dtype, as they decode.
         """
@@ -264,11 +268,11 @@ def _held_out(rows: int) -> int:
 
 
 def _single(layers: int, gap: Gap) -> SkipMask:
-    """The mask of one sub-layer."""
+    """Return the mask of one sub-layer."""
     chosen = {gap.first}
     return SkipMask.of(layers, chosen if gap.kind == "attention" else set(), chosen if gap.kind == "mlp" else set())
 
 
 def _nearly_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal up to the rounding of half precision."""
+    """Return whether two tensors are equal up to the rounding of half precision."""
     return float((one - other).float().square().mean()) <= 1e-3 * float(one.float().square().mean())

@@ -1,4 +1,4 @@
-"""Fits the MLP of a bridge by gradient descent to the pairs that its map is fitted to, without running the target.
+"""Fitting of a bridge's MLP by gradient descent to the pairs that its map is fitted to, without running the target.
 
 A step costs a thousandth of one through the target's layers, so several epochs are affordable.
 """
@@ -46,7 +46,7 @@ def regress_mlp(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
 
 
 def mlp_regression_bytes(rows: int, hidden: int, width: int) -> int:
-    """Bytes that :func:`regress_mlp` needs besides inputs and outputs after the map is fitted; 0 without an MLP."""
+    """Return the bytes that :func:`regress_mlp` adds to inputs and outputs after the map's fit; 0 without an MLP."""
     if not width:
         return 0
     parameters = hidden * (hidden + 1 + 3 * width)

@@ -1,4 +1,4 @@
-"""Fits the affine map of a bridge by ridge regression from its inputs to its wanted outputs.
+"""Fitting of a bridge's affine map by ridge regression from its inputs to its wanted outputs.
 
 Hoerl and Kennard (Technometrics 12, 1970). The ridge constant is chosen on rows that the map was not fitted to.
 """
@@ -44,13 +44,13 @@ def regress(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
 
 
 def regression_bytes(rows: int, hidden: int) -> int:
-    """Bytes that :func:`regress` needs besides its inputs, scaled or not, and outputs."""
+    """Return the bytes that :func:`regress` needs in addition to its inputs, scaled or not, and outputs."""
     return 72 * hidden**2 + 12 * min(rows, _AT_ONCE) * hidden  # sums and factors in float64, and some rows in float32
 
 
 @torch.no_grad()
 def squared_error(function: Callable[[Tensor], Tensor], hidden: Tensor, wanted: Tensor, at_once: int = _AT_ONCE) -> float:
-    """The mean squared error over all elements.
+    """Return the mean squared error over all elements.
 
     Args:
         function: from ``[n, H]`` to ``[n, H]``.
@@ -63,7 +63,7 @@ def squared_error(function: Callable[[Tensor], Tensor], hidden: Tensor, wanted: 
 
 
 def _choose(inputs: Tensor, wanted: Tensor, fitted: int) -> float:
-    """The constant whose map, fitted to the first rows, has the smallest error on the others."""
+    """Return the constant whose map, fitted to the first rows, has the smallest error on the others."""
     moments = _Moments(inputs[:fitted], wanted[:fitted])
 
     def error(ridge: float) -> float:

@@ -1,4 +1,4 @@
-"""Trains bridges by gradient through the frozen draft, over several drafted tokens in a row.
+"""Training of bridges by gradient through the frozen draft, over several drafted tokens in a row.
 
 A draft starts from every position of the target's own continuations, as in a scan (:mod:`layerskip.scan.scan`). While its
 tokens are the target's, it continues with the keys and values that it wrote itself. The loss is the cross entropy to the
@@ -31,12 +31,13 @@ _DISCOUNT = 0.8  # weight of each further token of a draft, relative to the one 
 
 
 class BridgeTraining:
-    """Computes the training loss of bridges.
+    """The training loss of bridges.
 
     Args:
         target: the model; its weights take no gradient from now on.
         bridges: the bridges of a mask, in float32 on the target's device.
         tokens: ``[v]`` int64: the tokens that may be drafted.
+        unroll: the most drafted tokens in a row that the loss covers.
         text_cache: states of texts that the target has read. Trainings of other bridges of the same target may share it.
 
     Raises:
@@ -82,7 +83,7 @@ class BridgeTraining:
             passes.append((draft_ids, place))
             probs, tokens = texts.top_tokens([(p, s + place + 1) for p, s in live])
             places = self._places[tokens]
-            wanted = probs * (places >= 0)  # tokens that may not be drafted cannot be learnt
+            wanted = probs * (places >= 0)  # tokens that may not be drafted cannot be learned
             log_probs = logits.float().log_softmax(-1).gather(-1, places.clamp_min(0))
             total = total - _DISCOUNT**place * (wanted * log_probs).sum(-1).mean()
             if place + 1 == self.unroll:
@@ -127,7 +128,7 @@ class _GradientLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to allocate."""
+        """Do nothing; there is nothing to allocate."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the kept states followed by the new ones."""
@@ -142,7 +143,7 @@ class _GradientLayer(CacheLayerMixin):
             self._new = None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return key length and offset of the attention mask, as :class:`~layerskip.models.cache.KVCache` does."""
+        """Return the key length and the offset of the attention mask, as :class:`~layerskip.models.cache.KVCache` does."""
         return self._owner.length + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -150,7 +151,7 @@ class _GradientLayer(CacheLayerMixin):
         return self._owner.length
 
     def get_max_length(self) -> int:
-        """Unlimited."""
+        """Return -1: the length is unlimited."""
         return -1
 
     get_max_cache_shape = get_max_length

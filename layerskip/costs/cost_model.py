@@ -20,7 +20,7 @@ from layerskip.scan.trace import CHAIN, Branching
 
 @dataclass(frozen=True)
 class DraftExtras:
-    """What a draft pass runs besides kept sub-layers, and what its output layer leaves out.
+    """The bridges that a draft pass adds to its kept sub-layers, and the output rows that it leaves out.
 
     Args:
         bridges: bridges in place of skipped sub-layers.
@@ -58,7 +58,7 @@ class CostProfile:
         attention_seconds: the attention of every layer.
         mlp_seconds: the MLP of every layer.
         confidence_seconds: computing the draft's confidence in a token, for a stop rule.
-        round_seconds: the fixed cost of drafting with a model in a round, besides its draft passes and verification.
+        round_seconds: the fixed cost of drafting with a model in a round, in addition to its draft passes and verification.
         verify_seconds: entry g: verifying g drafted tokens; entry 0 is a step of plain decoding.
         bridge_seconds: a bridge, whatever its size.
         number_seconds: each parameter that bridges read.
@@ -94,7 +94,7 @@ class CostProfile:
         return cls(**values)
 
     def draft_seconds(self, mask: SkipMask, extras: DraftExtras = NO_EXTRAS) -> float:
-        """Seconds of a draft pass with a mask."""
+        """Return the seconds of a draft pass with a mask."""
         pairs = list(zip(mask.attention, mask.mlp, strict=True))
         return (
             max(0.0, self.head_seconds - self.token_seconds * extras.left_out)
@@ -107,13 +107,20 @@ class CostProfile:
         )
 
     def saved_seconds(self, kind: str) -> tuple[float, ...]:
-        """Seconds that skipping each layer's sub-layer of a kind, ``attention`` or ``mlp``, saves in a draft pass."""
+        """Return the seconds that skipping a layer's ``attention`` or ``mlp`` saves in a draft pass, layer by layer."""
         return self.attention_seconds if kind == "attention" else self.mlp_seconds
 
     def seconds(
         self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS, branching: Branching = CHAIN
     ) -> float:
-        """Seconds of a decoding with these counts. Looking for siblings costs the same whether any are found or not.
+        """Return the seconds of a decoding with these counts.
+
+        Args:
+            counts: counts of the decoding.
+            mask: the draft's mask.
+            stop: the stop rule; any but ``length`` computes confidences.
+            extras: bridges and draft head of the draft.
+            branching: siblings. Looking for them costs the same whether any are found or not.
 
         Raises:
             ValueError: the counts have more tokens verified at once than were measured.
@@ -128,24 +135,32 @@ class CostProfile:
     def speedup(
         self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS, branching: Branching = CHAIN
     ) -> float:
-        """Predicted speedup over plain decoding; 1.0 if nothing is decoded."""
+        """Return the predicted speedup over plain decoding; 1.0 if nothing is decoded.
+
+        Args:
+            counts: counts of the decoding.
+            mask: the draft's mask.
+            stop: the stop rule.
+            extras: bridges and draft head of the draft.
+            branching: siblings of drafted tokens.
+        """
         if not counts.tokens:
             return 1.0
         return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop, extras, branching)
 
     def lookup_speedup(self, counts: Counts) -> float:
-        """Predicted speedup of a drafter without a model, whose drafts cost next to nothing beside verification."""
+        """Return the predicted speedup of a drafter without a model, whose drafts cost next to nothing."""
         return counts.tokens * self.verify_seconds[0] / self._verification(counts) if counts.tokens else 1.0
 
     def _verification(self, counts: Counts) -> float:
         return sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
 
     def round_cost(self, mask: SkipMask, draft_length: int, extras: DraftExtras = NO_EXTRAS) -> float:
-        """Seconds of a round that drafts ``draft_length`` tokens with a mask and verifies them."""
+        """Return the seconds of a round that drafts ``draft_length`` tokens with a mask and verifies them."""
         return draft_length * self.draft_seconds(mask, extras) + self.round_seconds + self.verify_seconds[draft_length]
 
     def speedup_bound(self, mask: SkipMask, extras: DraftExtras = NO_EXTRAS) -> float:
-        """The highest speedup of any draft length if every drafted token were accepted."""
+        """Return the highest speedup of any draft length if every drafted token were accepted."""
         lengths = range(1, self.longest + 1)
         return max((1 + g) * self.verify_seconds[0] / self.round_cost(mask, g, extras) for g in lengths)
 
@@ -161,6 +176,6 @@ class CostProfile:
 
 
 def in_steps(verify_seconds: Sequence[float]) -> tuple[float, ...]:
-    """Cost of verifying 1, 2, ... drafted tokens in steps of plain decoding (entry 0), rounded to two decimals."""
+    """Return the costs of verifying 1, 2, ... drafted tokens in steps of plain decoding (entry 0), to two decimals."""
     step, *others = verify_seconds
     return tuple(round(seconds / step, 2) for seconds in others)

@@ -1,4 +1,7 @@
-"""Measures the cost of drafting in steps of plain decoding. Drafts are requested as in decoding, timed and discarded."""
+"""Measurement of the cost of drafting in steps of plain decoding.
+
+Drafts are requested as in decoding, timed and discarded.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,13 @@ def time_drafting(
 
     A drafter that drafts nothing after so long a prompt, for example because its positions are exhausted, is timed after
     shorter ones.
+
+    Args:
+        target: the model that verifies.
+        config: the configuration of the drafter.
+        context: tokens of the prompt.
+        sampling: how tokens are chosen; None for greedy.
+        seed: seed of sampling.
 
     Returns:
         The cost of one token of a chain or one level of a tree, of all levels if they are drafted at once. The unit is a
@@ -64,7 +74,11 @@ def draft_costs(
     """Measure the drafting cost of every member of a cascade with :func:`time_drafting`.
 
     Args:
+        target: the model that verifies.
+        members: the configurations of the members.
         context: tokens of the prompt.
+        sampling: how tokens are chosen; None for greedy.
+        seed: seed of sampling.
         known: earlier measurements; new ones are added.
 
     Returns:
@@ -84,7 +98,7 @@ def draft_costs(
 
 
 def _cost_key(member: SpeculativeConfig) -> str:
-    """The fields that the cost of a draft level depends on. A chain's does not depend on draft length or threshold."""
+    """Return the fields that a draft level's cost depends on; a chain's depends on neither draft length nor threshold."""
     fields = member.to_dict()
     if not member.head:
         fields.pop("draft_length", None)
@@ -92,7 +106,7 @@ def _cost_key(member: SpeculativeConfig) -> str:
 
 
 class _DiscardedDrafts(TimedDrafter):
-    """Times a drafter and discards its drafts.
+    """A drafter whose drafts are timed and discarded.
 
     Attributes:
         drafts: seconds of each draft, divided by its steps.

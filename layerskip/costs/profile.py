@@ -1,4 +1,4 @@
-"""Measures a cost profile: it times whole rounds and solves a least squares problem for the costs of their parts.
+"""Measurement of a cost profile: whole rounds are timed, and a least squares problem is solved for the costs of their parts.
 
 Every timed draft is followed by its verification, as in decoding. What drafting leaves in the machine's caches affects the
 time of verification and is part of the cost of a round.
@@ -62,9 +62,13 @@ def profile_costs(
     """Measure a profile. All jobs run repeatedly in random order, and the time of each is its median.
 
     Args:
+        target: the model to time.
         context: positions in the cache, like those of the search's prompts.
         longest: the most drafted tokens to verify.
+        sampling: how tokens are chosen; None for greedy.
+        repeats: runs of every job, after a warm-up.
         error: repeats continue, up to four times as many, while the standard error of a median exceeds this share of it.
+        on_repeat: called after every run of all jobs.
         bridged: whether to measure bridges and draft heads.
         branching: whether to measure siblings.
     """
@@ -173,7 +177,7 @@ def _solve(
 
 
 def _largest_error(times: Mapping[_Job, Sequence[float]]) -> float:
-    """The largest relative standard error of the medians of rounds and verifications: 1.25 deviations / sqrt(n).
+    """Return the largest relative standard error of the medians of rounds and verifications: 1.25 deviations / sqrt(n).
 
     The deviation is estimated from the quartiles, which are robust against a few interruptions.
     """
@@ -186,7 +190,7 @@ def _largest_error(times: Mapping[_Job, Sequence[float]]) -> float:
 
 
 def _layer_kinds(target: Target, name: str) -> list[tuple[Any, ...]]:
-    """The kind of every layer's attention or MLP. Sub-layers of one kind have the same cost."""
+    """Return the kind of every layer's attention or MLP; sub-layers of one kind have the same cost."""
     blocks = architecture(target.model)
     types = getattr(target.model.config.get_text_config(decoder=True), "layer_types", None)
     kinds: list[tuple[Any, ...]] = []
@@ -213,7 +217,7 @@ class _TimedDraft:
 
 
 def _timed_drafts(target: Target, bridged: bool) -> list[_TimedDraft]:
-    """Drafts from whose times all costs can be solved. The second one skips everything."""
+    """Return drafts from whose times all costs can be solved. The second one skips everything."""
     attention, mlp = _layer_kinds(target, "attention"), _layer_kinds(target, "mlp")
     kinds = list(dict.fromkeys([*attention, *mlp]))
     nothing, everything = (False,) * target.layers, (True,) * target.layers
@@ -252,7 +256,7 @@ def _timed_drafts(target: Target, bridged: bool) -> list[_TimedDraft]:
 
 @torch.inference_mode(False)  # packing needs tensors made outside inference mode
 def _bridges(shape: BridgeShape, target: Target) -> Bridges:
-    """Untrained bridges in the form in which they decode."""
+    """Return untrained bridges in the form in which they decode."""
     bridges = Bridges(shape).to(target.device, target.model.dtype).requires_grad_(False)
     if uses_packing(target.model):
         pack_matrices(bridges)

@@ -1,4 +1,4 @@
-"""Compares the time of verifying a tree with that of a chain of as many tokens."""
+"""Comparison of the time of verifying a tree with that of a chain of as many tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,16 @@ class TreeTiming:
 def time_tree(
     target: Target, context: int, tokens: int = 16, sampling: Sampling | None = None, repeats: int = 20, seed: int = 0
 ) -> TreeTiming:
-    """Verify a chain and a binary tree of ``tokens`` each in alternating order and take the medians."""
+    """Verify a chain and a binary tree of ``tokens`` each in alternating order and take the medians.
+
+    Args:
+        target: the model to time.
+        context: positions in the cache.
+        tokens: drafted tokens of the chain and of the tree.
+        sampling: how tokens are chosen; None for greedy.
+        repeats: runs of each, after a warm-up.
+        seed: seed of sampling.
+    """
     passes = VerifyPass(target, context, tokens, sampling, seed)
     parents = tuple(node // 2 - 1 for node in range(tokens))
     kept = [0, *(node + 1 for node in path_to(tokens - 1, parents))]  # as if the target agreed with the last leaf

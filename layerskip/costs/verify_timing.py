@@ -1,4 +1,4 @@
-"""Measures the time of verifying drafted tokens, with the verification passes of decoding."""
+"""Measurement of the time of verifying drafted tokens, with the verification passes of decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.tree import tree_model
 from layerskip.decoding.verify import verify
 from layerskip.device.clock import now
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.forward import forward
 from layerskip.models.skip_view import decoding_view
@@ -22,11 +22,14 @@ from layerskip.models.target import Target
 
 
 class VerifyPass:
-    """Verifies drafts after a prompt and discards the results. Prompt and drafts are meaningless tokens.
+    """Verification of drafts after a prompt, with the results discarded. Prompt and drafts are meaningless tokens.
 
     Args:
+        target: the model that verifies.
         context: positions in the cache, raised to ``longest`` because drafts repeat tokens of the prompt.
         longest: the most drafted tokens; not checked.
+        sampling: how tokens are chosen; None for greedy.
+        seed: seed of sampling.
 
     Attributes:
         context: positions in the cache.
@@ -40,7 +43,7 @@ class VerifyPass:
         sampling = sampling or Sampling()
         self.context = max(context, longest)
         self.cache = acquire_cache(target.model, target.layers, self.context + longest + 1, target.device, holder=self)
-        self.tokens = upload([token % target.vocabulary for token in range(self.context)], target.device)
+        self.tokens = copy_to_device([token % target.vocabulary for token in range(self.context)], target.device)
         self.chooser = Chooser(sampling, target.vocabulary, target.device, seed)
         self._model, self._plain = target.model, decoding_view(target.model)
         self.logits = forward(self._plain, self.tokens, self.cache, last=1)
@@ -87,6 +90,14 @@ def time_verification(
     """Verify chains of 0 to ``longest`` tokens repeatedly, in random order, and return the medians.
 
     The first, for no drafted token, is a step of plain decoding.
+
+    Args:
+        target: the model to time.
+        context: positions in the cache.
+        longest: the most drafted tokens.
+        sampling: how tokens are chosen; None for greedy.
+        repeats: runs of each length, after a warm-up.
+        seed: seed of sampling.
     """
     passes, order = VerifyPass(target, context, longest, sampling, seed), random.Random(seed)
     times: list[list[float]] = [[] for _ in range(longest + 1)]

@@ -18,7 +18,7 @@ from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.decoding.tree import TreeModel, tree_depth, tree_model
 from layerskip.decoding.verify import Verdict, verify
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, generation_lock, release_cache
 from layerskip.models.features import NO_FEATURES, Features
@@ -76,7 +76,7 @@ def decode(
         seed: makes sampling repeatable.
         eos_ids: the tokens that end the sequence; None for those of the target.
         static_shapes: see :func:`~layerskip.models.cache_pool.acquire_cache`.
-        accept: the rule of acceptance; any rule but the exact one changes the output.
+        accept: the acceptance rule; any rule but the exact one changes the output.
         prefill: a stored prefill of the prompt. The prompt is then not read again, unless the drafter reads hidden states.
 
     Raises:
@@ -142,7 +142,7 @@ class _Loop:
         """Read the prompt, commit the target's first token and start the drafter."""
         chooser, cache = self._chooser, self._cache
         chooser.observe(prompt)
-        block = upload(prompt, self._device)
+        block = copy_to_device(prompt, self._device)
         if known is None or self._reader is not None:
             logits = forward(self._view, block, cache, last=1, features=self._features)
         else:
@@ -191,7 +191,7 @@ class _Loop:
             if reader is not None:
                 hidden = features.read()
                 reader.observe_features(
-                    hidden[: verdict.accepted + 1] if rows is None else hidden[upload(rows, self._device)]
+                    hidden[: verdict.accepted + 1] if rows is None else hidden[copy_to_device(rows, self._device)]
                 )
             self._drafter.observe(verdict)
             self._drafter.observe_logits(VerifyOutput(block, logits))
@@ -199,7 +199,7 @@ class _Loop:
 
 
 def _count(draft: Draft, verdict: Verdict, committed: int) -> Round:
-    """The counts of a round. Tokens after the end of the output count neither as drafted nor as accepted."""
+    """Return the counts of a round. Tokens after the end of the output count neither as drafted nor as accepted."""
     drafted, accepted = len(verdict.drafted), verdict.accepted
     depth = None if draft.parents is None else tree_depth(draft.parents)
     if committed <= accepted:
@@ -212,7 +212,7 @@ def _count(draft: Draft, verdict: Verdict, committed: int) -> Round:
 
 
 class _StoppingCriteria:
-    """Decides token by token where the output ends, before anything is committed.
+    """The decision, token by token and before anything is committed, where the output ends.
 
     Args:
         eos_ids: tokens that end a sequence.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Draft:
 
     @classmethod
     def empty(cls, device: torch.device) -> Draft:
-        """Returns the draft without tokens."""
+        """Return the draft without tokens."""
         return cls(torch.empty(0, dtype=torch.int64, device=device))
 
     @classmethod
@@ -53,7 +53,7 @@ class Draft:
         lookup: bool = False,
         path_probs: Sequence[float] = (),
     ) -> Draft:
-        """Returns a deterministic draft; a tree of one branch becomes a chain, which is cheaper to verify.
+        """Return a deterministic draft; a tree of one branch becomes a chain, which is cheaper to verify.
 
         Args:
             tokens: of the nodes.
@@ -68,11 +68,15 @@ class Draft:
         known = tuple(tokens) if match_length or lookup else ()
         shape = _chain_or_tree(parents)
         return cls(
-            upload(tokens, device), shape, match_length=match_length, lookup_tokens=known, path_probs=tuple(path_probs)
+            copy_to_device(tokens, device),
+            shape,
+            match_length=match_length,
+            lookup_tokens=known,
+            path_probs=tuple(path_probs),
         )
 
     def truncate(self, size: int) -> Draft:
-        """Returns the first ``size`` tokens of a lookup draft, at least one; their parents are among them."""
+        """Return the first ``size`` tokens of a lookup draft, at least one; their parents are among them."""
         if size >= len(self.lookup_tokens):
             return self
         parents = None if self.parents is None else _chain_or_tree(self.parents[:size])
@@ -86,5 +90,5 @@ class Draft:
 
 
 def _chain_or_tree(parents: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the parents of a tree, or None if they form a chain."""
+    """Return the parents of a tree, or None if they form a chain."""
     return None if all(parent == node - 1 for node, parent in enumerate(parents)) else tuple(parents)

@@ -45,7 +45,7 @@ class VerifyOutput:
 
 
 class Drafter(Protocol):
-    """Proposes tokens for the target to verify. A drafter serves any number of prompts, one at a time.
+    """The proposer of tokens for the target to verify. A drafter serves any number of prompts, one at a time.
 
     The loop calls ``start`` once per prompt after the target's prefill, and then ``draft``, ``observe`` and
     ``observe_logits`` in every round. The output is the target's own whatever a drafter proposes, under one condition: if
@@ -92,7 +92,7 @@ class CrossPromptState(Protocol):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it keeps state as configured."""
+        """True if it keeps state as configured."""
         ...
 
     def reset_state(self) -> None:
@@ -101,7 +101,7 @@ class CrossPromptState(Protocol):
 
 @runtime_checkable
 class ContextFollower(Protocol):
-    """A drafter that learns from the text itself, also in rounds in which it is not asked for a draft."""
+    """A drafter that learns from the text itself, also in rounds in which it does not draft."""
 
     def follow(self, context: Context) -> None:
         """Observe the context of a round. Its list of tokens keeps growing until the next prompt begins."""
@@ -109,7 +109,7 @@ class ContextFollower(Protocol):
 
 @runtime_checkable
 class Lookup(Protocol):
-    """A drafter that may find its drafts without running a model, so that asking costs next to nothing.
+    """A drafter that may find its drafts without running a model, so that requesting one costs next to nothing.
 
     Attributes:
         lookup: whether it does.
@@ -130,12 +130,12 @@ class SinglePass(Protocol):
 
 
 def is_single_pass(drafter: Drafter) -> bool:
-    """Returns whether a drafter drafts all levels in one pass."""
+    """Return whether a drafter drafts all levels in one pass."""
     return isinstance(drafter, SinglePass) and drafter.single_pass
 
 
 def draft_steps(drafter: Drafter, draft: Draft) -> int:
-    """Returns the number of steps in which a drafter made a draft; 1 for an empty draft."""
+    """Return the number of steps in which a drafter made a draft; 1 for an empty draft."""
     return 1 if is_single_pass(drafter) else max(1, draft_depth(draft))
 
 
@@ -174,8 +174,8 @@ class BaseDrafter:
 
 
 class NoDraft(BaseDrafter):
-    """Proposes nothing, which makes the loop plain decoding, the baseline of every comparison."""
+    """A drafter that proposes nothing, which makes the loop plain decoding, the baseline of every comparison."""
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Returns the empty draft."""
+        """Return the empty draft."""
         return Draft.empty(context.last.device)

@@ -1,4 +1,4 @@
-"""Lossy rules of acceptance, which are faster and change the output.
+"""Lossy acceptance rules, which are faster and change the output.
 
 They exist for comparison with published systems: a threshold on the target's probability, and typical acceptance, Medusa
 (arXiv 2401.10774), section 2.3.1.

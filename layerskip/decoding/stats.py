@@ -40,7 +40,7 @@ class DecodeStats:
 
     @classmethod
     def join(cls, parts: Iterable[DecodeStats]) -> DecodeStats:
-        """Returns the rounds of several decodings as one."""
+        """Return the rounds of several decodings as one."""
         return cls(tuple(r for part in parts for r in part.rounds))
 
     @property

@@ -1,4 +1,4 @@
-"""Stop rules: when a drafter ends a draft early because its confidence is low.
+"""Stop rules, by which a drafter ends a draft early because its confidence is low.
 
 Either a fixed threshold, or the adaptive one of Draft & Verify (arXiv 2309.08168), section 3.3. The token whose confidence
 fell below the threshold stays in the draft: it is drafted already, and verifying one more token costs next to nothing.
@@ -18,12 +18,12 @@ _ROWS = 8
 
 
 def confidence(logits: Tensor) -> Tensor:
-    """Returns ``[n]`` float32 for ``[n, V]`` logits: the probability of each row's most likely token."""
+    """Return ``[n]`` float32 for ``[n, V]`` logits: the probability of each row's most likely token."""
     return torch.cat([part.float().softmax(-1).amax(-1) for part in portions(logits)])
 
 
 def portions(rows: Tensor) -> Sequence[Tensor]:
-    """Returns ``[n, ...]`` rows in parts; on a CPU few rows at a time, so that intermediate results stay in its caches."""
+    """Return ``[n, ...]`` rows in parts; on a CPU few rows at a time, so that intermediate results stay in its caches."""
     size = _ROWS if rows.device.type == "cpu" else max(1, rows.shape[0])
     return [rows[first : first + size] for first in range(0, max(1, rows.shape[0]), size)]
 
@@ -39,7 +39,7 @@ class StopRuleDrafter(BaseDrafter):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the rule is adaptive and carries its threshold from prompt to prompt."""
+        """True if the rule is adaptive and carries its threshold from prompt to prompt."""
         return self.stopper.rule.kind == "adaptive" and self.stopper.rule.carry
 
     def reset_state(self) -> None:
@@ -48,7 +48,10 @@ class StopRuleDrafter(BaseDrafter):
 
 
 class Stopper:
-    """Applies a stop rule over the rounds of one prompt, or of several prompts if the rule carries its threshold.
+    """A stop rule over the rounds of one prompt, or of several prompts if the rule carries its threshold.
+
+    Args:
+        rule: the stop rule to apply.
 
     Attributes:
         threshold: the present confidence below which a draft ends.
@@ -69,13 +72,13 @@ class Stopper:
             self.reset()
 
     def stops(self, logits: Tensor) -> bool:
-        """Returns whether the draft ends after the token of these ``[1, V]`` logits; waits for the device."""
+        """Return whether the draft ends after the token of these ``[1, V]`` logits; waits for the device."""
         if self.rule.kind == "length":
             return False
         return self.stops_at(float(confidence(logits)))
 
     def stops_at(self, confidence: float) -> bool:
-        """Returns whether the draft ends after a token of this confidence."""
+        """Return whether the draft ends after a token of this confidence."""
         return self.rule.kind != "length" and confidence < self.threshold
 
     def observe(self, drafted: int, accepted: int) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from layerskip.decoding.draft import Draft
 from layerskip.device.tolerance import nearly_equal
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.models.architecture import UnsupportedModel, architecture
 from layerskip.models.cache import KVCache
 from layerskip.models.features import NO_FEATURES, Features
@@ -150,7 +150,7 @@ class TreeModel:
 
 
 def tree_model(model: PreTrainedModel) -> TreeModel:
-    """Returns the model's :class:`TreeModel`, made once per model and again if the model's tensors were replaced.
+    """Return the model's :class:`TreeModel`, made once per model and again if the model's tensors were replaced.
 
     Raises:
         UnsupportedModel: see :class:`TreeModel`.
@@ -162,7 +162,7 @@ _models = OncePerModel(TreeModel)
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    """Returns the nodes from a child of the root down to a node."""
+    """Return the nodes from a child of the root down to a node."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(parents[path[-1]])
@@ -170,7 +170,7 @@ def path_to(node: int, parents: Sequence[int]) -> list[int]:
 
 
 def tree_depth(parents: Sequence[int]) -> int:
-    """Returns the number of nodes of the longest branch."""
+    """Return the number of nodes of the longest branch."""
     levels = [0]
     for parent in parents:
         levels.append(levels[parent + 1] + 1)
@@ -178,13 +178,13 @@ def tree_depth(parents: Sequence[int]) -> int:
 
 
 def draft_depth(draft: Draft) -> int:
-    """Returns the most tokens of a draft in a row: all of a chain, or those of a tree's longest branch."""
+    """Return the most tokens of a draft in a row: all of a chain, or those of a tree's longest branch."""
     return draft.tokens.shape[0] if draft.parents is None else tree_depth(draft.parents)
 
 
 @functools.lru_cache(maxsize=256)
 def depths_and_ancestors(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the depths and the attention mask of a tree whose root is the last token of the sequence.
+    """Return the depths and the attention mask of a tree whose root is the last token of the sequence.
 
     Args:
         parents: of each of n nodes, an earlier node or -1.
@@ -206,7 +206,7 @@ def depths_and_ancestors(parents: tuple[int, ...], device: torch.device) -> tupl
         depths.append(depths[parent + 1] + 1)
         ancestors[node + 1] = [a or b for a, b in zip(ancestors[node + 1], ancestors[parent + 1], strict=True)]
     flat = [int(flag) for row in ancestors for flag in row]
-    return upload(depths, device), upload(flat, device).bool().view(size, size)
+    return copy_to_device(depths, device), copy_to_device(flat, device).bool().view(size, size)
 
 
 def _vocabulary(model: PreTrainedModel) -> int:

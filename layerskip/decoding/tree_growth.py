@@ -1,4 +1,4 @@
-"""Growing a draft tree from the likeliest branches.
+"""Growth of a draft tree from the likeliest branches.
 
 EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees (arXiv 2406.16858), section 4.1: the value of a node is
 the product of the probabilities on its branch. A draft is therefore small if little is known.

@@ -1,4 +1,4 @@
-"""The exact rule of acceptance: which drafted tokens the target accepts, and which token comes next.
+"""The exact acceptance rule: it decides which drafted tokens the target accepts, and which token comes next.
 
 A pure function of distributions: Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), algorithm 1.
 A drafted token x is accepted with probability min(1, p(x) / q(x)); after the first rejection a token is drawn from

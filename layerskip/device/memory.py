@@ -29,7 +29,7 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class PeakMemory:
-    """Measures the peak memory since its creation.
+    """The peak memory since the creation of this object.
 
     Where the kernel cannot reset its high-water mark (outside Linux), a CPU reading is the peak since the process started.
     """
@@ -44,7 +44,7 @@ class PeakMemory:
                 _CLEAR.write_text("5")  # proc(5): resets VmHWM to the current resident set
 
     def read(self) -> int:
-        """The peak since creation, in bytes."""
+        """Return the peak since creation, in bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         try:
@@ -55,12 +55,12 @@ class PeakMemory:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
     def growth(self) -> int | None:
-        """The peak less the bytes allocated at creation; None on a CPU, where this cannot be measured."""
+        """Return the peak less the bytes allocated at creation; None on a CPU, where this cannot be measured."""
         return None if self._allocated is None else self.read() - self._allocated
 
 
 class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that torch operations create within a ``with`` block, gradients included.
+    """A count of the bytes of tensors that torch operations create within a ``with`` block, gradients included.
 
     Temporary memory inside a kernel is not seen.
 
@@ -98,7 +98,7 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensor_bytes(thing: object, beside: Iterable[object] = ()) -> int:
-    """Bytes of the tensors that can be reached from an object, each storage counted once.
+    """Return the bytes of the tensors that can be reached from an object, each storage counted once.
 
     Args:
         thing: any object, such as a drafter.
@@ -109,7 +109,7 @@ def tensor_bytes(thing: object, beside: Iterable[object] = ()) -> int:
 
 
 def python_bytes(thing: object, beside: Iterable[object] = ()) -> int:
-    """Bytes of the Python objects that can be reached from an object, such as n-gram tables, each counted once.
+    """Return the bytes of the Python objects that can be reached from an object, such as n-gram tables, each counted once.
 
     Args:
         thing: any object, such as a drafter; models in it and the closures of functions are not counted.
@@ -120,7 +120,7 @@ def python_bytes(thing: object, beside: Iterable[object] = ()) -> int:
 
 
 def _storages(thing: object) -> Iterator[tuple[int, int]]:
-    """Address and bytes of every tensor storage that can be reached; functions are followed into their closures only."""
+    """Return address and bytes of every tensor storage that can be reached; of functions, only the closures are followed."""
 
     def referents(obj: Any) -> Iterable[Any]:
         if isinstance(obj, FunctionType):
@@ -138,7 +138,7 @@ def _storages(thing: object) -> Iterator[tuple[int, int]]:
 def _reachable(
     thing: object, referents: Callable[[Any], Iterable[Any]], excluded: tuple[type, ...] = (), beside: Iterable[object] = ()
 ) -> Iterator[Any]:
-    """All objects that can be reached from one, each once, except types, modules and excluded types."""
+    """Return all objects that can be reached from one, each once, except types, modules and excluded types."""
     pending: list[Any] = [thing]
     seen: dict[int, Any] = {id(other): other for other in beside}
     while pending:
@@ -151,7 +151,7 @@ def _reachable(
 
 
 def total_bytes() -> int:
-    """The memory that this process may use: the machine's, or the limit of its control group if that is lower."""
+    """Return the bytes that this process may use: the machine's, or the limit of its control group if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         total = min(total, int(_LIMIT.read_text()))
@@ -176,7 +176,7 @@ def on_memory_release(release: Callable[[], None]) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out, on a GPU or on the host."""
+    """Return whether an error means that memory ran out, on a GPU or on the host."""
     message = str(error)  # the CUDA driver's error has no class of its own
     return (
         "allocate memory" in message

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def nearly_equal(tensor: Tensor, reference: Tensor) -> bool:
-    """Whether two tensors are equal up to the rounding of their dtype, relative to the largest entry of ``reference``.
+    """Return whether two tensors are equal up to rounding in their dtype, relative to the largest entry of ``reference``.
 
     Kernels round differently, so equal computations rarely give equal bits. Empty tensors are equal.
     """

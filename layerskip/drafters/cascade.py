@@ -1,7 +1,7 @@
 """A cascade without costs: the first of several drafters with a worthwhile proposal drafts the round.
 
 Repeated text is copied by a lookup, which costs next to nothing; a more expensive drafter drafts the rest. Two kinds of
-drafts are provisional, which means that the other members are asked before they are taken. One is a draft that a stop rule
+drafts are provisional, which means that the other members draft, too, before they are taken. One is a draft that a stop rule
 ended after its first token. The other is a lookup with a lower estimated acceptance than the recent drafts of a later member
 that runs no model. Of several lookups the one with the higher estimate is taken. If the costs of drafting and verification
 are known, :mod:`layerskip.drafters.priced_cascade` decides better than this order.
@@ -81,7 +81,7 @@ class CascadeBase:
 
 
 class Cascade(CascadeBase):
-    """Asks its members in order. Its estimates of their acceptance last from prompt to prompt."""
+    """A cascade that tries its members in order. Its estimates of their acceptance last from prompt to prompt."""
 
     def __init__(self, members: Sequence[Drafter]) -> None:
         super().__init__(members)
@@ -96,7 +96,7 @@ class Cascade(CascadeBase):
         self._estimates.start_text()
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Returns the first draft worth taking; members that are not asked follow the text, too."""
+        """Return the first draft worth taking; members that do not draft follow the text, too."""
         self._follow(context)
         self._estimates.update(context.tokens)
         self._drafted, best, provisional = None, Draft.empty(context.last.device), True
@@ -121,13 +121,13 @@ class Cascade(CascadeBase):
         return best
 
     def _skips(self, index: int, best: Draft, provisional: bool) -> bool:
-        """Returns whether a member need not be asked, given the best draft of those before it."""
+        """Return whether a member need not draft, given the best draft of those before it."""
         if best.match_length and index not in self._model_free:
             return True  # a lookup yields only to members that run no model
         return not provisional and not (best.match_length and index in self._lookups)
 
     def _is_outdone(self, index: int, draft: Draft) -> bool:
-        """Returns whether a later member that runs no model has a higher estimated acceptance than this draft.
+        """Return whether a later member that runs no model has a higher estimated acceptance than this draft.
 
         With little evidence this is False, as the priors favour the earlier member.
         """
@@ -148,5 +148,5 @@ class Cascade(CascadeBase):
 
 
 def draft_group(index: int, draft: Draft) -> tuple[int, int] | int:
-    """Returns the group whose acceptance a draft shares: its member and, for a lookup, the length of its match."""
+    """Return the group whose acceptance a draft shares: its member and, for a lookup, the length of its match."""
     return (index, min(draft.match_length, MAX_MATCH)) if draft.match_length else index

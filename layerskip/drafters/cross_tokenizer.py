@@ -21,7 +21,7 @@ from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser, to_full_vocabulary
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.chain import draft_chain
 from layerskip.drafters.reduced_vocabulary import draft_label, draft_view, load_draft_model
 from layerskip.drafters.registry import register
@@ -38,7 +38,7 @@ _MOST_GROWTH = 4  # draft tokens per target token that the cache has capacity fo
 
 
 class CrossTokenizer(StopRuleDrafter):
-    """Drafts with a model of another tokenizer.
+    """A drafter with a model of another tokenizer.
 
     Args:
         model: a causal language model.
@@ -81,7 +81,7 @@ class CrossTokenizer(StopRuleDrafter):
         self._cache = acquire_cache(self.model, self.layers, room, device, recorded, self)
         self._fed = self._known[:-1] if len(self._known) <= room else []
         if self._fed:
-            forward(self.model, clamp_tokens(self.model, upload(self._fed, device)), self._cache, last=1)
+            forward(self.model, clamp_tokens(self.model, copy_to_device(self._fed, device)), self._cache, last=1)
         self._cache.length = len(self._fed)
 
     def draft(self, context: Context, limit: int) -> Draft:
@@ -94,7 +94,7 @@ class CrossTokenizer(StopRuleDrafter):
         if not known or len(known) + length > self._cache.capacity:
             return Draft.empty(device)
         self._cache.length = min(common_prefix(self._fed, known), len(known) - 1)
-        pending = clamp_tokens(self.model, upload(known[self._cache.length :], device))
+        pending = clamp_tokens(self.model, copy_to_device(known[self._cache.length :], device))
         vocabulary = None if self._head is None else self._head.follow(self._seen)
         chain = draft_chain(self.model, self._cache, pending, length, self._shared, self.stopper, vocabulary=vocabulary)
         drafted = chain.tokens.tolist()
@@ -103,7 +103,9 @@ class CrossTokenizer(StopRuleDrafter):
             return replace(self._shared.translate(chain.tokens, chain.probs), stopped_at_first=chain.stopped_at_first)
         translated = self.translation.to_target(context.tokens, known, drafted)[:limit]
         tokens = list(itertools.takewhile(lambda token: token < self._shared.width, translated))
-        return Draft(upload(tokens, device), stopped_at_first=chain.stopped_at_first) if tokens else Draft.empty(device)
+        return (
+            Draft(copy_to_device(tokens, device), stopped_at_first=chain.stopped_at_first) if tokens else Draft.empty(device)
+        )
 
     def observe(self, verdict: Verdict) -> None:
         """Adapt the stop rule. Rejected tokens are overwritten when the next context is encoded."""
@@ -111,7 +113,7 @@ class CrossTokenizer(StopRuleDrafter):
 
 
 class _SharedTokensChooser(Chooser):
-    """Chooses the draft's tokens like the target's; drawn tokens are limited to those that the target shares.
+    """A choice of the draft's tokens like the target's; drawn tokens are limited to those that the target shares.
 
     The repetition penalty is left out: it applies to the target's tokens, and q may be any distribution.
     """
@@ -121,20 +123,20 @@ class _SharedTokensChooser(Chooser):
         self.generator = chooser.generator
         self.width = chooser.vocabulary
         pairs = [pair for pair in translation.shared if pair[0] < self.width and pair[1] < vocabulary]
-        self._own, self._in_draft = (upload(part, device) for part in zip(*pairs, strict=True))
+        self._own, self._in_draft = (copy_to_device(part, device) for part in zip(*pairs, strict=True))
         self._in_target = torch.full((vocabulary,), -1, device=device).index_copy(0, self._in_draft, self._own)
 
     def distribution(
         self, logits: Tensor, block: Tensor, parents: Sequence[int] | None = None, tokens: Tensor | None = None
     ) -> Tensor:
-        """Returns the distributions over the model's tokens; see :meth:`Chooser.distribution`."""
+        """Return the distributions over the model's tokens; see :meth:`Chooser.distribution`."""
         if not self.sampling.greedy:
             in_target = self._in_target if tokens is None else self._in_target.index_select(0, tokens)
             logits = logits.masked_fill(in_target < 0, -float("inf"))
         return super().distribution(logits, block, parents, tokens)
 
     def translate(self, tokens: Tensor, probs: Tensor) -> Draft:
-        """Returns drawn tokens ``[K]`` and their distributions ``[K, V']`` in the target's tokens."""
+        """Return drawn tokens ``[K]`` and their distributions ``[K, V']`` in the target's tokens."""
         shared_probs = to_full_vocabulary(probs.index_select(1, self._in_draft), self._own, self.width)
         return Draft(self._in_target.index_select(0, tokens), probs=shared_probs)
 

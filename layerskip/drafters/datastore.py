@@ -119,7 +119,7 @@ class Datastore:
         for name, value in _identity(target).items():
             if value is not None and about.get(name) != value:
                 raise ConfigError(f"datastore: {folder} was built for another {name} than that of {target.name}")
-        # A token that the target lacks would break decoding; reading 10 million tokens takes 0.1 s.
+        # A token that the target lacks would break decoding; reading all tokens takes little time.
         if _digest(tokens) != about.get("digest"):
             raise ConfigError(f"datastore: {folder} is damaged: its tokens do not match their digest")
         if int(suffixes.sum(dtype=np.int64)) != len(suffixes) * (len(suffixes) - 1) // 2:
@@ -127,7 +127,7 @@ class Datastore:
         return cls(tokens, suffixes, about)
 
     def places(self, ngram: Sequence[int]) -> range:
-        """Returns the range of ``suffixes`` that begin with an n-gram."""
+        """Return the range of ``suffixes`` that begin with an n-gram."""
         stored = [token + 1 for token in ngram]
         size = len(stored)
 
@@ -138,7 +138,7 @@ class Datastore:
         return range(low, bisect_right(self.suffixes, stored, lo=low, key=prefix))
 
     def continuations(self, ngram: Sequence[int], length: int, most: int) -> list[list[int]]:
-        """Returns what followed an n-gram.
+        """Return the continuations of an n-gram.
 
         Args:
             ngram: at least one token.
@@ -160,5 +160,5 @@ def _digest(tokens: NDArray[np.int32]) -> str:
 
 
 def _identity(target: Target) -> dict[str, Any]:
-    """Returns what gives token ids their meaning; the tokenizer is None for a target without one."""
+    """Return the fields that give token ids their meaning; the tokenizer is None for a target without one."""
     return {"vocabulary": target.vocabulary, "tokenizer": target.tokenizer_digest}

@@ -16,7 +16,7 @@ from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.chain import draft_chain
 from layerskip.drafters.reduced_vocabulary import draft_label, draft_view, load_draft_model
 from layerskip.drafters.registry import register
@@ -30,7 +30,7 @@ from layerskip.models.target import Target
 
 
 class DraftModel(StopRuleDrafter):
-    """Drafts with another model.
+    """A drafter with another model.
 
     Args:
         model: a causal language model over the target's tokens; the width of its output may differ by padding.
@@ -58,7 +58,7 @@ class DraftModel(StopRuleDrafter):
         recorded = isinstance(cache, CapturingCache)
         self._cache = acquire_cache(self.model, self.layers, cache.capacity, self._device, recorded, self)
         if self._reach(len(prompt)) > 0:
-            forward(self.model, clamp_tokens(self.model, upload(prompt, self._device)), self._cache, last=1)
+            forward(self.model, clamp_tokens(self.model, copy_to_device(prompt, self._device)), self._cache, last=1)
         self._cache.length = self._verified = len(prompt)
         self.stopper.start()
 
@@ -69,13 +69,13 @@ class DraftModel(StopRuleDrafter):
             return Draft.empty(context.last.device)
         self._verified = len(context.tokens)
         missing = len(context.tokens) - self._cache.length
-        pending = context.last if missing == 1 else upload(context.tokens[-missing:], self._device)
+        pending = context.last if missing == 1 else copy_to_device(context.tokens[-missing:], self._device)
         pending = clamp_tokens(self.model, pending)
         vocabulary = None if self._head is None else self._head.follow(context.tokens)
         return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, vocabulary=vocabulary)
 
     def _reach(self, length: int) -> int:
-        """Returns how many tokens the model can draft after a text, given its positions; it need not read the last one."""
+        """Return the number of tokens that the model can draft after a text; it need not read the last one."""
         return self.draft_length if self._most is None else self._most - length + 1
 
     def observe(self, verdict: Verdict) -> None:

@@ -21,7 +21,7 @@ from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.chain import draft_chain
 from layerskip.drafters.registry import register
 from layerskip.heads.eagle import EagleHead, load_eagle
@@ -33,7 +33,7 @@ from layerskip.models.target import Target
 
 
 class Eagle(StopRuleDrafter):
-    """Drafts with a head.
+    """A drafter with an EAGLE head.
 
     Args:
         head: the trained head.
@@ -87,7 +87,7 @@ class Eagle(StopRuleDrafter):
         features = self.head.fuse(torch.cat(self._pending))
         count = features.shape[0]
         known = count + self.head.shape.lookback
-        tokens = context.last if known == 1 else upload(context.tokens[-known:], context.last.device)
+        tokens = context.last if known == 1 else copy_to_device(context.tokens[-known:], context.last.device)
         depth = min(limit, self.draft_length)
         self._pending = []
         self._step.features, self._step.before = features, tokens[:-count]
@@ -143,8 +143,8 @@ class Eagle(StopRuleDrafter):
             parents = [front.index(nodes[node][2]) for node in best]
             for row, node in enumerate(best):
                 fed[node] = cache.length - begin + row
-            states = hidden[upload(parents, hidden.device)]
-            tokens = upload([endings[node] for node in best], hidden.device)
+            states = hidden[copy_to_device(parents, hidden.device)]
+            tokens = copy_to_device([endings[node] for node in best], hidden.device)
             hidden = self._feed(tokens, states, [paths[node] for node in best], begin, level)
             front, path_probs = best, [nodes[node][0] for node in best]
         kept = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))[: self.tree_tokens]
@@ -153,14 +153,14 @@ class Eagle(StopRuleDrafter):
         return Draft.of_tree([nodes[node][1] for node in kept], [number[nodes[node][2]] for node in kept], tokens.device)
 
     def _feed(self, tokens: Tensor, features: Tensor, paths: list[list[int]], begin: int, level: int) -> Tensor:
-        """Returns the hidden states of nodes of one level, each of which sees the sequence and its own branch."""
+        """Return the hidden states of nodes of one level, each of which sees the sequence and its own branch."""
         cache, count, device = self._cache, tokens.shape[0], features.device
         visible = torch.zeros(count, cache.max_length, dtype=torch.bool)
         visible[:, :begin] = True
         for row, path in enumerate(paths):
             visible[row, [*(begin + column for column in path), cache.length + row]] = True
         positions = torch.full((count,), begin + level, device=device)
-        hidden = self._step.run(tokens, features, cache, positions, upload(visible, device))
+        hidden = self._step.run(tokens, features, cache, positions, copy_to_device(visible, device))
         cache.length += count
         return hidden
 
@@ -180,7 +180,7 @@ class _Step(nn.Module):
         self.before = torch.empty(0, dtype=torch.int64)
 
     def forward(self, input_ids: Tensor, past_key_values: KVCache, **_: Any) -> SimpleNamespace:
-        """Returns ``[1, 1, v]`` logits after the last of ``[1, n]`` tokens."""
+        """Return ``[1, 1, v]`` logits after the last of ``[1, n]`` tokens."""
         head, readout = self._parts[0], self._parts[2]
         tokens = torch.cat((self.before, input_ids[0]))
         hidden = self.run(tokens, self.features, past_key_values)[-1:]
@@ -188,7 +188,7 @@ class _Step(nn.Module):
         return SimpleNamespace(logits=readout(hidden)[None])
 
     def run(self, tokens: Tensor, features: Tensor, cache: KVCache, *where: Tensor) -> Tensor:
-        """Returns the hidden states of some tokens, ``[n, H]``.
+        """Return the hidden states of some tokens, ``[n, H]``.
 
         Args:
             tokens: int64: ``[m]``, consecutive ones, preceded by those that the head looks back at; or ``[n, m]``, a row for

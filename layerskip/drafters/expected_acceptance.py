@@ -41,12 +41,12 @@ class AcceptanceEstimates:
         self._open: list[tuple[Hashable, Draft, int]] = []
 
     def mean(self, group: Hashable, prior: float = 0.0) -> float:
-        """Returns the mean accepted tokens of a group, with one further observation of value ``prior``."""
+        """Return the mean accepted tokens of a group, with one further observation of value ``prior``."""
         count, mean = self._means.get(group, (0, 0.0))
         return (count * mean + prior) / (count + 1)
 
     def prefix_means(self, group: Hashable, draft: Draft) -> Iterator[float]:
-        """Yields the estimated accepted tokens of the draft's first token alone, its first two, and so on.
+        """Yield the estimated accepted tokens of the draft's first token alone, its first two, and so on.
 
         For estimates ``by_token``.
         """
@@ -87,7 +87,7 @@ class AcceptanceEstimates:
 
 
 def _grades(draft: Draft) -> Iterator[tuple[Hashable, float]]:
-    """Yields, per token, the grade that it shares with tokens of similar probability, and its prior probability."""
+    """Yield, per token, the grade that it shares with tokens of similar probability, and its prior probability."""
     depths: list[int] = []
     for node, parent in enumerate(_parents(draft)):
         depth = 1 if parent < 0 else depths[parent] + 1
@@ -97,7 +97,7 @@ def _grades(draft: Draft) -> Iterator[tuple[Hashable, float]]:
 
 
 def _match_text(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
-    """Returns the nodes of a draft on the branch that a text takes, and whether that branch ends there."""
+    """Return the nodes of a draft on the branch that a text takes, and whether that branch ends there."""
     children: dict[int, dict[int, int]] = {}
     for node, (token, parent) in enumerate(zip(draft.lookup_tokens, _parents(draft), strict=True)):
         children.setdefault(parent, {}).setdefault(token, node)

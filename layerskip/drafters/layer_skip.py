@@ -32,13 +32,13 @@ from layerskip.models.target import Target
 
 
 class LayerSkip(StopRuleDrafter):
-    """Drafts through a view of the target.
+    """A drafter through a view of the target.
 
     Args:
         view: the target without the skipped sub-layers, from :func:`layerskip.models.skip_view.skip_view`.
         draft_length: the most tokens per round.
         stop: when to stop before that.
-        siblings: how many alternatives may be verified beside each drafted token; 0 drafts chains.
+        siblings: how many alternatives may be verified with each drafted token; 0 drafts chains.
         least_probability: the least probability of a sibling in the draft's distribution.
         head: the reduced vocabulary of the view's output layer, if any.
     """

@@ -1,7 +1,7 @@
 """Drafting from guesses that the target corrects while it verifies.
 
 Break the Sequential Dependency of LLM Inference Using Lookahead Decoding (arXiv 2402.02057), section 3. A window of guessed
-tokens goes through every verification pass beside the drafts. Each pass gives the target's next token after each guess, so
+tokens goes through every verification pass with the drafts. Each pass gives the target's next token after each guess, so
 after a few passes every column of the window has become an n-gram; n-grams that begin with the last token are the next
 drafts. In the draft tree the window is one more branch: its first row is a chain after the last token, and the other rows
 hang from it column by column. It needs no special mask, and a guess that happens to be right is accepted.
@@ -19,7 +19,7 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import BaseDrafter, Context, VerifyOutput
 from layerskip.decoding.sampling import Chooser, most_likely
 from layerskip.decoding.tree_growth import grow_tree
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
 
@@ -27,7 +27,7 @@ Ngram = tuple[int, ...]
 
 
 class Lookahead(BaseDrafter):
-    """Drafts n-grams from a pool that a window of guesses fills; pool and window begin anew with every prompt.
+    """A drafter of n-grams from a pool that a window of guesses fills; pool and window start empty with every prompt.
 
     Args:
         draft_length: the most tokens of a draft, one less than an n-gram has; also the rows of the window.
@@ -56,7 +56,7 @@ class Lookahead(BaseDrafter):
         self._begin(prompt)
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Returns the n-grams that begin with the last token, and the window unless it exceeds ``limit``."""
+        """Return the n-grams that begin with the last token, and the window unless it exceeds ``limit``."""
         tokens, parents = self._candidates(context.tokens[-1], min(limit, self.draft_length))
         self._last_row = None
         if self.window + len(self._rows) - 1 <= limit:
@@ -70,7 +70,7 @@ class Lookahead(BaseDrafter):
         return Draft.of_tree(tokens, parents, context.last.device)
 
     def _candidates(self, token: int, depth: int) -> tuple[list[int], list[int]]:
-        """Returns the n-grams after a token as a tree that shares their common prefixes, the latest first."""
+        """Return the n-grams after a token as a tree that shares their common prefixes, the latest first."""
         ngrams = [ngram[:depth] for ngram in reversed(self._pool.get(token, {}))]
 
         def successors(branch: Ngram) -> list[tuple[int, float, Ngram]]:
@@ -88,7 +88,7 @@ class Lookahead(BaseDrafter):
         count = len(self._drafted)
         if last_row is None or output.block.shape[0] != 1 + count:
             return
-        row = most_likely(output.logits.index_select(0, upload(last_row, output.logits.device)))
+        row = most_likely(output.logits.index_select(0, copy_to_device(last_row, output.logits.device)))
         tokens = torch.cat((output.block[1:], row)).tolist()  # one copy to the host, as each waits for the device
         if tokens[:count] != self._drafted:  # the draft of another drafter was verified
             return

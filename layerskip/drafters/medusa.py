@@ -23,7 +23,7 @@ from layerskip.models.target import Target
 
 
 class Medusa(BaseDrafter):
-    """Drafts with trained heads.
+    """A drafter with Medusa heads.
 
     Args:
         heads: the trained heads.
@@ -59,7 +59,7 @@ class Medusa(BaseDrafter):
         self._hidden = features[-1]
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Returns a tree of the heads' likely tokens."""
+        """Return a tree of the heads' likely tokens."""
         self.readout.follow(context.tokens)
         logits = self.readout(self.heads(self._hidden))[: min(limit, self.draft_length)]
         probs, places = logits.float().softmax(-1).topk(min(self.candidates, logits.shape[-1]), dim=-1)

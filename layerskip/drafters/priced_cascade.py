@@ -1,9 +1,9 @@
 """A cascade that knows costs: each round is drafted by the member with the most expected tokens for the round's cost.
 
-Every lookup is asked, and as many tokens of its draft are kept as are worth their verification at the recent rate of tokens
-per step. A member that runs a model, or needs a pass of the target, is asked if its rounds promise more tokens per step than
+Every lookup drafts, and as many tokens of its draft are kept as are worth their verification at the recent rate of tokens
+per step. A member that runs a model, or needs a pass of the target, is tried if its rounds promise more tokens per step than
 the best lookup and than plain decoding. The estimate is the mean of its rounds in this text and in earlier texts. A member
-that was not asked for many rounds is asked again, as texts change.
+that was not tried for many rounds is tried again, as texts change.
 
 Rounds are compared by tokens per step, not by their gain over the recent rate: that rate includes rounds of lookups that
 accepted many tokens, and no such round can be had where nothing can be looked up. This follows no paper.
@@ -31,13 +31,13 @@ from layerskip.rules import check_number
 _DECAY = 0.99  # per round, of the totals that give the recent rate
 _WINDOW = 128  # rounds of one member; older ones fade
 _EARLIER_WEIGHT = 16  # rounds that the mean of earlier texts counts for in a new text
-_PATIENCE = 128  # rounds in a row without a member before it is asked again
+_PATIENCE = 128  # rounds in a row without a member before it is tried again
 _PRIOR_ROUNDS = 2  # prior rounds of a member, each with one accepted token at the cost of a step
 
 
 @dataclass
 class _RoundMeans:
-    """Means of the rounds in which a member was asked.
+    """Means of the rounds in which a member was tried.
 
     Args:
         rounds: how many.
@@ -57,14 +57,14 @@ class _RoundMeans:
 
 
 class PricedCascade(CascadeBase):
-    """Asks the members with the most expected tokens per step. Its estimates last from prompt to prompt.
+    """A cascade that tries the members with the most expected tokens per step. Estimates last from prompt to prompt.
 
     Args:
         members: as for any cascade.
         verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding.
         draft_cost: what each member needs to draft one token of a chain, one level of a tree, or all levels if it drafts
-            them in one pass, in such steps. Empty if unknown: members that run a model are then asked if no lookup pays. A
-            member that needs a whole step for every token is never asked, as that cannot pay.
+            them in one pass, in such steps. Empty if unknown: members that run a model are then tried if no lookup pays. A
+            member that needs a whole step for every token is never tried, as that cannot pay.
     """
 
     def __init__(self, members: Sequence[Drafter], verify_cost: Sequence[float], draft_cost: Sequence[float] = ()) -> None:
@@ -86,11 +86,11 @@ class PricedCascade(CascadeBase):
         }
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Returns the lookup with the most tokens per step, or the draft of a member that promises more."""
+        """Return the lookup with the most tokens per step, or the draft of a member that promises more."""
         self._follow(context)
         self._estimates.update(context.tokens)
         self._drafted = None
-        self._asked: dict[int, float] = {}  # the members asked that run a model, and the costs of their drafts
+        self._asked: dict[int, float] = {}  # the members tried that run a model, and the costs of their drafts
         best, best_rate = Draft.empty(context.last.device), 0.0
         for index in self._lookups:
             draft = self.members[index].draft(context, limit)
@@ -117,7 +117,7 @@ class PricedCascade(CascadeBase):
         return best
 
     def _promising(self, rate: float) -> list[int]:
-        """Returns the members that run a model and promise more than ``rate`` tokens per step, the best first.
+        """Return the members that run a model and promise more than ``rate`` tokens per step, the best first.
 
         Without draft costs these are all of them if no lookup pays, and none otherwise.
         """
@@ -132,7 +132,7 @@ class PricedCascade(CascadeBase):
         return sorted((index for index in rates if rates[index] > rate), key=lambda index: -rates[index])
 
     def _best_size(self, index: int, draft: Draft) -> tuple[int, float]:
-        """Returns how many of a lookup's first tokens gain most over the cost of their verification, and their rate.
+        """Return how many of a lookup's first tokens gain most over the cost of their verification, and their rate.
 
         The cost of a round is valued at the recent rate, as other rounds would have used that time. Both are 0 if no size
         pays.
@@ -146,7 +146,7 @@ class PricedCascade(CascadeBase):
         return best
 
     def _verify_cost(self, size: int) -> float:
-        """Returns the cost of verifying that many tokens, in steps of plain decoding, extrapolated linearly."""
+        """Return the cost of verifying that many tokens, in steps of plain decoding, extrapolated linearly."""
         if not size:
             return 1.0
         first, last, count = self._verify_costs[0], self._verify_costs[-1], len(self._verify_costs)
@@ -162,7 +162,7 @@ class PricedCascade(CascadeBase):
     def _reset_rounds(self) -> None:
         self._tokens, self._steps = 1.0, 1.0  # of recent rounds
         self._all_texts = {index: _RoundMeans(_PRIOR_ROUNDS, 1.0, 1.0) for index in self._others}
-        self._skipped = dict.fromkeys(self._others, 0)  # rounds since each member was asked
+        self._skipped = dict.fromkeys(self._others, 0)  # rounds since each member was tried
 
     def observe(self, verdict: Verdict) -> None:
         """Pass the verdict to the member that drafted, and add the round to the estimates."""

@@ -13,14 +13,14 @@ from layerskip.config import Kind
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import BaseDrafter, Context
 from layerskip.decoding.sampling import Chooser
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.expected_acceptance import MAX_MATCH
 from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
 
 
 class PromptLookup(BaseDrafter):
-    """Drafts from an index of the context's n-grams, which is updated token by token.
+    """A drafter from an index of the context's n-grams, which is updated token by token.
 
     Args:
         ngram_min: the length of the shortest n-gram to look up.
@@ -46,7 +46,7 @@ class PromptLookup(BaseDrafter):
         self._indexed = 0
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Propose what followed the longest n-gram that ends the context; nothing if none occurred before.
+        """Propose the continuation of the longest n-gram that ends the context; nothing if none occurred before.
 
         The reported match may be longer than an n-gram: it counts all tokens that agree, up to ``MAX_MATCH``.
         """
@@ -54,15 +54,15 @@ class PromptLookup(BaseDrafter):
         if not size:
             return Draft.empty(context.last.device)
         tokens, match = self._copy(context.tokens, start, limit), _agreement(context.tokens, start, size)
-        return Draft(upload(tokens, context.last.device), match_length=match, lookup_tokens=tuple(tokens))
+        return Draft(copy_to_device(tokens, context.last.device), match_length=match, lookup_tokens=tuple(tokens))
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Returns the draft's tokens; ``tokens`` continues those of the last call."""
+        """Return the draft's tokens; ``tokens`` continues those of the last call."""
         start, size = self._search(tokens)
         return self._copy(tokens, start, limit) if size else []
 
     def _search(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Returns the longest n-gram at the end that occurred before: where its continuation starts, and its length or 0."""
+        """Return the longest n-gram at the end that occurred before: where its continuation starts, and its length or 0."""
         self._index(tokens)
         for size in self.sizes:
             start = self._follows.get(tuple(tokens[-size:])) if size < len(tokens) else None
@@ -86,7 +86,7 @@ class PromptLookup(BaseDrafter):
 
 
 def _agreement(tokens: Sequence[int], start: int, size: int) -> int:
-    """Returns how many tokens before ``start`` agree with the end, up to ``MAX_MATCH``; ``size`` are known to agree."""
+    """Return how many tokens before ``start`` agree with the end, up to ``MAX_MATCH``; ``size`` are known to agree."""
     end = len(tokens)
     while size < min(MAX_MATCH, start) and tokens[start - size - 1] == tokens[end - size - 1]:
         size += 1

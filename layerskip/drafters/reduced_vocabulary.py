@@ -30,7 +30,7 @@ def load_draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: 
 
 
 def draft_view(draft: Target, config: SpeculativeConfig, owner: Target) -> tuple[PreTrainedModel, DraftHead | None]:
-    """Returns a view of a draft model with the configured output layer, and its reduced vocabulary if any.
+    """Return a view of a draft model with the configured output layer, and its reduced vocabulary if any.
 
     Args:
         draft: the draft model.
@@ -46,6 +46,12 @@ def reduce_output(
 ) -> DraftHead | None:
     """Reduce a view's output layer to the tokens of ``config.draft_head``.
 
+    Args:
+        view: the view to change.
+        model: the model of the view, which stays as it is.
+        config: the configuration of the drafter.
+        owner: the target that the draft head belongs to.
+
     Returns:
         The reduced vocabulary; None if the configuration names none, and the view is unchanged.
     """
@@ -57,5 +63,5 @@ def reduce_output(
 
 
 def draft_label(config: SpeculativeConfig) -> str:
-    """Returns the draft model and its reduced vocabulary, for a configuration's label."""
+    """Return the draft model and its reduced vocabulary, for a configuration's label."""
     return config.draft + (f", {PurePath(config.draft_head).name}" if config.draft_head else "")

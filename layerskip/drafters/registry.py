@@ -1,4 +1,4 @@
-"""The registry of drafters: how a configuration becomes a drafter.
+"""The registry of drafters, which makes a drafter of a configuration.
 
 A file of this package that holds a drafter calls :func:`register` at its end. Importing the package imports every file in
 it, so a new file is found without being listed anywhere.

@@ -29,7 +29,7 @@ _TOKENS_PER_MATCH = 10  # drafted tokens per matched token, without a datastore
 
 
 class Retrieval(BaseDrafter):
-    """Drafts what followed before. It keeps the texts that it followed until it is reset.
+    """A drafter of continuations in earlier texts. It keeps the texts that it followed until it is reset.
 
     Args:
         datastore: further texts; None for none.
@@ -75,16 +75,16 @@ class Retrieval(BaseDrafter):
         self._indexed = 0
 
     def follow(self, context: Context) -> None:
-        """Keep the text; it is indexed when the next draft is asked for, or the next prompt begins."""
+        """Keep the text; it is indexed when the next draft is requested, or the next prompt begins."""
         self._texts[-1] = context.tokens
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Returns a tree of what followed the longest matches of the end of the context; nothing if there are none."""
+        """Return a tree of what followed the longest matches of the end of the context; nothing if there are none."""
         tokens, parents, path_probs, match = self.propose(context.tokens, min(limit, self.draft_length))
         return Draft.of_tree(tokens, parents, context.last.device, match, path_probs=path_probs)
 
     def propose(self, tokens: list[int], depth: int) -> tuple[list[int], list[int], list[float], int]:
-        """Returns the tokens of the tree, their parents and path probabilities, and the length of the match.
+        """Return the tokens of the tree, their parents and path probabilities, and the length of the match.
 
         ``tokens`` continues those of the last call.
         """
@@ -128,7 +128,7 @@ class Retrieval(BaseDrafter):
             self._index()
 
     def _continuations(self, tokens: list[int], size: int, length: int) -> tuple[list[list[int]], int]:
-        """Returns what followed an n-gram where most of the text agrees, and the length of the longest match.
+        """Return the continuations of an n-gram where most of the text agrees, and the length of the longest match.
 
         The latest continuation comes first, as it wins ties.
         """
@@ -151,7 +151,7 @@ class Retrieval(BaseDrafter):
 
 
 def _common(text: list[int], end: int, tokens: list[int], known: int) -> int:
-    """Returns how many tokens before a place in a text agree with the end of ``tokens``; ``known`` are known to agree."""
+    """Return how many tokens before a place in a text agree with the end of ``tokens``; ``known`` are known to agree."""
     most, here = min(end, len(tokens), _LONGEST_MATCH), len(tokens)
     while known < most and text[end - known - 1] == tokens[here - known - 1]:
         known += 1
@@ -165,7 +165,7 @@ class _Trie:
         self.rows, self.depth = rows, depth
 
     def successors(self) -> list[tuple[int, float, _Trie]]:
-        """Returns each next token, the share of continuations that have it, and their sub-trie."""
+        """Return each next token, the share of continuations that have it, and their sub-trie."""
         groups: dict[int, list[Sequence[int]]] = {}
         for row in self.rows:
             if len(row) > self.depth:

@@ -1,7 +1,7 @@
-"""Siblings: likely alternatives beside the tokens of a drafted chain.
+"""Siblings: likely alternatives to the tokens of a drafted chain.
 
 SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference Acceleration (arXiv 2410.06916), section 4.3: the runners-up of
-every token of the chain are verified beside it, more of them if the draft is less confident. Their number depends only on
+every token of the chain are verified with it, more of them if the draft is less confident. Their number depends only on
 the draft's distribution. If tokens are drawn, siblings are drawn from the likely tokens without replacement, as recursive
 rejection over siblings requires (SpecInfer, arXiv 2305.09781).
 """
@@ -17,11 +17,11 @@ from torch import Tensor
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.sampling import Chooser, draw, to_full_vocabulary
 from layerskip.decoding.stopping import portions
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 
 
 class SiblingCollector:
-    """Collects the siblings of one chain while it is drafted.
+    """A collector of the siblings of one chain while it is drafted.
 
     Args:
         siblings: the most siblings of a token, at least 1.
@@ -66,13 +66,13 @@ class SiblingCollector:
         self._rows.append(torch.stack(rows))
 
     def attach(self, chain: Draft) -> Draft:
-        """Returns the chain with its siblings after it; waits for the device once."""
+        """Return the chain with its siblings after it; waits for the device once."""
         size, each = chain.tokens.shape[0], self._columns[0].shape[0]
         widths = torch.cat(self._widths).tolist()
         siblings = [(place, rank) for place in range(size) for rank in range(min(widths[place], each))]
         if not siblings:
             return chain
-        chosen = upload([place * each + rank for place, rank in siblings], chain.tokens.device)
+        chosen = copy_to_device([place * each + rank for place, rank in siblings], chain.tokens.device)
         others = torch.cat(self._columns).index_select(0, chosen)
         tokens = torch.cat((chain.tokens, others if self._vocabulary is None else self._vocabulary.index_select(0, others)))
         parents = tuple(itertools.chain(range(-1, size - 1), (place - 1 for place, _ in siblings)))
@@ -85,7 +85,7 @@ class SiblingCollector:
 
 
 def runners_up(scores: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the most likely tokens beside the chosen ones.
+    """Return the most likely tokens other than the chosen ones.
 
     Args:
         scores: ``[n, V]`` float32 logits, penalised.

@@ -19,7 +19,7 @@ from layerskip.models.target import Target
 
 
 class TokenRecycling(BaseDrafter):
-    """Drafts trees from the table, which is kept from prompt to prompt until it is reset.
+    """A drafter of trees from the table, which is kept from prompt to prompt until it is reset.
 
     Args:
         draft_length: the depth of a tree, at most.
@@ -48,7 +48,7 @@ class TokenRecycling(BaseDrafter):
         return Draft.of_tree(tokens, parents, context.last.device, lookup=True, path_probs=path_probs)
 
     def grow(self, root: int, depth: int) -> tuple[list[int], list[int], list[float]]:
-        """Returns the tokens of a tree after ``root``, at most ``depth`` deep, with their parents and path probabilities."""
+        """Return the tokens of a tree after ``root``, at most ``depth`` deep, with their parents and path probabilities."""
         return grow_tree(root, self._successors, depth, self.tree_tokens, self.least_probability)
 
     def _successors(self, token: int) -> list[tuple[int, float, int]]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-_OVERLAP = 10  # tokens that are encoded again beside new ones
+_OVERLAP = 10  # tokens that are encoded again with new ones
 _SAMPLED = 64  # tokens whose text is encoded as a check
 _BROKEN = "\ufffd"  # the decoding of an incomplete character
 
@@ -22,7 +22,7 @@ class UnalignedTokenizers(ValueError):
 
 
 class Translation:
-    """Translates sequences into a draft model's tokens, and its drafts into the target's.
+    """A translation of sequences into a draft model's tokens, and of its drafts into the target's.
 
     Args:
         target: the target's tokenizer.
@@ -52,7 +52,7 @@ class Translation:
             raise UnalignedTokenizers("the draft's tokenizer does not reproduce the text that it encodes")
 
     def to_draft(self, tokens: Sequence[int], before: int = 0, known: Sequence[int] = ()) -> list[int]:
-        """Returns a sequence in the draft's tokens.
+        """Return a sequence in the draft's tokens.
 
         Args:
             tokens: the target's tokens.
@@ -71,7 +71,7 @@ class Translation:
         return [*self._begin, *_encode(self._draft, _decode(self._target, tokens))]
 
     def to_target(self, tokens: Sequence[int], known: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """Returns a draft in the target's tokens.
+        """Return a draft in the target's tokens.
 
         Args:
             tokens: the sequence in the target's tokens.
@@ -95,7 +95,7 @@ class Translation:
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the length of the common prefix of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -111,7 +111,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False
 
 
 def _spellings(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
-    """Returns every ordinary token by the bytes that it encodes."""
+    """Return every ordinary token by the bytes that it encodes."""
     vocabulary = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
     bytelevel = sum("Ġ" in token for token in vocabulary) > sum("▁" in token for token in vocabulary)
@@ -131,7 +131,7 @@ def _spellings(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Returns the byte of each letter of byte-level tokenizers: printable bytes are themselves, others start at 256."""
+    """Return the byte of each letter of byte-level tokenizers: printable bytes are themselves, others start at 256."""
     printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printing]
     return {chr(byte): byte for byte in printing} | {chr(256 + place): byte for place, byte in enumerate(others)}

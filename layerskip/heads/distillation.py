@@ -38,7 +38,7 @@ def most_likely_tokens(readout: Readout, hidden: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes the gradient together with the loss, so that no logits have to be kept or recomputed."""
+    """The loss with its gradient, computed together, so that no logits have to be kept or recomputed."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, target_hidden: Tensor, readout: Readout) -> Tensor:

@@ -58,7 +58,7 @@ class EagleShape:
         rope_theta: base of the rotary positions.
         rms_norm_eps: epsilon of the layer's norms.
         attention_bias: whether queries, keys and values have a bias, as in published heads for Qwen2.
-        lookback: number of tokens before each whose embeddings its attention reads, besides that of the token itself. 0 for
+        lookback: number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for
             EAGLE's own attention, which reads only the output of the linear map.
 
     Raises:
@@ -96,7 +96,14 @@ class EagleShape:
 
     @classmethod
     def of(cls, target: Target, three_layers: bool = False, vocabulary: int | None = None, lookback: int = 0) -> EagleShape:
-        """Return the shape of a head whose layer has the sizes of the target's own layers."""
+        """Return the shape of a head whose layer has the sizes of the target's own layers.
+
+        Args:
+            target: the model that the head drafts for.
+            three_layers: whether the head reads a low, a middle and a high layer.
+            vocabulary: number of tokens that it may draft; None for all.
+            lookback: number of earlier tokens whose embeddings it reads.
+        """
         config = target.model.config.get_text_config(decoder=True)
         hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
         return cls(
@@ -233,7 +240,7 @@ class EagleHead(nn.Module):
 
 
 class _LookbackInput(nn.Module):
-    """Appends embeddings ``[B, n, E]``, if set, to the attention's input, in place of the norm that EAGLE's layer lacks."""
+    """A layer that appends embeddings ``[B, n, E]``, if set, to the attention's input, in place of a norm."""
 
     embeddings: Tensor | None = None
 
@@ -243,7 +250,7 @@ class _LookbackInput(nn.Module):
 
 
 def _widened(part: nn.Linear, more: int) -> nn.Linear:
-    """The linear map with further inputs, whose weights are zero."""
+    """Return the linear map with further inputs, whose weights are zero."""
     wide = nn.Linear(part.in_features + more, part.out_features, bias=part.bias is not None)
     wide.weight.data.zero_()[:, : part.in_features] = part.weight.data
     if part.bias is not None:

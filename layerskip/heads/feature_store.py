@@ -1,4 +1,4 @@
-"""Stores the target's hidden states of many texts on disk, in a file that grows text by text up to a budget of bytes."""
+"""A store of the target's hidden states of many texts, in a file that grows text by text up to a budget of bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from layerskip.texts.training_texts import TrainingText
 
 _BYTES = 2  # per element: bfloat16
 _PROBE = 8  # tokens of the check of the output layer
-_SPARE = 64 * 2**20  # bytes left free on the disk, besides what a training on the states needs
+_SPARE = 64 * 2**20  # bytes left free on the disk, in addition to what a training on the states needs
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class FeatureStore:
         return sum(len(tokens) - begin for tokens, begin, _, _ in self._rows[:texts])
 
     def _end(self, place: int) -> int:
-        """The offset in elements after a text; 0 for index -1."""
+        """Return the offset in elements after a text; 0 for index -1."""
         if place < 0:
             return 0
         tokens, _, start, width = self._rows[place]
@@ -121,7 +121,10 @@ class FeatureStore:
         Stored texts beyond these or beyond the budget stay on the disk for later calls.
 
         Args:
+            target: the model that reads the texts.
             texts: all texts; stored texts must be the first of them.
+            most_bytes: budget for all hidden states.
+            on_text: called after every stored text, read or found.
             spare: bytes that the disk must have left afterwards, for the files of the training.
 
         Raises:
@@ -169,7 +172,7 @@ def read_features(target: Target, tokens: tuple[int, ...], modules: tuple[str, .
 
 
 def _read(target: Target, tokens: Tensor, modules: tuple[str, ...], last: int) -> tuple[Tensor, Tensor]:
-    """The hidden states of tokens ``[n]`` int64, and the last logits ``[last, V]`` of the pass."""
+    """Return the hidden states of tokens ``[n]`` int64, and the last logits ``[last, V]`` of the pass."""
     features, view = Features(modules), decoding_view(target.model)
     with features.collect(view):
         logits = forward(view, tokens, KVCache(target.layers, tokens.shape[0], device=target.device), last)
@@ -190,6 +193,13 @@ def check_readout(target: Target) -> None:
 
 
 def extract_features(target: Target, tokens: Sequence[int], begin: int, modules: tuple[str, ...]) -> TextFeatures:
-    """Run the target over a text; ``begin`` is the index of the answer's first token."""
+    """Run the target over a text; ``begin`` is the index of the answer's first token.
+
+    Args:
+        target: the model to run.
+        tokens: the tokens of the text.
+        begin: index of the answer's first token.
+        modules: names of the sub-modules whose outputs are kept.
+    """
     features = read_features(target, tuple(tokens), modules)
     return TextFeatures(torch.tensor(tokens), features.to(torch.bfloat16).cpu(), begin)

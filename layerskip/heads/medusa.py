@@ -65,6 +65,7 @@ class MedusaHeads(nn.Module):
     """Medusa heads. Untrained heads return the hidden state, and so predict what the target's output layer does.
 
     Args:
+        shape: the architecture of the heads.
         tokens: ``[v]`` int64: the target's tokens that may be drafted; None for all.
     """
 

@@ -1,4 +1,4 @@
-"""Reads EAGLE heads as their authors publish them: a Llama configuration of one layer, and weights under their own names.
+"""EAGLE heads as their authors publish them: a Llama configuration of one layer, and weights under their own names.
 
 Their files do not name the model whose hidden states a head reads, but hold a copy of its embeddings in half precision.
 """
@@ -29,7 +29,7 @@ _BIAS = "layers.0.self_attn.q_proj.bias"  # in heads for Qwen2
 
 
 def is_published(folder: Path) -> bool:
-    """Whether a folder has a head in its authors' layout."""
+    """Return whether a folder has a head in its authors' layout."""
     return (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in _WEIGHTS)
 
 
@@ -74,7 +74,7 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of the rotary positions. Scaled positions are refused, because the head would silently draft badly."""
+    """Return the base of the rotary positions. Refuse scaled ones, with which the head would silently draft badly."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind != "default":

@@ -1,4 +1,4 @@
-"""Rescales an EAGLE head during training, so that all its inputs have a root mean square of about 1.
+"""Rescaling of an EAGLE head during training, so that all its inputs have a root mean square of about 1.
 
 AdamW (arXiv 1711.05101) moves every weight by about the same amount. Embeddings are a twentieth as large as hidden states.
 Without scaling, it would spoil the weights of hidden states before it has moved those of embeddings. A rescaled head

@@ -36,6 +36,7 @@ class Batch:
         inputs: ``[B, n, F]``: the hidden states at each token that a head reads, in the head's scale.
         outputs: ``[B, n, H]``: the hidden states at each token that the target's output layer reads.
         predicted: ``[B, n]`` bool: whether a token is to be predicted.
+        scaling: the scales of the head that reads the batch.
     """
 
     tokens: Tensor
@@ -56,6 +57,8 @@ class Batch:
 
         Args:
             texts: texts with the features of :func:`stored_modules`.
+            head: the head that reads the batch.
+            scaling: its scales.
             whole: whether to predict the tokens of prompts, too. The target's distribution there is as good to learn from.
         """
         width = head.shape.hidden
@@ -100,7 +103,14 @@ class HeadPrediction:
 
 
 def predict_tokens(head: EagleHead | MedusaHeads, embeddings: nn.Module, batch: Batch, steps: int) -> list[HeadPrediction]:
-    """Predict the next ``steps`` tokens from every hidden state whose next token is to be predicted."""
+    """Predict the next ``steps`` tokens from every hidden state whose next token is to be predicted.
+
+    Args:
+        head: the head that predicts.
+        embeddings: the target's embedding layer.
+        batch: the texts.
+        steps: number of tokens to predict.
+    """
     rows = batch.tokens.shape[1] - steps - 1
     if rows < 1:
         return []
@@ -125,6 +135,8 @@ def fit_linear(head: EagleHead, embeddings: nn.Module, texts: Iterable[TextFeatu
 
     Args:
         head: a head that reads the output layer's input; any other stays as it is.
+        embeddings: the target's embedding layer.
+        texts: texts with the features of :func:`stored_modules`.
         ridge: penalty of large weights, as a share of each input's mean square.
     """
     if len(head.shape.modules) > 1:
@@ -189,8 +201,13 @@ def acceptance(
     """Return, for each distance, the acceptance of drafts that are right before it, over all positions.
 
     Args:
+        head: the head that drafts.
+        embeddings: the target's embedding layer.
         readout: the target's output layer over the head's tokens. Decoding also drafts the tokens of the text, and accepts
             more.
+        texts: texts with the features of :func:`stored_modules`.
+        steps: the largest distance.
+        scaling: the head's scales.
     """
     counts = [(0, 0)] * steps
     for text in texts:

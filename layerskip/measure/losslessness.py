@@ -1,4 +1,4 @@
-"""Check whether drafting changed the output.
+"""The check whether drafting changed the output.
 
 In float32 the tokens must be equal. In half precision a block of tokens and a single token run different kernels, so two
 nearly equal logits may change places. The target then judges the first different token in one more pass over the common
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from layerskip.decoding.sampling import Chooser, Sampling
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
 from layerskip.models.target import Target
@@ -45,7 +45,7 @@ class Divergence:
 
     @property
     def near_tie(self) -> bool:
-        """Whether rounding explains it."""
+        """True if rounding explains the difference."""
         return self.margin <= self.tolerance and self.tolerance > 0
 
 
@@ -73,7 +73,7 @@ class Losslessness:
         return "near_tie" if all(d.near_tie for d in self.divergences) else "different"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, for exports and logs; ``tolerance`` is that of the divergence with the largest margin."""
+        """Return plain values, for exports and logs; ``tolerance`` is that of the divergence with the largest margin."""
         worst = max(self.divergences, key=lambda divergence: divergence.margin, default=None)
         return {
             "verdict": self.verdict,
@@ -87,7 +87,7 @@ class Losslessness:
 
     @classmethod
     def join(cls, parts: Iterable[Losslessness]) -> Losslessness:
-        """Returns one result for several measurements."""
+        """Return one result for several measurements."""
         parts = list(parts)
         return cls(
             sum(part.compared for part in parts),
@@ -124,7 +124,7 @@ def find_divergence(
     position = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(actual)))
     if position == min(len(expected), len(actual)):
         return Divergence(prompt_id, position, _ENDS, 0.0)  # one output ends before the other
-    block = upload([*prompt, *expected[:position]], target.device)
+    block = copy_to_device([*prompt, *expected[:position]], target.device)
     cache = KVCache(target.layers, len(block), device=target.device)
     logits = forward(target.model, block, cache, last=1).float()
     chooser = Chooser(sampling, target.vocabulary, target.device)

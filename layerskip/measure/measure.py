@@ -34,7 +34,7 @@ WARMUP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Task:
-    """What every contender does with a prompt.
+    """The decoding that every contender performs on a prompt.
 
     Args:
         sampling: how tokens are chosen.
@@ -48,7 +48,7 @@ class Task:
 
 
 class Contender(Protocol):
-    """Anything that continues a prompt: the decoder of this library, or a peer."""
+    """A function that continues a prompt: the decoder of this library, or a peer."""
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
         """Continue token ids. After prefill, call ``on_prefill`` once with the number of new tokens known by then."""
@@ -63,7 +63,7 @@ class Decoder:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the drafter keeps state from one prompt to the next."""
+        """True if the drafter keeps state from one prompt to the next."""
         drafter = self.drafter.drafter
         return isinstance(drafter, CrossPromptState) and drafter.keeps_state
 
@@ -73,14 +73,14 @@ class Decoder:
             self.drafter.drafter.reset_state()
 
     def memory_bytes(self) -> int:
-        """The memory of the drafter's weights, caches and tables beside the target's own, after its last prompt."""
+        """Return the bytes of the drafter's weights, caches and tables, without the target's own, after its last prompt."""
         drafter, started_with = self.drafter.drafter, self.drafter.started_with
         tensors = tensor_bytes(drafter, beside=(self.target.model, decoding_view(self.target.model), *started_with))
         return tensors + python_bytes(drafter, beside=(self.target, *started_with))
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
-        """Returns the decoder of a configuration; raises like :func:`build_drafter`."""
+        """Return the decoder of a configuration; raises like :func:`build_drafter`."""
         return cls(target, build_drafter(config, target), config.accept)
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:

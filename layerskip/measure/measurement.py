@@ -25,7 +25,7 @@ class Sample:
 
     Args:
         prompt_id: the prompt.
-        category: its kind of task.
+        category: the prompt's category.
         tokens: the number of new tokens.
         decoded_tokens: those that decoding gave, without the ones that prefill gave.
         prefill_seconds: until prefill was done and its tokens known.
@@ -56,16 +56,16 @@ class Sample:
         return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else 0.0
 
     def with_losslessness(self, lossless: Losslessness) -> Sample:
-        """Returns the sample with its comparison."""
+        """Return the sample with its comparison."""
         return dataclasses.replace(self, lossless=lossless)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values; :meth:`from_dict` reads them back to an equal sample."""
+        """Return plain values; :meth:`from_dict` reads them back to an equal sample."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Sample:
-        """Returns the sample that :meth:`to_dict` wrote; JSON turns its tuples into lists."""
+        """Return the sample that :meth:`to_dict` wrote; JSON turns its tuples into lists."""
         rounds = tuple(Round(**row) for row in fields["stats"]["rounds"])
         checked = fields["lossless"]
         divergences = tuple(Divergence(**row) for row in checked["divergences"])
@@ -74,7 +74,7 @@ class Sample:
 
     @classmethod
     def join(cls, parts: Sequence[Sample]) -> Sample:
-        """Returns several outputs of one prompt as one sample."""
+        """Return several outputs of one prompt as one sample."""
         return cls(
             parts[0].prompt_id,
             parts[0].category,
@@ -120,7 +120,7 @@ class Measurement:
 
     @property
     def speedup(self) -> float:
-        """The ratio of the two over the pairs in which both decoded something; 1.0 if there are none."""
+        """The ratio of tokens per second over the pairs in which both decoded something; 1.0 if there are none."""
         pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if b.decoded_tokens and c.decoded_tokens]
         if not pairs:
             return 1.0
@@ -128,7 +128,7 @@ class Measurement:
 
     @property
     def speedups(self) -> tuple[float, ...]:
-        """The same ratio for each pair."""
+        """The ratio of tokens per second, candidate over baseline, of each pair."""
         return tuple(pair_speedup(one, other) for one, other in zip(self.baseline, self.candidate, strict=True))
 
     @property
@@ -141,7 +141,7 @@ class Measurement:
         return parts
 
     def interval(self, seed: int = 0, confidence: float = CONFIDENCE) -> tuple[float, float]:
-        """Returns a confidence interval of the speedup: on either side the wider of Student's t and the studentized
+        """Return a confidence interval of the speedup: on either side the wider of Student's t and the studentized
         bootstrap.
 
         Both are computed for the logarithm, with the standard error of a ratio of totals (the delta method). The t interval
@@ -174,7 +174,7 @@ class Measurement:
         return float(np.exp(low)), float(np.exp(high))
 
     def _totals(self) -> NDArray[np.float64]:
-        """Returns ``[prompts, 4]``: tokens and seconds of baseline and candidate; of pairs where both decoded something."""
+        """Return ``[prompts, 4]``: tokens and seconds of baseline and candidate; of pairs where both decoded something."""
         prompts: dict[str, list[float]] = {}
         for b, c in zip(self.baseline, self.candidate, strict=True):
             if b.decoded_tokens and c.decoded_tokens:
@@ -205,7 +205,7 @@ class Measurement:
         return max((s.peak_memory_bytes for s in self.candidate), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the figures as plain values, for exports and logs."""
+        """Return the figures as plain values, for exports and logs."""
         stats, (low, high), kinds = self.stats, self.interval(), self.by_category
         return {
             "tokens_per_second": self.tokens_per_second,
@@ -235,7 +235,7 @@ class Measurement:
         }
 
     def table(self) -> dict[str, list[Any]]:
-        """Returns the pairs as columns, one row per pair."""
+        """Return the pairs as columns, one row per pair."""
         pairs = list(zip(self.baseline, self.candidate, strict=True))
         return {
             "prompt_id": [c.prompt_id for _, c in pairs],
@@ -255,14 +255,14 @@ class Measurement:
 
 
 def pair_speedup(baseline: Sample, candidate: Sample) -> float:
-    """Returns the candidate's tokens per second over the baseline's on one prompt; 1.0 if either decoded nothing."""
+    """Return the candidate's tokens per second over the baseline's on one prompt; 1.0 if either decoded nothing."""
     if not baseline.decoded_tokens or not candidate.decoded_tokens:
         return 1.0
     return candidate.tokens_per_second / baseline.tokens_per_second
 
 
 def _log_ratio(tables: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns the log speedup and its standard error for each ``[prompts, 4]`` table of totals, in ``[..., prompts, 4]``."""
+    """Return the log speedup and its standard error for each ``[prompts, 4]`` table of totals, in ``[..., prompts, 4]``."""
     sums, prompts = tables.sum(axis=-2), tables.shape[-2]
     signs = np.array([-1.0, 1.0, 1.0, -1.0])
     influence = np.einsum("...pk,...k->...p", tables, signs / sums)

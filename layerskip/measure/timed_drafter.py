@@ -20,7 +20,7 @@ from layerskip.models.graph_capture import capture_seconds
 
 
 class TimedDrafter:
-    """Wraps a drafter and measures the time that it spends on drafting and learning.
+    """A wrapper of a drafter that measures the time spent on drafting and learning.
 
     The time is taken from the device's own clock if it has one, as waiting for the device would slow it down. The time of
     recording passes, which happens once, is left out.
@@ -57,7 +57,7 @@ class TimedDrafter:
         self.drafter.start(prompt, cache, chooser)
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Returns the drafter's draft."""
+        """Return the drafter's draft."""
         with self._timed():
             return self.drafter.draft(context, limit)
 

@@ -27,7 +27,7 @@ _MLP_CLASSES = ("MLP", "FeedForward", "MoE", "Moe")
 _PROBE_LENGTH = 8
 
 Form = int | None
-"""How a module returns its hidden states: None for the bare tensor, n for the first item of an n-tuple."""
+"""The place of the hidden states in a module's result: None for the bare tensor, n for the first item of an n-tuple."""
 
 
 class UnsupportedModel(ValueError):
@@ -226,12 +226,12 @@ def replace_forward(module: nn.Module, form: Form, function: Callable[[Tensor], 
 
 
 def as_output(hidden: Tensor, form: Form) -> Any:
-    """Hidden states in the form in which a module returns its output."""
+    """Return hidden states in the form in which a module returns its output."""
     return hidden if form is None else (hidden, *[None] * (form - 1))
 
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states among a module's arguments: by name, else the first tensor."""
+    """Return the hidden states among a module's arguments: by name, else the first tensor."""
     hidden = kwargs.get("hidden_states")
     if hidden is None:
         hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

@@ -66,7 +66,15 @@ class BridgeShape:
 
     @classmethod
     def of(cls, target: Target, mask: SkipMask, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
-        """The shape for a mask of a target."""
+        """Return the shape for a mask of a target.
+
+        Args:
+            target: the model that the bridges belong to.
+            mask: the mask with the gaps.
+            kind: see :class:`BridgeShape`.
+            rank: rank of the map; 0 for full rank.
+            width: width of the MLP; 0 for other kinds.
+        """
         return cls(mask.format(), target.layers, target.hidden, kind, rank, width)
 
     @property
@@ -81,11 +89,11 @@ class BridgeShape:
         return self.bridge_count * (self.hidden + flat + 3 * self.width * self.hidden)
 
     def is_compatible(self, other: BridgeShape) -> bool:
-        """Whether the bridges of another mask have the same kind and size."""
+        """Return whether the bridges of another mask have the same kind and size."""
         return replace(self, mask="") == replace(other, mask="")
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
 
@@ -148,7 +156,7 @@ class Bridge(nn.Module):
 
 
 def rms_normalised(hidden: Tensor) -> Tensor:
-    """Hidden states ``[..., H]`` scaled to a mean square of one."""
+    """Return hidden states ``[..., H]`` scaled to a mean square of one."""
     return rms_norm(hidden, hidden.shape[-1:], eps=1e-6)
 
 
@@ -166,7 +174,7 @@ class Bridges(nn.Module):
         self.spans = nn.ModuleDict({gap.name: Bridge(shape) for gap in self.mask.gaps})
 
     def of(self, gap: Gap) -> Bridge:
-        """The bridge of a gap."""
+        """Return the bridge of a gap."""
         bridge = self.spans[gap.name]
         assert isinstance(bridge, Bridge)
         return bridge
@@ -195,11 +203,11 @@ class Bridges(nn.Module):
                 bridge.load_state_dict(min(near, key=lambda pair: pair[0])[1].state_dict())
 
     def for_decoding(self, target: Target) -> Bridges:
-        """A copy for decoding: in the target's dtype, on its device, without gradients."""
+        """Return a copy for decoding: in the target's dtype, on its device, without gradients."""
         return _decoding(copy.deepcopy(self), target)
 
     def items(self) -> list[tuple[Gap, Bridge]]:
-        """Every gap with its bridge, in the order of a forward pass."""
+        """Return every gap with its bridge, in the order of a forward pass."""
         return [(gap, self.of(gap)) for gap in self.mask.gaps]
 
 

@@ -2,7 +2,7 @@
 
 One buffer per layer is allocated once, and all layers share ONE length. A forward pass writes its keys and values after
 ``length`` and attends to them. They are kept only if the caller advances ``length``. So a draft pass that skips a layer
-leaves no layer behind the others, verification overwrites what drafting wrote, and rejecting tokens is
+leaves all layers at the same length, verification overwrites what drafting wrote, and rejecting tokens is
 ``cache.length = n``.
 
 Sliding-window layers keep every position too. The mask functions of transformers cut the window out of the full length, so
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 
 
 class CacheFull(ValueError):
@@ -39,7 +39,7 @@ class _Layer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether shapes are static. Transformers then keeps the mask of a single query, which hides unused positions."""
+        """True if shapes are static. Transformers then keeps the mask of a single query, which hides unused positions."""
         return self._owner.static_shapes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -77,15 +77,15 @@ class _Layer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """``(key length, offset)`` of the attention mask for ``query_length`` new positions."""
+        """Return ``(key length, offset)`` of the attention mask for ``query_length`` new positions."""
         return (self._owner.max_length if self._owner.static_shapes else self._owner.length + query_length), 0
 
     def get_seq_length(self) -> int:
-        """The shared length."""
+        """Return the shared length."""
         return self._owner.position  # type: ignore[return-value]  # a tensor with static shapes, as in StaticLayer
 
     def get_max_length(self) -> int:
-        """The number of allocated positions."""
+        """Return the number of allocated positions."""
         return self._owner.max_length
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.20
@@ -129,7 +129,7 @@ class KVCache(Cache):
 
     @property
     def may_be_static(self) -> bool:
-        """Whether some passes may read positions after the length."""
+        """True if some passes may read positions after the length."""
         return self._device_length is not None
 
     @property
@@ -138,7 +138,7 @@ class KVCache(Cache):
         return self._on_device() if self.static_shapes else self._length
 
     def _on_device(self) -> Tensor:
-        """The length as a 0-d tensor, updated only when it is read, because each update costs host time."""
+        """Return the length as a 0-d tensor, updated only when it is read, because each update costs host time."""
         assert self._device_length is not None
         if self._device_value != self._length:
             self._device_length.fill_(self._length)
@@ -146,7 +146,7 @@ class KVCache(Cache):
         return self._device_length
 
     def positions(self, count: int) -> Tensor:
-        """``[count]`` int64: the next positions, on the device; requires static shapes."""
+        """Return the next positions, ``[count]`` int64 on the device; requires static shapes."""
         length = self._on_device()
         return torch.arange(count, device=length.device) + length
 
@@ -180,7 +180,7 @@ class KVCache(Cache):
         if list(offsets) == list(range(len(offsets))):
             return
         device = next((layer.keys.device for layer in self._layers if layer.keys is not None), None)
-        self.copy_positions(len(self._layers), upload(offsets, device or torch.device("cpu")) + self._length)
+        self.copy_positions(len(self._layers), copy_to_device(offsets, device or torch.device("cpu")) + self._length)
 
     def copy_positions(self, layers: int, positions: Tensor) -> None:
         """Copy keys and values at some positions to the places after the length. The length stays.
@@ -196,11 +196,11 @@ class KVCache(Cache):
                 values[:, :, begin:end] = values.index_select(2, positions)
 
     def states(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Every layer's keys and values, ``[B, heads, max_length, head_dim]``; None for a layer that keeps none."""
+        """Return every layer's keys and values, ``[B, heads, max_length, head_dim]``; None for a layer that keeps none."""
         return [(layer.keys, layer.values) for layer in self._layers]
 
     def buffers(self) -> list[Tensor]:
-        """All allocated keys and values, layer by layer."""
+        """Return all allocated keys and values, layer by layer."""
         return [part for layer in self.states() for part in layer if part is not None]
 
     @property
@@ -210,9 +210,9 @@ class KVCache(Cache):
 
     @property
     def is_written(self) -> bool:
-        """Whether any layer has written to the cache."""
+        """True if any layer has written to the cache."""
         return any(layer.is_initialized for layer in self._layers)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """The first position of the next pass, for the attention mask."""
+        """Return the first position of the next pass, for the attention mask."""
         return self.position

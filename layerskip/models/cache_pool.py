@@ -40,7 +40,7 @@ def acquire_cache(
             faster. On a CPU, captured passes are recomputed in the same shapes.
         holder: keeps the cache until it acquires another or is garbage-collected; the cache then returns to the pool. None:
             the caller calls :func:`release_cache`.
-        reads: modules that captured passes read beside the model; the cache is dropped when their weights move, too.
+        reads: modules that captured passes read in addition to the model; the cache is dropped when their weights move, too.
     """
     if holder in _held:
         _held.pop(holder)()  # a finalizer runs once, even if the holder is collected at this moment
@@ -75,7 +75,7 @@ def release_cache(model: nn.Module, cache: KVCache) -> None:
 
 
 def generation_lock(model: nn.Module) -> threading.RLock:
-    """A model's lock for generation: drafters and tree passes keep state of one text, so threads take turns."""
+    """Return a model's lock for generation: drafters and tree passes keep state of one text, so threads take turns."""
     with _lock:
         return _generation_locks.setdefault(model, threading.RLock())
 
@@ -88,7 +88,7 @@ def _rounded(positions: int) -> int:
 
 
 def _weight_addresses(*models: nn.Module) -> Hashable | None:
-    """Addresses and dtypes of all weights, which captured passes read; None if a tensor only wraps others, as in torchao."""
+    """Return addresses and dtypes of all weights, which captured passes read; None for wrapper tensors, as in torchao."""
     parts = [part for model in models for part in (*model.parameters(), *model.buffers())]
     places = tuple((part.data_ptr(), part.dtype) for part in parts)
     return None if any(part.numel() and not address for part, (address, _) in zip(parts, places, strict=True)) else places

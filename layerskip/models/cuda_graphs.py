@@ -65,7 +65,7 @@ class _Graph:
 
 
 class GraphCapturer:
-    """Captures passes on one GPU into one memory pool.
+    """A capturer of passes on one GPU into one memory pool.
 
     All capturers of a GPU share one stream, because torch keeps library workspaces for every stream that was used.
     """

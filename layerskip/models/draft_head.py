@@ -77,12 +77,19 @@ class _Layer(nn.Module):
         return self._rows.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states ``[..., H]`` to logits ``[..., n]``."""
+        """Map hidden states ``[..., H]`` to logits ``[..., n]``."""
         return self._rows.multiply(hidden)
 
 
 def save_draft_tokens(folder: Path, tokens: Tensor, target: Target, training: Mapping[str, Any]) -> None:
-    """Save the tokens of a draft head, ``[v]`` int64, rising, with a record of how they were chosen."""
+    """Save the tokens of a draft head, ``[v]`` int64, rising, with a record of how they were chosen.
+
+    Args:
+        folder: the folder to write.
+        tokens: ``[v]`` int64, rising.
+        target: the model that they belong to.
+        training: the record, as plain values.
+    """
     save_trained(folder, _KIND, {"tokens": len(tokens)}, {"tokens": tokens}, target, training)
 
 

@@ -18,12 +18,12 @@ _PACKAGES = ("torch", "transformers", "optuna", "mlflow", "hydra-core")
 
 
 def environment(target: Target) -> dict[str, Any]:
-    """The environment as plain values: those of :func:`machine`, ``platform`` and ``git_commit``."""
+    """Return the environment as plain values: those of :func:`machine`, ``platform`` and ``git_commit``."""
     return machine(target) | {"platform": platform.platform(), "git_commit": git_commit(_ROOT)}
 
 
 def machine(target: Target) -> dict[str, Any]:
-    """What measured times depend on: ``device``, ``device_name``, ``threads``, ``packed_weights`` and ``versions``."""
+    """Return the values that times depend on: ``device``, ``device_name``, ``threads``, ``packed_weights``, ``versions``."""
     device = target.device
     return {
         "device": device.type,
@@ -54,7 +54,7 @@ def _processor() -> str:
 
 
 def git_commit(root: Path) -> str | None:
-    """The commit of this program's checkout, with ``-dirty`` if its code was changed; None outside a checkout."""
+    """Return the commit of this program's checkout, with ``-dirty`` if its code was changed; None outside a checkout."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "--no-optional-locks", "-C", str(root), *arguments]

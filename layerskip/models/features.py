@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Features:
-    """Collects the outputs of some of a model's sub-modules.
+    """A collector of the outputs of some of a model's sub-modules.
 
     Args:
         modules: dotted names of the sub-modules; empty to collect nothing.
@@ -44,7 +44,7 @@ class Features:
         self.parts = tuple(outputs[name] for name in self.modules)
 
     def read(self) -> Tensor:
-        """``[n, F]``: the outputs of the last pass for each token, concatenated over the modules."""
+        """Return the outputs of the last pass for each token, ``[n, F]``, concatenated over the modules."""
         return torch.cat([part[0] for part in self.parts], dim=-1)
 
 

@@ -57,7 +57,7 @@ def _captured_forward(model: nn.Module, tokens: Tensor, cache: CapturingCache, l
 
 
 def _can_capture(model: nn.Module, tokens: Tensor, cache: CapturingCache) -> bool:
-    """Whether a pass can be captured.
+    """Return whether a pass can be captured.
 
     Heads cannot, because they read more than tokens. Nor can models whose output layer grows with the text, because its
     addresses change.
@@ -86,5 +86,5 @@ def clamp_tokens(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 @functools.cache
 def _has_logits_to_keep(model: type[nn.Module]) -> bool:
-    """Whether a model class can compute the logits of selected positions only."""
+    """Return whether a model class can compute the logits of selected positions only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters

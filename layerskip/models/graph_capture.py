@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from layerskip.device.clock import now
 from layerskip.device.memory import is_out_of_memory
 from layerskip.device.tolerance import nearly_equal
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.cuda_graphs import CapturedPass, Compute, EagerPass, GraphCapturer
 
@@ -66,7 +66,7 @@ class CapturingCache(KVCache):
         self._capturer = GraphCapturer(device) if device.type == "cuda" else None
 
     def captures(self, model: nn.Module, width: int) -> bool:
-        """Whether a pass over ``width`` tokens at the current length is captured."""
+        """Return whether a pass over ``width`` tokens at the current length is captured."""
         if not 0 < self.length <= self.max_length - width or width > _MAX_WIDTH or model in _refused:
             return False
         # Autocast frees its converted weights when it ends, and graphs compute no gradients.
@@ -128,13 +128,13 @@ class CapturingCache(KVCache):
         return None
 
     def positions(self, count: int) -> Tensor:
-        """``[count]`` int64: the next positions; computed once per pass for all layers."""
+        """Return the next positions, ``[count]`` int64; computed once per pass for all layers."""
         if count not in self._next_positions:
             self._next_positions[count] = super().positions(count)
         return self._next_positions[count]
 
     def gather(self, offsets: Sequence[int]) -> None:
-        """As in :class:`KVCache`, with one captured move for each padded number of offsets."""
+        """Compact as :meth:`KVCache.gather` does, with one captured move for each padded number of offsets."""
         width = padded_count(len(offsets))
         identity = list(range(width))
         if list(offsets) == identity[: len(offsets)]:
@@ -145,14 +145,14 @@ class CapturingCache(KVCache):
             return
         self._on_device()
         with self._static():
-            move.replay((upload([*offsets, *identity[len(offsets) :]], self.device),), self._move)
+            move.replay((copy_to_device([*offsets, *identity[len(offsets) :]], self.device),), self._move)
 
     def _captured_move(self, identity: Sequence[int]) -> CapturedPass | None:
-        """The captured move of ``len(identity)`` positions; None after a capture has failed."""
+        """Return the captured move of ``len(identity)`` positions; None after a capture has failed."""
         if self._captures_moves and len(identity) not in self._moves:
             try:
                 with self._capturing(), self._static():  # moving positions onto themselves is harmless while capturing
-                    self._moves[len(identity)] = self._capture((upload(identity, self.device),), self._move)
+                    self._moves[len(identity)] = self._capture((copy_to_device(identity, self.device),), self._move)
             except (RuntimeError, MemoryError) as error:
                 if _is_device_lost(error):
                     raise
@@ -202,7 +202,7 @@ class CapturingCache(KVCache):
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and its contexts; a pass that fails during capture makes the end of the capture fail too."""
+    """Return an error and its contexts; a pass that fails during capture makes the end of the capture fail too."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -210,12 +210,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_device_lost(error: BaseException) -> bool:
-    """Whether nothing will run on the device any more."""
+    """Return whether nothing will run on the device any more."""
     return any(words in str(cause) for cause in _causes(error) for words in _DEVICE_LOST)
 
 
 def capture_seconds() -> float:
-    """Seconds spent on capturing in this process; measurements of decoding subtract this one-time cost."""
+    """Return the seconds of capturing in this process; measurements of decoding subtract this one-time cost."""
     return _seconds
 
 

@@ -151,7 +151,7 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def _processor_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; where it emulates it, float32 is faster."""
+    """Return whether the CPU multiplies bfloat16 in hardware; where it emulates it, float32 is faster."""
     if platform.system() != "Linux":
         return False
     flags = set(Path("/proc/cpuinfo").read_text().split())

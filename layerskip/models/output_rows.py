@@ -1,10 +1,9 @@
 """Output-layer rows of the tokens that a draft may contain: common tokens and the tokens of the current text.
 
 Texts repeat their own tokens, however rare these are elsewhere. The text precedes the draft, so the draft's distribution q
-may include its tokens. On SmolLM2, a bridged draft from 16384 of 49152 tokens loses 0.008 of its first token's acceptance
-with the text's tokens, and 0.041 without (layers 2 to 16, two records of ``searches.bridges``). Half precision sometimes
-makes a common token and one of the text equally likely; then the common one comes first, whatever their ids. A scan takes
-the lower id.
+may include its tokens; without them, a draft from common tokens alone loses more of its acceptance. Half precision
+sometimes makes a common token and one of the text equally likely; then the common one comes first, whatever their ids. A
+scan takes the lower id.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.models.packing import multiply_packed, pack_weight
 
 _ROOM = 256  # rows reserved for tokens of a text; with more, all rows are copied
@@ -71,7 +70,7 @@ class OutputRows:
         return bool(new)
 
     def multiply(self, hidden: Tensor) -> Tensor:
-        """Hidden states ``[..., H]`` to the logits of these tokens, ``[..., v + w]``."""
+        """Map hidden states ``[..., H]`` to the logits of these tokens, ``[..., v + w]``."""
         if self._packed is None or hidden.dtype != self.weight.dtype or (torch.is_grad_enabled() and hidden.requires_grad):
             return linear(hidden, self.weight, self.bias)
         common = len(self._in_common)
@@ -82,13 +81,13 @@ class OutputRows:
         return torch.cat((logits, own), -1)
 
     def token(self, row: int) -> int:
-        """The token of a row."""
+        """Return the token of a row."""
         return self._ids[row]
 
     @torch.inference_mode(False)  # inference tensors could not be written outside inference mode
     @torch.no_grad()
     def _append(self, new: list[int]) -> None:
-        tokens, before = upload(new, self._common.device), len(self._ids)
+        tokens, before = copy_to_device(new, self._common.device), len(self._ids)
         self._ids += new
         size = len(self._ids)
         for index, whole in enumerate(self._whole):

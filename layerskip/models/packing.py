@@ -38,7 +38,7 @@ def set_packing(model: nn.Module, pack: bool | None) -> None:
 
 
 def uses_packing(model: nn.Module) -> bool:
-    """Whether a model multiplies by packed weights.
+    """Return whether a model multiplies by packed weights.
 
     By default it does where the processor supports it and packed weights take at most a quarter of the memory. Small weights
     are never packed, because calling the operator takes longer than their product.
@@ -75,7 +75,7 @@ def drop_stale_packing(tree: nn.Module) -> None:
 
 
 def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``, by the packed weight if there is one."""
+    """Compute :func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``, by the packed weight if there is one."""
     packed: _PackedWeight | None = _packed.get(weight)
     return linear(hidden, weight, bias) if packed is None else packed.multiply(hidden, weight, bias)
 
@@ -137,12 +137,12 @@ def _sample(weight: Tensor) -> list[float]:
 
 
 def _packable_layers(tree: nn.Module) -> Iterator[Any]:
-    """The linear layers whose weights can be packed."""
+    """Return the linear layers whose weights can be packed."""
     return (layer for layer in tree.modules() if type(layer) is nn.Linear and _is_packable(layer.weight))
 
 
 def _is_packable(weight: Tensor) -> bool:
-    """Whether packing a weight is possible and faster."""
+    """Return whether packing a weight is possible and faster."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and not weight.is_inference()
     large = weight.numel() >= _LEAST.get(weight.dtype, math.inf)
     return plain and large and weight.device.type == "cpu" and _is_supported(weight.dtype)
@@ -150,7 +150,7 @@ def _is_packable(weight: Tensor) -> bool:
 
 @functools.cache
 def _is_supported(dtype: torch.dtype) -> bool:
-    """Whether this processor and build of torch multiply by packed weights, with correct results."""
+    """Return whether this processor and build of torch multiply by packed weights, with correct results."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if dtype not in _LEAST or platform.machine() != "x86_64" or not available:
         return False

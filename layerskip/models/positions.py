@@ -14,7 +14,7 @@ _OFFSET = 2  # rows before the first position in some families, such as OPT
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """The number of learned positions of a model; None if it computes its positions."""
+    """Return the number of learned positions of a model; None if it computes its positions."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     words = model.get_input_embeddings()
     rows = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding) and part is not words]
@@ -58,5 +58,5 @@ def _thresholds(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
 
 
 def _ropes(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rotary parameters: one table for all layers, or one for each layer type."""
+    """Return the rotary parameters: one table for all layers, or one for each layer type."""
     return [parameters] if "rope_type" in parameters else [part for part in parameters.values() if isinstance(part, Mapping)]

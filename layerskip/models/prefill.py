@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
 from layerskip.models.skip_view import decoding_view
@@ -32,7 +32,7 @@ class Prefill:
     def of(cls, target: Target, prompt: Sequence[int]) -> Prefill:
         """Run the prefill of a prompt of token ids."""
         cache = KVCache(target.layers, len(prompt), device=target.device)
-        logits = forward(decoding_view(target.model), upload(prompt, target.device), cache, last=1)
+        logits = forward(decoding_view(target.model), copy_to_device(prompt, target.device), cache, last=1)
         cache.length = len(prompt)
         return cls(cache, logits)
 

@@ -62,7 +62,7 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
 
 
 def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
-    """The view of a mask, cached until another mask is requested, so that its captured passes are reused."""
+    """Return the view of a mask, cached until another mask is requested, so that its captured passes are reused."""
     cached = _skip_views.of(model)
     view = cached.get(mask) or skip_view(model, mask)
     cached.clear()
@@ -71,7 +71,7 @@ def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
 
 
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
-    """The view of the whole model that decodes: all weights shared, with the attention for verification.
+    """Return the view of the whole model that decodes: all weights shared, with the attention for verification.
 
     It is made once per model, and again when the model's tensors were replaced, as by a move to another device. Packed
     copies of weights that have changed since the last call are dropped.
@@ -93,7 +93,7 @@ class OncePerModel(Generic[T]):
         self._values: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], T]] = weakref.WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel) -> T:
-        """The value for a model in its present state."""
+        """Return the value for a model in its present state."""
         tensors = (id(t) for t in (*model.parameters(), *model.buffers()))
         state = uses_packing(model), model.dtype, *tensors, *_hooks_and_adapters(model)
         if model not in self._values or self._values[model][0] != state:
@@ -102,7 +102,7 @@ class OncePerModel(Generic[T]):
 
 
 def _hooks_and_adapters(model: PreTrainedModel) -> list[object]:
-    """What changes a forward pass without being a tensor: hooks, and the active PEFT adapters."""
+    """Return the hooks and the active PEFT adapters, which change a forward pass without being tensors."""
     parts: list[object] = []
     for module in model.modules():
         parts += (*module._forward_pre_hooks, *module._forward_hooks)
@@ -111,7 +111,7 @@ def _hooks_and_adapters(model: PreTrainedModel) -> list[object]:
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A second tree of modules over the model's own tensors, with the attention and linear layers for verification."""
+    """Return a second tree of modules over the model's own tensors, with attention and linear layers for verification."""
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     view = copy.deepcopy(model, shared)
     use_grouped_attention(view)
@@ -119,7 +119,7 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _skipped_layer(bridge: Bridge | None) -> Callable[[Tensor], Tensor]:
-    """The function of a wholly skipped layer: the identity, plus the bridge's output where a bridged run begins."""
+    """Return the function of a wholly skipped layer: the identity, plus the bridge's output where a bridged run begins."""
     return (lambda hidden: hidden) if bridge is None else (lambda hidden: hidden + bridge(hidden))
 
 

@@ -85,7 +85,7 @@ class Target:
         return self.model.device
 
     def describe(self) -> dict[str, Any]:
-        """Name, revision, architecture, layers and dtype, as stored in exports and with trained modules."""
+        """Return name, revision, architecture, layers and dtype, as stored in exports and with trained modules."""
         return {
             "name": self.name,
             "revision": self.revision,

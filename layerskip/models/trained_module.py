@@ -96,7 +96,7 @@ def load_trained(
 
 
 def has_trained(folder: Path) -> bool:
-    """Whether a folder has a trained module written by :func:`save_trained`."""
+    """Return whether a folder has a trained module written by :func:`save_trained`."""
     return (folder / _METADATA).is_file()
 
 
@@ -146,7 +146,7 @@ def _identity(target: Target) -> dict[str, Any]:
 
 
 def _are_valid_tokens(tokens: Tensor | None, size: object, vocabulary: int) -> bool:
-    """Whether tokens are distinct and in the target's vocabulary, as many as the shape says; or absent in both."""
+    """Return whether tokens are distinct and in the target's vocabulary, as many as the shape says; or absent in both."""
     if tokens is None:
         return size is None
     if tokens.dtype != torch.int64 or tokens.ndim != 1 or not tokens.numel() or size not in (None, tokens.numel()):
@@ -156,5 +156,5 @@ def _are_valid_tokens(tokens: Tensor | None, size: object, vocabulary: int) -> b
 
 
 def same_weights(one: ArrayLike, other: ArrayLike) -> bool:
-    """Whether two samples of weights are equal up to rounding to float16 or bfloat16."""
+    """Return whether two samples of weights are equal up to rounding to float16 or bfloat16."""
     return np.shape(one) == np.shape(other) and bool(np.allclose(one, other, rtol=_ROUNDING, atol=_SMALLEST))

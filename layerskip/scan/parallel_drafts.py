@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip.device.memory import is_out_of_memory
 from layerskip.device.tolerance import nearly_equal
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.mask import SkipMask
 from layerskip.models.bridge import Bridges
 from layerskip.scan.acceptance import AcceptanceTest, DraftedToken
@@ -89,7 +89,7 @@ class _DraftPasses:
 
 
 class ParallelDrafts:
-    """Drafts from starts of texts.
+    """A drafter from many starts of texts at once.
 
     Args:
         texts: the target's own texts, with layer inputs.
@@ -103,7 +103,7 @@ class ParallelDrafts:
 
     @torch.inference_mode()
     def _may_begin_late(self, pack: StartPack) -> bool:
-        """Whether a pass from the last layer on equals a whole one: some families pass on more than hidden states."""
+        """Return whether a pass from the last layer on equals a whole one; some families pass on more than hidden states."""
         layers, starts = self.texts.model.layers, pack.rows[:_CHECKED]
         live, tokens = [(0, *start) for start in starts], self.texts.tokens(starts)
         draft_ids = torch.arange(len(live), device=tokens.device)
@@ -136,8 +136,12 @@ class ParallelDrafts:
         A draft continues while it agrees with the text, and while its confidence is at least ``floor``.
 
         Args:
-            tokens: ``[v]`` int64: the tokens that may be drafted, besides those earlier in the text; None for all.
+            pack: the starts that share the passes.
+            masks: the masks to draft with.
+            bridges: the bridges of each mask, or None.
+            tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
             rows: the drafts, at least one for every mask.
+            depth: the longest draft.
             floor: the confidence that keeps a draft going; None for none.
             only_confident: whether agreement alone does not keep a draft going.
 
@@ -189,7 +193,7 @@ class ParallelDrafts:
             passes.cache.length = pack.end
 
     def _excluded(self, tokens: Tensor | None, rows: Sequence[Row]) -> Tensor | None:
-        """Return ``[R, V]`` bool: what may not be drafted from each start, neither in ``tokens`` nor earlier in the text."""
+        """Return ``[R, V]`` bool: tokens that may not be drafted from a start, neither in ``tokens`` nor in the text."""
         if tokens is None:
             return None
         excluded = torch.ones(len(rows), self.texts.vocabulary, dtype=torch.bool, device=self.texts.model.device)
@@ -206,5 +210,5 @@ class ParallelDrafts:
         occurrences = [(token, -1) for token in text.prompt] + [(token, place) for place, token in enumerate(text.tokens)]
         first = {token: place for token, place in reversed(occurrences) if token < vocabulary}
         result = torch.full((vocabulary,), torch.iinfo(torch.int64).max, device=device)
-        result[upload(list(first), device)] = upload(list(first.values()), device)
+        result[copy_to_device(list(first), device)] = copy_to_device(list(first.values()), device)
         return result

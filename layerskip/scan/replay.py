@@ -92,11 +92,14 @@ def replay(
     """Replay greedy decoding and return its rounds. Tokens after an end of sequence are not counted.
 
     Args:
+        continuation: the output to replay.
+        trace: the drafts along it.
         draft_length: at most the trace's depth.
         stopper: the stop rule's state, which adapts during the rounds.
         unresolved: output. Filled with the starts whose drafts have to be scanned past their first wrong token, because the
             stop rule needs those confidences, and the confidence threshold at each. While it is not empty, the rounds are a
             guess.
+        branching: siblings of drafted tokens.
     """
     rounds = []
     agreed, confidences, rank = trace.as_lists()
@@ -123,7 +126,7 @@ def replay(
 
 @functools.cache  # there are few different rounds, and a scan is replayed hundreds of times
 def _round(drafted: int, accepted: int, committed: int, siblings: int = 0) -> Round:
-    """A round as the decoder counts it."""
+    """Return a round as the decoder counts it."""
     if committed > accepted:
         return Round(drafted + siblings, accepted, committed, drafted if siblings else None)
     if siblings:
@@ -132,7 +135,7 @@ def _round(drafted: int, accepted: int, committed: int, siblings: int = 0) -> Ro
 
 
 def _drafted(confidences: Sequence[float], length: int, ends: bool, left: int, stopper: Stopper) -> int | None:
-    """The number of drafted tokens: up to the first one that the stop rule ends the draft after, or ``length``.
+    """Return the number of drafted tokens, up to the first after which the stop rule ends the draft, at most ``length``.
 
     A draft that is right up to the end of the continuation has no tokens counted after it.
 
@@ -194,7 +197,10 @@ def expected_counts(continuation: Continuation, trace: Trace, draft_length: int,
     adaptive threshold stays at its initial value.
 
     Args:
+        continuation: the output.
+        trace: the drafts along it.
         draft_length: at most the trace's depth.
+        stop: the stop rule.
     """
     stopper = Stopper(stop)
     visits = np.zeros(continuation.starts + 1)  # expected rounds from each position

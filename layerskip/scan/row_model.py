@@ -26,7 +26,7 @@ from layerskip.models.skip_view import shared_copy
 
 
 class RowModel:
-    """Runs passes of a target over independent rows.
+    """A target that runs passes over independent rows.
 
     Raises:
         UnsupportedModel: its sub-layers cannot be skipped, or its attention takes no mask by name.
@@ -198,6 +198,12 @@ class RowModel:
         """Return the input ``[1, R, H]`` of a layer in a pass, with the masks that :meth:`prepare` set last.
 
         The layer and those after it compute and write nothing. For the other arguments see :meth:`run`.
+
+        Args:
+            layer: index of the layer.
+            tokens: ``[R]`` int64.
+            positions: ``[R]`` int64: position of each token in its own text.
+            cache: keys and values before the rows.
         """
         self._stop_at = layer
         try:
@@ -229,7 +235,15 @@ class RowModel:
         parts: Sequence[tuple[int, int]] = (),
         bridges: Sequence[Bridges | None] = (),
     ) -> None:
-        """Set attention masks, skips and bridges of the next passes; for the arguments see :meth:`run`."""
+        """Set attention masks, skips and bridges of the next passes; for the arguments see :meth:`run`.
+
+        Args:
+            visible: per layer ``[R, keys]`` bool; equal layers share one tensor.
+            masks: the skip masks, each for at least one row.
+            mask_ids: ``[R]`` int64: the mask of each row.
+            parts: runs of rows, see :meth:`run`.
+            bridges: the bridges of every mask; empty for none.
+        """
         dtype = self.model.dtype
         converted: dict[int, Tensor] = {}
         for mask in visible:
@@ -261,5 +275,5 @@ def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) 
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The additive form of a bool mask."""
+    """Return the additive form of a bool mask."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

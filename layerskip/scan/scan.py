@@ -1,4 +1,4 @@
-"""A scan predicts how a skip mask would decode, from a few passes over the target's own text and without generating any.
+"""Scans, which predict the decoding of a skip mask from a few passes over the target's own text, without generating any.
 
 1. Lossless decoding outputs the target's own tokens, so its text is known before any draft is made.
 2. The target reads this text once, and then drafts start from every position of it in the same pass, one row per position.
@@ -39,14 +39,14 @@ from layerskip.scan.trace import CHAIN, Branching, Trace
 from layerskip.texts.continuations import Continuation
 
 _MARGIN = 0.1
-"""How far below an adaptive threshold's current value drafts are scanned, because the threshold moves."""
+"""The margin below an adaptive threshold's current value to which drafts are scanned, because the threshold moves."""
 
 _CHECKED = 8
 """Starts in the self-check."""
 
 
 def lowest_threshold(stops: Iterable[StopRule]) -> float | None:
-    """The lowest confidence threshold of stop rules, with a margin for adaptive ones; None if no rule has one.
+    """Return the lowest confidence threshold of stop rules, with a margin for adaptive ones; None if no rule has one.
 
     As the ``floor`` of :meth:`Scanner.scan` it saves later passes over few rows each.
     """
@@ -59,7 +59,10 @@ class Scan:
     """The scan of one mask on all continuations.
 
     Args:
-        tokens: ``[v]`` int64: the tokens that may be drafted, besides those earlier in the text; None for all.
+        mask: the scanned mask.
+        traces: the drafts along each continuation.
+        bridges: the mask's bridges; None for none.
+        tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
 
     Raises:
         ConfigError: the bridges belong to another mask.
@@ -76,22 +79,25 @@ class Scan:
 
     @property
     def agreement(self) -> float:
-        """How often the first drafted token is the target's; its expected acceptance for sampled texts."""
+        """The share of first drafted tokens that are the target's; the expected acceptance for sampled texts."""
         firsts = np.concatenate([trace.acceptance[:, 0] for trace in self.traces])
         return float(np.nanmean(firsts)) if len(firsts) else 0.0
 
 
 class Scanner:
-    """Scans masks over continuations.
+    """A scanner of masks over continuations.
 
     Args:
+        target: the model to scan.
         continuations: its continuations, from :func:`~layerskip.texts.continuations.continue_prompts`.
+        sampling: how the continuations were chosen.
+        depth: the longest draft.
         max_rows: rows per pass, which bounds memory. A pass holds ``[max_rows, V]`` logits and a mask over the keys of its
             rows. The one cache of all passes has room for ``max_rows * depth`` positions after the continuations of as many
             starts.
         runners: the number of runners-up to record for every drafted token, which become siblings. Ignored for sampled
             texts.
-        most_bytes: budget for the target's keys, values and layer inputs of the continuations, besides that cache.
+        most_bytes: budget for the target's keys, values and layer inputs of the continuations, without that cache.
             Continuations beyond it are left out; None for no limit.
 
     Raises:
@@ -171,11 +177,12 @@ class Scanner:
         """Scan masks, as many at once as ``max_rows`` allows.
 
         Args:
+            masks: the masks to scan.
             depth: the longest draft; None for the scanner's.
             floor: greedy drafts are scanned past their first wrong token while their confidence is at least this. The lowest
                 threshold that will be replayed is best: rows in these passes cost less than passes of their own later.
             bridges: the bridges of each mask; None for no bridges at all.
-            tokens: ``[v]`` int64: the tokens that may be drafted, besides those earlier in the text; None for all.
+            tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
         """
         if not self.sampling.greedy:
             floor = None
@@ -206,6 +213,8 @@ class Scanner:
         Args:
             scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
             draft_length: at most the scan's depth.
+            stop: the stop rule.
+            branching: siblings of drafted tokens.
             warmed: see :meth:`rounds`; without effect for sampled texts.
         """
         if not self.sampling.greedy:
@@ -221,6 +230,10 @@ class Scanner:
         """Return the rounds of greedy decoding for every continuation, see :func:`~layerskip.scan.replay.replay`.
 
         Args:
+            scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
+            draft_length: at most the scan's depth.
+            stop: the stop rule.
+            branching: siblings of drafted tokens.
             warmed: whether a stop rule that carries over between prompts has already run on all continuations, like one that
                 has been in use. Otherwise it begins with the first one.
 
@@ -263,5 +276,5 @@ class Scanner:
 
 
 def _drafters(scans: Sequence[Scan]) -> tuple[list[SkipMask], list[Bridges | None], Tensor | None]:
-    """The masks and bridges of scans, and their tokens, which are the same for all."""
+    """Return the masks and bridges of scans, and their tokens, which are the same for all."""
     return [scan.mask for scan in scans], [scan.bridges for scan in scans], scans[0].tokens

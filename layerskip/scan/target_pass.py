@@ -36,6 +36,7 @@ def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> 
     """Run the target over a text.
 
     Args:
+        rows: the target as a model of independent rows.
         tokens: ``[n]`` int64.
         last: number of final positions whose logits are returned.
         recorded: number of final positions whose layer inputs are returned.
@@ -80,7 +81,7 @@ def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> 
 
 
 def _visible(rows: RowModel, mask: Tensor, count: int) -> Tensor:
-    """``[n, n]`` bool from the model's own mask, which is bool or additive."""
+    """Return ``[n, n]`` bool from the model's own mask, which is bool or additive."""
     if mask.ndim != 4 or mask.shape[1] != 1:
         raise rows.unsupported(f"its attention mask has the shape {tuple(mask.shape)}")
     square = mask[0, 0, :, :count]

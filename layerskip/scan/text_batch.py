@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import confidence, portions
-from layerskip.device.upload import upload
+from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.target_pass import run_target
@@ -34,6 +34,7 @@ class StartPack:
     """Starts that share a pass, and the part of a cache that their continuations take.
 
     Args:
+        rows: the starts.
         sizes: per continuation, the number of its positions that the rows may attend to.
         room: positions for drafts after the continuations.
     """
@@ -57,7 +58,10 @@ class TextBatch:
     """Continuations with the target's states.
 
     Args:
+        model: the target as a model of independent rows.
         vocabulary: V, the width of its logits.
+        continuations: continuations of the target.
+        sampling: how they were chosen.
         layer_inputs: whether to keep the input hidden states of every layer.
         text_cache: states of texts read before. It also decides how many of the most likely tokens are kept.
         most_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
@@ -89,23 +93,23 @@ class TextBatch:
         self._loaded: StartPack | None = None
 
     def position(self, start: Start) -> int:
-        """Position of a start's token in its text, which is the number of tokens before it."""
+        """Return the position of a start's token in its text, which is the number of tokens before it."""
         continuation, place = start
         return len(self.continuations[continuation].prompt) + place
 
     def tokens(self, starts: Sequence[Start]) -> Tensor:
         """Return ``[R]`` int64 on the device: the tokens at starts, the last token for starts past the end."""
         tokens = [self.continuations[p].tokens[min(place, len(self.continuations[p].tokens) - 1)] for p, place in starts]
-        return upload(tokens, self.model.device)
+        return copy_to_device(tokens, self.model.device)
 
     def agrees(self, start: Start, token: int) -> bool:
-        """Whether the token at a start is ``token``; False past the end of the continuation."""
+        """Return whether the token at a start is ``token``; False past the end of the continuation."""
         continuation, place = start
         tokens = self.continuations[continuation].tokens
         return place < len(tokens) and tokens[place] == token
 
     def token_prob(self, start: Start) -> float:
-        """The target's probability of the token at a start, for sampled texts; 1.0 past the end."""
+        """Return the target's probability of the token at a start, for sampled texts; 1.0 past the end."""
         continuation, place = start
         probs = self.texts[continuation].token_probs
         return float(probs[place]) if place < len(probs) else 1.0
@@ -113,7 +117,9 @@ class TextBatch:
     def _read(self, continuation: Continuation) -> TextStates:
         """Run the target over a continuation."""
         missing = continuation.max_new_tokens - len(continuation.tokens)
-        tokens = upload([*continuation.prompt, *continuation.tokens, *continuation.tokens[-1:] * missing], self.model.device)
+        tokens = copy_to_device(
+            [*continuation.prompt, *continuation.tokens, *continuation.tokens[-1:] * missing], self.model.device
+        )
         begin, end = len(continuation.prompt), len(continuation.prompt) + len(continuation.tokens)
         logits, cache, visible, layer_inputs = run_target(
             self.model, tokens, tokens.shape[0] - begin + 1, tokens.shape[0] - begin if self._layer_inputs else 0
@@ -152,7 +158,7 @@ class TextBatch:
 
     def cache_positions(self, pack: StartPack, starts: Sequence[Start]) -> Tensor:
         """Return ``[R]`` int64: the positions of starts in the pack's cache."""
-        return upload([pack.offsets[p] + self.position((p, place)) for p, place in starts], self.model.device)
+        return copy_to_device([pack.offsets[p] + self.position((p, place)) for p, place in starts], self.model.device)
 
     def pack(self, rows: list[Start], room: int) -> StartPack:
         """Pack starts with the continuations that they need and ``room`` positions for drafts."""
@@ -183,6 +189,8 @@ class TextBatch:
         """Return the attention masks of a pass, per layer ``[R, keys]`` bool, and the rows' positions ``[R]``.
 
         Args:
+            pack: the pack that the cache holds.
+            live: ``R`` starts, one for each row.
             draft_ids: ``[R]`` int64: the drafts of the rows; a row attends to the rows of its own draft.
             passes: draft ids and ``place`` of the earlier passes, whose rows follow the continuations in the cache.
             place: distance of the rows from their starts.

@@ -54,7 +54,7 @@ class TextStates:
 
 
 class TextCache:
-    """Keeps the states of texts within a budget, because reading a text again takes longer than drafting along it.
+    """The states of texts within a budget, kept because reading a text again takes longer than drafting along it.
 
     Args:
         most_bytes: budget for their tensors.

@@ -1,4 +1,4 @@
-"""What a scan records about the drafts of one mask along one continuation; replays read it."""
+"""The record that a scan keeps of one mask's drafts along one continuation; replays read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Branching:
-    """Siblings beside the tokens of a chain, with the meaning of the same fields in ``SpeculativeConfig``.
+    """Siblings of the tokens of a chain, with the meaning of the same fields in ``SpeculativeConfig``.
 
     Args:
         siblings: the most siblings of one token; 0 for chains.
@@ -60,18 +60,32 @@ class Trace:
         return int(self.confidence.shape[1])
 
     def record_confidence(self, start: int, place: int, confidence: float, runner_probs: Sequence[float]) -> None:
-        """Record the draft's confidence in a token, and the probabilities of its runners-up."""
+        """Record the draft's confidence in a token, and the probabilities of its runners-up.
+
+        Args:
+            start: the draft's start.
+            place: the token's place in the draft, from 0.
+            confidence: the draft's probability of the token.
+            runner_probs: the K probabilities of its runners-up, descending.
+        """
         self.confidence[start, place], self.runner_probs[start, place] = confidence, runner_probs
         self._lists.clear()
 
     def record_acceptance(self, start: int, place: int, acceptance: float, rank: int) -> None:
-        """Record the acceptance of a drafted token."""
+        """Record the acceptance of a drafted token.
+
+        Args:
+            start: the draft's start.
+            place: the token's place in the draft, from 0.
+            acceptance: the probability that the token is accepted.
+            rank: index of the runner-up that is the text's token; K for none.
+        """
         self.acceptance[start, place], self.rank[start, place] = acceptance, rank
         self.agreed[start] += acceptance == 1.0 and self.agreed[start] == place
         self._lists.clear()
 
     def as_lists(self) -> list[Any]:
-        """Return ``agreed``, ``confidence`` and ``rank`` as lists, whose items are several times faster to access."""
+        """Return ``agreed``, ``confidence`` and ``rank`` as lists, whose items are faster to access."""
         if None not in self._lists:
             self._lists[None] = [self.agreed.tolist(), self.confidence.tolist(), self.rank.tolist()]
         return self._lists[None]

@@ -32,7 +32,7 @@ class Continuation:
 
     Args:
         prompt_id: the prompt; the turns of a conversation share it.
-        category: its kind of task.
+        category: the prompt's category.
         prompt: token ids.
         tokens: the continuation; shorter than ``max_new_tokens`` if the sequence ended.
         max_new_tokens: the most tokens of the continuation.
@@ -50,12 +50,12 @@ class Continuation:
         return len(self.tokens) - 1
 
     def limit(self, start: int) -> int:
-        """Returns the most tokens that a round may draft if its last committed token is ``tokens[start]``."""
+        """Return the most tokens that a round may draft if its last committed token is ``tokens[start]``."""
         return self.max_new_tokens - start - 2
 
 
 def continuations_digest(continuations: Iterable[Continuation]) -> str:
-    """Returns a digest of the tokens of continuations."""
+    """Return a digest of the tokens of continuations."""
     return digest([[list(continuation.prompt), list(continuation.tokens)] for continuation in continuations])
 
 
@@ -122,7 +122,7 @@ def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens
 
 
 def _load(file: Path | None) -> tuple[list[Continuation], float] | None:
-    """Returns the continuations in a file and the seconds of their decoding; None if it is missing or incomplete."""
+    """Return the continuations in a file and the seconds of their decoding; None if it is missing or incomplete."""
     if file is None or not file.exists():
         return None
     try:

@@ -82,7 +82,7 @@ def write_texts(
 
 
 def _opening(target: Target) -> list[int]:
-    """Returns the tokens before a user's first words."""
+    """Return the tokens before a user's first words."""
     tokenizer = target.tokenizer
     if tokenizer is not None and tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": _MARK}]
@@ -95,7 +95,7 @@ def _opening(target: Target) -> list[int]:
 
 
 def _first_words(target: Target, prompt: str, draws: random.Random) -> list[int]:
-    """Returns the first words of a prompt."""
+    """Return the first words of a prompt."""
     words = re.findall(r"\s*\S+", prompt)
     kept = words[: math.ceil(draws.uniform(*_FIRST_SHARE) * len(words))]
     assert target.tokenizer is not None
@@ -104,7 +104,7 @@ def _first_words(target: Target, prompt: str, draws: random.Random) -> list[int]
 
 
 def _prompt(target: Target, opening: list[int], start: list[int], tokens: list[int]) -> list[int]:
-    """Returns the prompt of an opening, its first words and what the target wrote after them; empty if it wrote nothing."""
+    """Return the prompt of an opening, its first words and what the target wrote after them; empty if it wrote nothing."""
     written = [token for token in tokens if token not in target.eos_ids]
     if target.tokenizer is None or target.tokenizer.chat_template is None:
         return opening + start + written[: _PROMPT_TOKENS // 4] if written else []
@@ -114,7 +114,7 @@ def _prompt(target: Target, opening: list[int], start: list[int], tokens: list[i
 
 @torch.inference_mode()
 def _generate(target: Target, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int) -> list[list[int]]:
-    """Returns the new tokens of each prompt, including the end of sequence; prompts of similar length form a batch."""
+    """Return the new tokens of each prompt, including the end of sequence; prompts of similar length form a batch."""
     written: list[list[int]] = [[] for _ in prompts]
     for places in _similar_lengths(prompts):
         rows = _generate_batch(target, [prompts[place] for place in places], sampling, max_new_tokens)
@@ -124,7 +124,7 @@ def _generate(target: Target, prompts: list[list[int]], sampling: Sampling, max_
 
 
 def _similar_lengths(prompts: list[list[int]]) -> list[list[int]]:
-    """Returns batches of prompt indices: a prompt is at most twice as long as the shortest of its batch."""
+    """Return batches of prompt indices: a prompt is at most twice as long as the shortest of its batch."""
     batches: list[list[int]] = []
     for place in sorted(range(len(prompts)), key=lambda place: len(prompts[place])):
         if batches and len(prompts[place]) <= _MOST_PADDING * len(prompts[batches[-1][0]]):
@@ -135,7 +135,7 @@ def _similar_lengths(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def _generate_batch(target: Target, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int) -> list[list[int]]:
-    """Returns the new tokens of each prompt by one call of transformers' ``generate``."""
+    """Return the new tokens of each prompt by one call of transformers' ``generate``."""
     longest = max(map(len, prompts))
     rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=target.device)
     seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=target.device)

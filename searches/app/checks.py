@@ -25,7 +25,14 @@ def check_seed(seed: object) -> None:
 
 
 def check_whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Check an integer and its bounds, both inclusive."""
+    """Check an integer and its bounds, both inclusive.
+
+    Args:
+        name: of the field.
+        value: what the user gave.
+        least: the lowest value.
+        most: the highest value; None for any.
+    """
     try:
         check_integer(name, value, least, most)
     except ConfigError as error:
@@ -33,7 +40,14 @@ def check_whole(name: str, value: object, least: int = 1, most: int | None = Non
 
 
 def check_number(name: str, value: object, most: float = math.inf, or_zero: bool = False) -> None:
-    """Check a positive number, or 0 if that is allowed, and its inclusive upper bound."""
+    """Check a positive number, or 0 if that is allowed, and its inclusive upper bound.
+
+    Args:
+        name: of the field.
+        value: what the user gave.
+        most: the highest value.
+        or_zero: whether 0 is allowed.
+    """
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if not (0 < number <= most or (or_zero and number == 0)):
         wanted = "a number above 0" if most == math.inf else f"a number above 0 and up to {most:g}"
@@ -53,7 +67,14 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_list(name: str, value: object, known: Sequence[str] | None = None, or_empty: bool = True) -> None:
-    """Check a list: whether it may be empty, and the values that it may hold, which are any if ``known`` is None."""
+    """Check a list: whether it may be empty, and the values that it may hold, which are any if ``known`` is None.
+
+    Args:
+        name: of the field.
+        value: what the user gave.
+        known: the values that it may hold; None for any.
+        or_empty: whether it may be empty.
+    """
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise InputError(f"{name}: {value!r} is not a list, such as [a,b]")
     if not value and not or_empty:

@@ -33,7 +33,7 @@ def compose_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def prepare_overrides(name: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides of a program's command line as Hydra takes them, with those of unlisted fields marked as additions."""
+    """Return the overrides of a command line as Hydra takes them, with those of unlisted fields marked as additions."""
     choices = [override for override in overrides if _CHOICE.match(override)]
     with initialize_config_dir(CONF, version_base="1.3"):
         try:

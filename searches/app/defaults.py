@@ -16,7 +16,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, open_dict
 
 from searches.app.checks import InputError
-from searches.app.earlier_names import MOVED, RENAMED
+from searches.app.earlier_names import MOVED, REMOVED, RENAMED
 
 _OWN = ("layerskip.", "searches.")
 _OVERRIDE = re.compile(r"(?P<key>\w+(\.\w+)+)=")
@@ -65,8 +65,12 @@ def allow_unlisted(overrides: Sequence[str], composed: DictConfig) -> list[str]:
     """
     found = []
     for override in overrides:
-        if override in RENAMED:
-            raise InputError(f"{override}: is now {RENAMED[override]}")
+        name, _, value = override.lstrip("+~").partition("=")
+        if name in REMOVED and name not in composed:
+            raise InputError(f"{name}: {REMOVED[name]}")
+        for choice in value.split(","):
+            if (name, choice) in RENAMED:
+                raise InputError(f"{name}={choice}: is now {RENAMED[name, choice]}")
         match = _OVERRIDE.match(override)
         known = match is not None and _is_field(composed, match["key"].split("."))
         found.append(f"++{override}" if known else override)
@@ -74,7 +78,7 @@ def allow_unlisted(overrides: Sequence[str], composed: DictConfig) -> list[str]:
 
 
 def _is_field(composed: DictConfig, names: Sequence[str]) -> bool:
-    """Whether a dotted name is a field of a type that the configuration instantiates."""
+    """Return whether a dotted name is a field of a type that the configuration instantiates."""
     node: Any = composed
     fields: Mapping[str, Any] = {}
     for name in names[:-1]:

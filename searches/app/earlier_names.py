@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-RENAMED = {"measure=foretell": "measure=predictions", "measure=compare": "measure=race"}
-"""Overrides that are refused, with the override that replaces them."""
+RENAMED = {("measure", "foretell"): "measure=predictions", ("measure", "compare"): "measure=race"}
+"""Choices that are refused, with the choices that replace them."""
+
+REMOVED = {"records": "searches.evaluate.predictions evaluates one run; compare the records themselves"}
+"""Fields that are refused, with the reason."""
 
 MOVED = {
     "searches.objective.MeasureSettings": "searches.study.objective.MeasureSettings",

@@ -39,7 +39,7 @@ def defer_interrupt() -> Iterator[None]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C caused an error, directly or through an error that a library raised from it."""
+    """Return whether Ctrl-C caused an error, directly or through an error that a library raised from it."""
     return any(isinstance(link, KeyboardInterrupt) for link in error_chain(error))
 
 

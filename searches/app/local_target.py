@@ -10,7 +10,15 @@ from layerskip import Target, TargetError, load_target
 def load_local(
     path: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False, pack_weights: bool | None = None
 ) -> Target:
-    """Load a target as :func:`layerskip.load_target` does, from a folder or a ``.gguf`` file, never from the hub."""
+    """Load a target as :func:`layerskip.load_target` does, from a folder or a ``.gguf`` file, never from the hub.
+
+    Args:
+        path: of the folder or the file.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``.
+        device: ``cpu``, ``cuda``, another device of torch, or ``auto``.
+        trust_remote_code: whether code in the folder may run.
+        pack_weights: whether weights are packed for the CPU; None decides by the machine.
+    """
     if not os.path.exists(path):
         raise TargetError(f"target.path: there is no folder or file {path}")
     return load_target(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, pack_weights=pack_weights)

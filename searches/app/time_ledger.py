@@ -2,7 +2,7 @@
 
 Bridges, texts and cost profiles lie in one folder for all studies, and outlive a killed process. A clock that runs while
 they are made would never count those that another study made, and would lose those of a killed process. So a study records
-each artifact when it first uses it, with the seconds that are stored beside it. Clocks leave out artifacts that were made
+each artifact when it first uses it, with the seconds that are stored with it. Clocks leave out artifacts that were made
 while they ran.
 """
 

@@ -1,4 +1,4 @@
-"""Decoding methods of transformers' ``generate``, measured beside ours on the same model.
+"""Decoding methods of transformers' ``generate``, measured together with ours on the same model.
 
 Parameters that transformers adapts by itself are pinned, unless the benchmark asks for its defaults. The number of drafted
 tokens, its schedule and the confidence threshold are part of the *assistant's* generation configuration, and the threshold
@@ -115,7 +115,7 @@ class Peer:
 
 
 class _RoundRecorder(StoppingCriteria):
-    """Records the length after prefill and after every round, and never stops.
+    """Stopping criterion that records the length after prefill and after every round, and never stops.
 
     Args:
         prompt_length: tokens of the prompt.

@@ -1,4 +1,4 @@
-"""Markdown tables of a benchmark record: speed of every contender, by kind of work, and the conditions."""
+"""Markdown tables of a benchmark record: speed of every contender, by category, and the conditions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layerskip.costs.tree_timing import TreeTiming
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return a record as Markdown: all prompts first, then by kind of work, then the conditions."""
+    """Return a record as Markdown: all prompts first, then by category, then the conditions."""
     lines = [
         "| decoding | tokens/s | speedup | 95 % interval | acceptance | tokens/round | drafting | drafter's memory | output "
         "| speedup over transformers |",
@@ -27,15 +27,15 @@ def table(record: Mapping[str, Any]) -> str:
             f"| {result['speedup_low']:.2f} to {result['speedup_high']:.2f} | {acceptance} "
             f"| {result['tokens_per_round']:.2f} | {draft_share} | {_memory(result)} | {output} | {rival} |"
         )
-    kinds = sorted({kind for result in results.values() for kind in result["speedup_by_category"]})
+    categories = sorted({category for result in results.values() for category in result["speedup_by_category"]})
     marked = {name if result["lossless"] else f"{name} (lossy)": result for name, result in results.items()}
     speedups = {name: result["speedup_by_category"] for name, result in marked.items()}
     drafting = {name: result for name, result in marked.items() if result["tokens_per_round"] > 1}
     rounds = {name: result["tokens_per_round_by_category"] for name, result in drafting.items()}
-    lines += _by_kind("speedup by kind of work", kinds, speedups)
+    lines += _by_category("speedup by category", categories, speedups)
     lines += _near_ties(results)
-    lines += _by_kind("tokens per round", kinds, rounds)
-    lines += _cascades(results, kinds)
+    lines += _by_category("tokens per round", categories, rounds)
+    lines += _cascades(results, categories)
     if record["verification"] is not None:
         timing = TreeTiming(**record["verification"])
         lines += [
@@ -60,15 +60,15 @@ def _interval(ratio: Mapping[str, float]) -> str:
 
 
 def _memory(result: Mapping[str, Any]) -> str:
-    """Memory of the drafter beside the target and, on CUDA, the further memory of decoding."""
+    """Return the memory of the drafter without the target and, on CUDA, the further memory of decoding."""
     peak = "" if result["decoding_bytes"] is None else f", {result['decoding_bytes'] / 2**20:.0f} MB to decode"
     return f"+{result['drafter_bytes'] / 2**20:.0f} MB{peak}"
 
 
-def _by_kind(title: str, kinds: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a table of one figure per kind of work; nothing without rows."""
-    lines = [f"| {name} | {' | '.join(f'{row[kind]:.2f}' for kind in kinds)} |" for name, row in rows.items()]
-    return ["", f"| {title} | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|", *lines] if lines else []
+def _by_category(title: str, categories: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a table of one figure per category; nothing without rows."""
+    lines = [f"| {name} | {' | '.join(f'{row[category]:.2f}' for category in categories)} |" for name, row in rows.items()]
+    return ["", f"| {title} | {' | '.join(categories)} |", "|---" * (1 + len(categories)) + "|", *lines] if lines else []
 
 
 def _near_ties(results: Mapping[str, Any]) -> list[str]:
@@ -82,12 +82,16 @@ def _near_ties(results: Mapping[str, Any]) -> list[str]:
     return ["", f"near-tie: outputs differ only where the target's best tokens are tied up to rounding, by {margin}."]
 
 
-def _cascades(results: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
+def _cascades(results: Mapping[str, Any], categories: Sequence[str]) -> list[str]:
     """Return a table of the paired speedup of each cascade over its members; nothing without cascades."""
     rows = []
     for name, result in results.items():
         for member, ratio in result.get("members", {}).items():
-            cells = [_interval(ratio), *(_interval(ratio["by_category"][kind]) for kind in kinds)]
+            cells = [_interval(ratio), *(_interval(ratio["by_category"][category]) for category in categories)]
             rows.append(f"| {name} / {member} | {' | '.join(cells)} |")
-    head = ["", f"| speedup of a cascade over its member | all | {' | '.join(kinds)} |", "|---" * (2 + len(kinds)) + "|"]
+    head = [
+        "",
+        f"| speedup of a cascade over its member | all | {' | '.join(categories)} |",
+        "|---" * (2 + len(categories)) + "|",
+    ]
     return [*head, *rows] if rows else []

@@ -139,7 +139,7 @@ def _recorded(point: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seconds(points: Sequence[Mapping[str, Any]], work: BridgePoints, result: BridgeFinals) -> dict[str, float]:
-    """Return the seconds of each kind of work, earlier runs included. Fits exclude the time of reading their texts."""
+    """Return the seconds of each part of the work, earlier runs included. Fits exclude the time of reading their texts."""
     seconds = dict.fromkeys(("continuation", "texts", "profile", "reading", "fitting", "training", "scanning"), 0.0)
     seconds["screening"] = work.screening_seconds
     for name, spent in work.shared.items():

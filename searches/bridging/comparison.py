@@ -47,7 +47,7 @@ _SIBLING_DEPTH = 4  # longest draft whose cost is profiled with siblings
 
 
 class BridgePoints:
-    """Fits, trains and scans bridges, and keeps all results in :attr:`folder`.
+    """Fitted, trained and scanned bridges of masks; all results are kept in :attr:`folder`.
 
     Args:
         config: configuration ``conf/bridges.yaml``.

@@ -1,4 +1,4 @@
-"""EAGLE heads beside bridged masks: draft cost, and agreement of the first drafted token on the scanned continuations."""
+"""EAGLE heads compared with bridged masks: draft cost, and agreement of the first drafted token."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class BridgeFinals:
     rows: Sequence[Row]
 
     def measured(self) -> dict[str, dict[str, Any]]:
-        """Return each configuration beside plain decoding, for a record. Prefill seconds are means per prompt."""
+        """Return each configuration compared with plain decoding, for a record. Prefill seconds are means per prompt."""
         measured = {}
         for name, config in self.configs.items():
             measurement = Measurement.of(self.rows, BASELINE, name)
@@ -88,8 +88,13 @@ def measure_finalists(
     Args:
         finalists: points whose configurations are measured, by name.
         others: further configurations, without predictions.
+        bench: measures them.
+        prompts: held-out prompts, with categories in turn.
+        settings: of measuring.
+        seed: of the order of configurations.
+        folder: keeps rows as they are measured; None keeps nothing.
+        on_prompt: called after each prompt.
 
-    The other arguments are those of :func:`~searches.study.finals.measure_held_out`.
     """
     configs = {name: SpeculativeConfig.from_dict(point["config"]) for name, point in finalists.items()} | dict(others)
     predicted = {name: float(point["predicted"]) for name, point in finalists.items()}

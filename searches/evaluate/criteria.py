@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Count:
-    """How often something happened, and the criterion for it.
+    """Number of times that something happened, and the criterion for it.
 
     Args:
         name: what was counted.
@@ -30,7 +30,7 @@ class Count:
 
     @property
     def passed(self) -> bool:
-        """Whether the criterion is met."""
+        """True if the criterion is met."""
         return (self.least is None or self.share >= self.least) and (self.most is None or self.share <= self.most)
 
     @property

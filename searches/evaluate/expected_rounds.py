@@ -65,20 +65,20 @@ def threshold_of(stop: StopRule) -> float:
     return _NO_STOP if stop.kind == "length" else stop.threshold
 
 
-def expected_rounds(chances: RoundProbabilities, length: int) -> tuple[Floats, Floats]:
+def expected_rounds(probabilities: RoundProbabilities, length: int) -> tuple[Floats, Floats]:
     """Return the expected counts of decoding one prompt, averaged over :data:`TOKENS`.
 
     Args:
-        chances: probabilities within a round, of any shape ``[...]``.
+        probabilities: probabilities within a round, of any shape ``[...]``.
         length: draft length.
 
     Returns:
         The number of drafted tokens, ``[...]``, and the number of rounds that verify 0, 1, ..., ``length`` drafted tokens,
         ``[length + 1, ...]``.
     """
-    parts = (chances.drafts, chances.accepted, chances.continues, chances.accepted_and_continues)
+    parts = (probabilities.drafts, probabilities.accepted, probabilities.continues, probabilities.accepted_and_continues)
     shape = np.broadcast_shapes(*(part.shape for part in parts))
-    first, more = chances.drafts * chances.accepted, chances.accepted_and_continues
+    first, more = probabilities.drafts * probabilities.accepted, probabilities.accepted_and_continues
     reached = np.array([np.ones(shape), *(np.broadcast_to(first * more**k, shape) for k in range(length))])
     visits = np.zeros((max(TOKENS) + 1, *shape))
     for tokens in TOKENS:
@@ -94,14 +94,14 @@ def expected_rounds(chances: RoundProbabilities, length: int) -> tuple[Floats, F
         if limit == length:
             full += visits[left]
         else:
-            verified[: limit + 1] += visits[left] * _drafted(chances, limit, shape)
-    verified += full * _drafted(chances, length, shape)
+            verified[: limit + 1] += visits[left] * _drafted(probabilities, limit, shape)
+    verified += full * _drafted(probabilities, length, shape)
     return np.tensordot(np.arange(length + 1.0), verified, axes=1), verified
 
 
-def _drafted(chances: RoundProbabilities, limit: int, shape: tuple[int, ...]) -> Floats:
+def _drafted(probabilities: RoundProbabilities, limit: int, shape: tuple[int, ...]) -> Floats:
     """Return the probability of each number of drafted tokens in a round with at most ``limit``: ``[limit + 1, ...]``."""
     if not limit:
         return np.ones((1, *shape))
-    at_least = np.array([np.broadcast_to(chances.drafts * chances.continues**k, shape) for k in range(limit)])
+    at_least = np.array([np.broadcast_to(probabilities.drafts * probabilities.continues**k, shape) for k in range(limit)])
     return np.concatenate([1 - at_least[:1], at_least[:-1] - at_least[1:], at_least[-1:]])

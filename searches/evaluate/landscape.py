@@ -166,9 +166,9 @@ class Landscape:
         runs: one or two sub-layers at a time, with the best draft length and stop rule, until no step helps.
         """
         candidates = [(SpeculativeConfig(), 1.0)]
-        if "prompt_lookup" in space.arms:
+        if "prompt_lookup" in space.available_kinds:
             candidates += [(config, self.speedup(config)) for config in space.lookups()]
-        if "layer_skip" in space.arms:
+        if "layer_skip" in space.available_kinds:
             runs = _contiguous_masks(space)
             ranked = sorted(zip(runs, self.best_drafts(runs, space), strict=True), key=lambda pair: -pair[1][1])
             for start in (SkipMask.none(self.layers), *(mask for mask, _ in ranked[:3])):

@@ -88,12 +88,12 @@ class Outcome:
 
     @property
     def hit(self) -> bool:
-        """Whether the export is about as fast as the best configuration."""
+        """True if the export is about as fast as the best configuration."""
         return self.winner_speedup >= CLOSE * self.best_speedup
 
     @property
     def slower(self) -> bool:
-        """Whether the export is slower than plain decoding."""
+        """True if the export is slower than plain decoding."""
         return self.winner_speedup < 1.0
 
 
@@ -119,7 +119,14 @@ class StudyParts:
 
 
 def search_planted(seed: int, prospect: Prospect, settings: PlantedSettings, parts: StudyParts) -> Outcome:
-    """Search one landscape as a study does, up to the configuration that it would export."""
+    """Search one landscape as a study does, up to the configuration that it would export.
+
+    Args:
+        seed: of the landscape, the prompts and the search.
+        prospect: the kind of landscape.
+        settings: sizes of the search.
+        parts: of the study.
+    """
     start = time.monotonic()
     landscape = Landscape.draw(seed, settings.layers, prospect)
     space, measuring = parts.space(settings.layers), parts.measure

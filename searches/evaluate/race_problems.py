@@ -47,7 +47,7 @@ Claims = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class ModelProblem:
-    """Race on a real model. See ``conf/race.yaml``."""
+    """Problem of a race on a real model. See ``conf/race.yaml``."""
 
     most_claims = 3  # each costs a measurement
 
@@ -109,7 +109,7 @@ class ModelProblem:
             )
 
     def speedups(self, claims: Claims, seeds: Mapping[str, int], log: ResultLog) -> dict[str, list[float]]:
-        """Measure claims on held-out prompts, a few configurations at a time beside plain decoding.
+        """Measure claims on held-out prompts, a few configurations at a time with plain decoding.
 
         Args:
             claims: configurations of each race.
@@ -139,7 +139,7 @@ def _scannable(scanner: T | None) -> T:
 
 
 class SimulatedProblem:
-    """Race on simulated decoders where skipping pays, a new one for each seed. Any layer may be skipped.
+    """Problem of a race on simulated decoders where skipping pays, a new one for each seed. Any layer may be skipped.
 
     Seconds are those that decoding, scanning and profiling would take; the computations of samplers are free.
     """

@@ -39,7 +39,7 @@ _SCREENED_STEPS, _SCANNED_STEPS = 10, 30
 
 
 def _ignore(seconds: float) -> None:
-    """Default of ``spend``."""
+    """Ignore seconds: the default of ``spend``."""
 
 
 class Machine:
@@ -108,6 +108,14 @@ class SimulatedBench:
     ) -> Iterator[dict[str, Sample]]:
         """Decode every prompt with every configuration, in a new random order for each prompt.
 
+        Args:
+            configs: by name.
+            prompts: all of them are decoded in each repeat.
+            repeats: how often every prompt is decoded.
+            seed: of the order of configurations.
+            without: configurations that are no longer measured.
+            before: ignored, since simulated drafters do not learn.
+
         Raises:
             ConfigError: a configuration is neither plain decoding, layer skipping nor prompt lookup.
         """
@@ -143,12 +151,18 @@ def draw_rounds(landscape: Landscape, item: PromptItem, work: Workload, config: 
 
     The difficulty of a token belongs to its position in the output, so a better draft is right wherever a worse one is.
     After a wrong token a draft departs from the output, and only the number of further drafted tokens matters.
+
+    Args:
+        landscape: costs and acceptance of the decoder.
+        item: the prompt.
+        work: its workload.
+        config: of the drafter.
     """
     if config.kind == "none":
         return [Round(0, 0, 1)] * work.tokens
     ease, luck, matched, further = _draws(landscape.seed, item.id, work.tokens)
-    chances = landscape.probabilities(config, np.array(work.difficulty), np.array(work.copying))
-    drafts, accepted_rate, continues = float(chances.drafts), float(chances.accepted), float(chances.continues)
+    drawn = landscape.probabilities(config, np.array(work.difficulty), np.array(work.copying))
+    drafts, accepted_rate, continues = float(drawn.drafts), float(drawn.accepted), float(drawn.continues)
     if config.kind == "layer_skip":
         confidence = ease ** (1 / accepted_rate - 1)
         right = (luck < confidence).tolist()
@@ -186,7 +200,7 @@ def _draws(seed: int, prompt_id: str, tokens: int) -> Floats:
 
 
 class SimulatedPredictor:
-    """Predict speedups of a simulated decoder as scans do: from the rounds of a few prompts, with an error in the costs.
+    """Predictor of a simulated decoder's speedups as from scans: from the rounds of a few prompts, with an error in costs.
 
     Args:
         landscape: costs and acceptance of the decoder.

@@ -36,7 +36,7 @@ Screen = Callable[[Sequence[SkipMask]], Sequence[float]]
 
 
 class TimeUp(Exception):
-    """The budget of a strategy is spent."""
+    """A strategy's budget that is spent."""
 
 
 @dataclass

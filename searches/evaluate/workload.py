@@ -1,4 +1,4 @@
-"""Workloads of simulated prompts: how hard a prompt is to draft for, and how much of its output copies the prompt."""
+"""Workloads of simulated prompts: the difficulty of drafting, and the share of the output that copies the prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from layerskip.prompts import PromptItem, PromptSet
 from searches.evaluate.expected_rounds import TOKENS, Floats
 
-# Kind of work: mean difficulty (log scale) and mean share of the output that copies the prompt (logit scale).
+# By category: mean difficulty (log scale) and mean share of the output that copies the prompt (logit scale).
 CATEGORIES = {
     "chat": (0.2, -1.5),
     "code": (-0.3, 0.2),
@@ -20,13 +20,13 @@ CATEGORIES = {
     "summary": (0.1, 0.6),
     "translation": (0.3, -2.0),
 }
-_DIFFICULTY_SPREAD, _COPYING_SPREAD = 0.35, 0.8  # standard deviations between prompts of one kind
+_DIFFICULTY_SPREAD, _COPYING_SPREAD = 0.35, 0.8  # standard deviations between prompts of one category
 _NODES = 9  # of the quadrature over prompts
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one prompt demands of a simulated decoder.
+    """Demands of one prompt on a simulated decoder.
 
     Args:
         difficulty: factor on the loss of a skip mask.
@@ -58,24 +58,25 @@ class Workload:
 
 
 def draw_prompts(count: int, seed: int) -> PromptSet:
-    """Draw prompts of all kinds of work at random."""
+    """Draw prompts of all categories at random."""
     random = np.random.default_rng([seed, 7])
-    kinds = random.choice(list(CATEGORIES), size=count)
-    return PromptSet(tuple(PromptItem(f"{seed}-{i}", str(kind), f"prompt {i}") for i, kind in enumerate(kinds)), "planted")
+    categories = random.choice(list(CATEGORIES), size=count)
+    items = (PromptItem(f"{seed}-{i}", str(category), f"prompt {i}") for i, category in enumerate(categories))
+    return PromptSet(tuple(items), "planted")
 
 
 @functools.cache
 def population(shift: float) -> tuple[Floats, Floats, Floats]:
-    """Return quadrature nodes over all possible prompts: difficulty, copying and weights, each ``[kinds * nodes]``.
+    """Return quadrature nodes over all possible prompts: difficulty, copying and weights, each ``[categories * nodes]``.
 
-    All kinds of work are equally frequent, and prompts are normal within a kind. No drafter depends on both difficulty and
+    All categories are equally frequent, and prompts are normal within one. No drafter depends on both difficulty and
     copying, so one set of nodes serves both.
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
-    kinds = np.array(list(CATEGORIES.values()))
-    difficulty = np.exp(kinds[:, :1] + _DIFFICULTY_SPREAD * nodes).ravel()
-    copying = _logistic(shift + kinds[:, 1:] + _COPYING_SPREAD * nodes).ravel()
-    return difficulty, copying, np.tile(weights / weights.sum(), len(kinds)) / len(kinds)
+    categories = np.array(list(CATEGORIES.values()))
+    difficulty = np.exp(categories[:, :1] + _DIFFICULTY_SPREAD * nodes).ravel()
+    copying = _logistic(shift + categories[:, 1:] + _COPYING_SPREAD * nodes).ravel()
+    return difficulty, copying, np.tile(weights / weights.sum(), len(categories)) / len(categories)
 
 
 def _logistic(value: Floats | float) -> Floats:

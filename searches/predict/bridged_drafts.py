@@ -18,6 +18,7 @@ class BridgedDrafts:
     """Drafts of masks with one bridge spec.
 
     Args:
+        bridge_spec: the bridges and the draft head of every mask.
         bridge_store: the source of bridges and draft heads; None if the spec has none.
 
     Attributes:
@@ -37,14 +38,21 @@ class BridgedDrafts:
     def scan(
         self, scanner: Scanner, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None
     ) -> list[Scan]:
-        """Scan masks with their bridges; arguments are those of :meth:`~layerskip.scan.scan.Scanner.scan`."""
+        """Scan masks with their bridges; arguments are those of :meth:`~layerskip.scan.scan.Scanner.scan`.
+
+        Args:
+            scanner: of continuations.
+            masks: to scan.
+            depth: of drafts; None for the scanner's.
+            floor: confidence down to which drafts are followed; None for all.
+        """
         store, bridges = self._store, None
         if store is not None:
             bridges = [store.load(store.bridge(mask, self.bridge_spec), mask) for mask in masks]
         return scanner.scan(masks, depth=depth, floor=floor, bridges=bridges, tokens=self.tokens)
 
     def reproducible(self, mask: SkipMask) -> bool:
-        """Whether another process would scan the mask alike: its bridges are not missing for lack of memory here."""
+        """Return whether another process would scan the mask alike, since no bridges are missing for lack of memory."""
         return self._store is None or not self._store.failed(mask, self.bridge_spec)
 
     def extras(self, mask: SkipMask) -> DraftExtras:
@@ -52,11 +60,11 @@ class BridgedDrafts:
         return NO_EXTRAS if self._store is None else self._store.extras(mask, self.bridge_spec)
 
     def trained_extras(self, bridges: Bridges) -> DraftExtras:
-        """Return the same for bridges that were trained since."""
+        """Return the costs of a mask's draft with bridges that were trained since."""
         return DraftExtras.of(bridges.shape, 0 if self._store is None else self._store.left_out(self.bridge_spec.tokens))
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Whether a self-draft's bridges and draft head are those of the spec."""
+        """Return whether a self-draft's bridges and draft head are those of the spec."""
         if self._store is None or not (config.bridge or config.draft_head):
             return self.bridge_spec == BridgeSpec() and not config.bridge and not config.draft_head
         return self._store.bridge_spec(config) == self.bridge_spec

@@ -33,9 +33,13 @@ Runs = dict[tuple[int, int], float]
 
 
 class MaskSearch:
-    """Screens masks, each once, within a budget.
+    """Search that screens masks, each once, within a budget.
 
     Args:
+        predictor: estimates agreement and costs.
+        space: the layers that may be skipped, and the draft lengths.
+        budget: the number of masks that may be screened.
+        on_mask: called after each screened mask.
         on_best: called with every configuration that is the best so far.
 
     Attributes:
@@ -134,6 +138,12 @@ def expected_speedup(
 
     Every drafted token is assumed to be accepted with the same probability.
 
+    Args:
+        predictor: gives the costs.
+        mask: of the draft.
+        agreement: the probability that a drafted token is accepted.
+        lengths: the shortest and the longest draft.
+
     Source: Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost
     of verification.
     """
@@ -195,6 +205,7 @@ def screen_runs(search: MaskSearch, runs: Runs, new: Iterable[tuple[int, int]], 
     """Screen contiguous runs of whole layers.
 
     Args:
+        search: screens the masks.
         runs: the expected speedups of runs; extended by the new ones.
         new: first layers and exclusive ends to screen; runs that reach into protected layers are left out.
         reserve: the part of the budget to leave unspent.

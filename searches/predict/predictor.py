@@ -28,7 +28,7 @@ class Prediction:
 
 
 class SpeedupPredictor(Protocol):
-    """Predicts speedups before anything is decoded, above all those of layer skipping."""
+    """Predictor of speedups before anything is decoded, above all those of layer skipping."""
 
     @property
     def layers(self) -> int:
@@ -49,7 +49,7 @@ class SpeedupPredictor(Protocol):
         """Predict each mask's best speedup, from all positions."""
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
-        """Whether the speedup of a configuration, with its drafter, draft length and stop rule, can be predicted."""
+        """Return whether the speedup of a configuration, with its draft length and stop rule, can be predicted."""
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict the speedup of a configuration for which :meth:`can_predict` is true."""
@@ -58,7 +58,7 @@ class SpeedupPredictor(Protocol):
         """Return the bridges and the draft head of a mask's draft, as costs count them."""
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Whether a self-draft has the bridges and the draft head that predictions assume."""
+        """Return whether a self-draft has the bridges and the draft head that predictions assume."""
 
 
 DraftChoice = tuple[int, StopRule, Branching]
@@ -70,7 +70,8 @@ class DraftChoices:
 
     Args:
         lengths: the shortest and the longest draft.
-        siblings: numbers of alternatives beside each drafted token.
+        stops: the stop rules.
+        siblings: numbers of alternatives to each drafted token.
     """
 
     lengths: tuple[int, int]

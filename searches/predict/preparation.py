@@ -40,7 +40,7 @@ _LEAST_ROWS = 16  # with fewer rows per pass, scanning is no faster than decodin
 
 @dataclass(frozen=True)
 class ScanSettings:
-    """How much is predicted before the first trial.
+    """Amount of prediction before the first trial.
 
     Args:
         enabled: whether masks are scanned at all.
@@ -97,16 +97,22 @@ def prepare_predictor(
     """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned.
 
     Args:
+        target: the target.
+        prompts: tune prompts.
+        sampling: of the target's tokens.
+        max_new_tokens: tokens of a continuation, per turn.
         space: the draft lengths, stop rules and siblings to predict.
+        settings: of scanning.
         outputs: folder of continuations and profiles.
         folder: of scans.
+        seed: of the continuations.
         report_cost: called with the name and the seconds of every continuation and of the profile.
     """
     scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed, report_cost)
     if scanner is None:
         return None
     depth, continuations = scanner.depth, scanner.continuations
-    longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.arms else depth
+    longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.available_kinds else depth
     parts = space.bridged, scanner.runners > 0
     profile = cost_profile(target, continuations, longest, sampling, settings, outputs, *parts, report_cost=report_cost)
     stops = scanned_stops(space, settings.thresholds)
@@ -138,7 +144,7 @@ def open_scanner(
 ) -> Scanner | None:
     """Return a scanner of the target's continuations of prompts; print a line and return None if it cannot be scanned.
 
-    Arguments are those of :func:`prepare_predictor`.
+    The arguments are those of :func:`prepare_predictor`.
     """
     with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
         continuations = continue_prompts(
@@ -165,7 +171,16 @@ def make_scanner(
     siblings: int,
     settings: ScanSettings,
 ) -> Scanner | None:
-    """Return a scanner with as many rows per pass as memory allows; print a line and return None if it allows too few."""
+    """Return a scanner with as many rows per pass as memory allows; print a line and return None if it allows too few.
+
+    Args:
+        target: the target.
+        continuations: its continuations of prompts.
+        sampling: of its tokens.
+        depth: the longest draft.
+        siblings: the most alternatives to a drafted token.
+        settings: of scanning.
+    """
     rows = settings.rows(target.device)
 
     def checked_scanner() -> Scanner:
@@ -209,9 +224,15 @@ def cost_profile(
     """Return the cost profile of a target at the mean context of its continuations; measure it if it is not stored.
 
     Args:
+        target: the target.
+        continuations: their mean length is the timed context.
         longest: the most drafted tokens whose verification is timed.
+        sampling: of the target's tokens.
+        settings: the number of repeats and the tolerated error.
+        outputs: folder of profiles.
         bridged: whether bridges and draft heads are timed.
         branching: whether trees are timed.
+        report_cost: called with the name and the seconds of the profile.
     """
     repeats, error = settings.profile_repeats, float(settings.profile_error)
     mean = statistics.fmean(len(continuation.prompt) + len(continuation.tokens) / 2 for continuation in continuations)

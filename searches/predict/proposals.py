@@ -25,7 +25,7 @@ _POWERS = range(8)  # of two: lengths of other runs, up to the last layer
 
 @dataclass(frozen=True)
 class ProposalSettings:
-    """How much is predicted before anything is decoded.
+    """Amount of prediction before anything is decoded.
 
     Args:
         screened: the most masks to screen by their first drafted token; None covers all contiguous runs of layers and four
@@ -63,6 +63,11 @@ def propose(
     """Propose the masks with the greatest predicted speedups, best first.
 
     Args:
+        predictor: predicts speedups.
+        space: the search space.
+        settings: how many masks are screened and scanned.
+        on_mask: called after each screened mask.
+        also: further masks to screen.
         on_best: called with the best configuration after each scan, and with one that screening expects to be faster. If it
             is given, some scans come early, after each part of the search.
     """
@@ -89,6 +94,12 @@ def propose_bridged(
     screens runs of every other length from the first layers that may be skipped. That held for the models that were
     examined; for others, it screens later runs and single sub-layers far apart, too. Then it moves the ends of the best
     runs. The space's own masks are screened first.
+
+    Args:
+        predictor: predicts speedups.
+        space: the search space.
+        settings: how many masks are screened and scanned.
+        on_mask: called after each screened mask.
     """
     search = MaskSearch(predictor, space, settings.budget(space), on_mask)
     search.screen(SkipMask.parse(mask, space.layers) for mask in space.masks)
@@ -126,6 +137,11 @@ def propose_all(
     Lookups come first because they are many times faster where the text repeats itself.
 
     Args:
+        predictor: predicts masks without bridges, and lookups.
+        space: the search space.
+        settings: how many configurations are screened, scanned and proposed.
+        on_mask: called after each screened mask.
+        also: further masks to screen.
         bridged: predictors of masks with bridges.
         narrowed: predictors of masks without bridges that draft from a reduced vocabulary.
     """

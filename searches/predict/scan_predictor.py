@@ -40,8 +40,11 @@ class ScanPredictor:
     Args:
         scanner: of the tune prompts' continuations.
         screen: of few of their positions, for :meth:`agreements`.
+        profile: the costs.
+        choices: the draft lengths, stop rules and siblings to predict.
         folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
         bridge_spec: the bridges and the draft head of every mask; None for none.
+        bridge_store: the source of bridges and draft heads; None for none.
 
     Attributes:
         screening_seconds: that this process spent in :meth:`agreements`.
@@ -104,7 +107,7 @@ class ScanPredictor:
         return [self._best(mask) for mask in masks]
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
-        """Whether the draft is a timed prompt lookup, or layer skipping within the depth and siblings of scans.
+        """Return whether the draft is a timed prompt lookup, or layer skipping within the depth and siblings of scans.
 
         False for an adaptive stop rule with sampled tokens: replays hold the threshold constant, and decoding moves it.
         """
@@ -133,7 +136,7 @@ class ScanPredictor:
         return self._drafts.extras(mask)
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Whether a self-draft's bridges and draft head are those of the bridge spec."""
+        """Return whether a self-draft's bridges and draft head are those of the bridge spec."""
         return self._drafts.matches(config)
 
     def tuned(self, config: SpeculativeConfig) -> SpeculativeConfig:
@@ -162,7 +165,7 @@ class ScanPredictor:
         return ScanPredictor(self._scanner, self._screen, self.profile, self._choices, folder, bridge_spec, bridge_store)
 
     def single_agreements(self) -> np.ndarray:
-        """``[2, L]``: agreement with one attention or one MLP sub-layer skipped; NaN if that mask was not screened."""
+        """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""
         found = np.full((2, self.layers), np.nan)
         for row, kind in enumerate(("attention", "mlp")):
             for layer in range(self.layers):

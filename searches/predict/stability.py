@@ -1,8 +1,8 @@
-"""How far the choice of a mask depends on the prompts and on the seed.
+"""Dependence of the choice of a mask on the prompts and on the seed.
 
 Scanned masks are ranked on many resamples of the continuations: each draws as many continuations as there are, with
 replacement, and picks the mask with the greatest predicted speedup on them. Studies that differ only in their seed leave
-their choices beside their exports. The overlap of two choices is compared with that of random masks of the same sizes.
+their choices next to their exports. The overlap of two choices is compared with that of random masks of the same sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEAST_PAIRS = 200  # random pairs; fewer estimate chance poorly
 
 @dataclass(frozen=True)
 class Stability:
-    """How far the choice of a mask depends on the prompts.
+    """Dependence of the choice of a mask on the prompts.
 
     Args:
         share: of the resamples that pick the mask that all prompts pick.
@@ -41,7 +41,7 @@ class Stability:
 
 @dataclass(frozen=True)
 class SeedStability:
-    """How far the choice of a mask depends on the seed: as :class:`Stability`, over all pairs of a number of seeds."""
+    """Dependence of the choice of a mask on the seed, as in :class:`Stability`, over all pairs of a number of seeds."""
 
     seeds: int
     overlap: float
@@ -54,8 +54,11 @@ def stability(
     """Rank masks on resampled continuations.
 
     Args:
+        masks: the M masks.
         seconds: ``[M, P]``, the predicted seconds of each mask at its best for each of P continuations.
         baseline: ``[P]``, the seconds of plain decoding.
+        sublayers: the number of sub-layers that may be skipped.
+        resamples: the number of resamples.
     """
     drawn = np.random.default_rng(0).integers(len(baseline), size=(resamples, len(baseline)))
     speedups = baseline[drawn].sum(1) / seconds[:, drawn].sum(2)
@@ -71,7 +74,9 @@ def seed_stability(folder: Path, settings: Mapping[str, Any], mask: SkipMask, su
     """Store a study's choice in its folder, and compare it with those of sibling studies that differ only in their seed.
 
     Args:
+        folder: of the study.
         settings: everything that changes its measurements, ``seed`` among them.
+        mask: the one that it chose.
         sublayers: the number of sub-layers that may be skipped.
 
     Returns:

@@ -30,7 +30,17 @@ def publish(
     tracker: Tracker,
     folder: Path,
 ) -> None:
-    """Write the export and the report of a study, log them, and print the report."""
+    """Write the export and the report of a study, log them, and print the report.
+
+    Args:
+        finals: the results on held-out prompts.
+        predictor: predicts masks without bridges; None if none were scanned.
+        plan: of the study.
+        study: the finished study.
+        held_out: the measured held-out prompts.
+        tracker: takes the files and figures.
+        folder: of the study, for the files.
+    """
     seconds = search_seconds(study, finals)
     _export(finals, plan, study, held_out, seconds, tracker.run_id).save(folder / "best.json")
     stability = predictor.stability(2 * len(plan.space.skippable)) if predictor is not None else None
@@ -54,7 +64,7 @@ def publish(
 
 
 def _export(finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet, seconds: float, run_id: str) -> Export:
-    """The export of the winner, with its evidence."""
+    """Return the export of the winner, with its evidence."""
     search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds, "mlflow_run_id": run_id}
     measured = {"prompts_digest": held_out.digest, "max_new_tokens": plan.measuring.max_new_tokens}
     winner, where = finals.winner, environment(plan.target)
@@ -63,7 +73,7 @@ def _export(finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet
 
 
 def _compare_seeds(study: optuna.Study, plan: Plan, folder: Path, predictor: ScanPredictor | None) -> SeedStability | None:
-    """How much the best mask overlaps with those that the same study chose with other seeds.
+    """Return the overlap of the best mask with those that the same study chose with other seeds.
 
     If no trial decoded a mask, the mask with the highest predicted speedup is compared.
     """

@@ -39,8 +39,13 @@ _OTHER = "black"  # of kinds that were registered since
 def draw(study: optuna.Study, finals: Finals | None, layers: int, path: Path, singles: np.ndarray | None = None) -> None:
     """Save the plots of a study, which may still run, to one picture.
 
-    ``singles``, ``[2, layers]``, is the agreement with one attention or MLP sub-layer skipped, from scans. It is drawn if no
-    trial skipped anything.
+    Args:
+        study: finished or running.
+        finals: the results on held-out prompts; None while the study runs.
+        layers: the number of decoder layers of the target.
+        path: of the picture.
+        singles: ``[2, layers]``, the agreement with one attention or MLP sub-layer skipped, from scans; drawn if no trial
+            skipped anything.
     """
     trials = [t for t in finished(study) if "measurement" in t.user_attrs]
     figure = Figure(figsize=(14, 9), layout="constrained")
@@ -58,7 +63,7 @@ def _speedup(trial: FrozenTrial) -> float:
 
 
 def _history(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
-    """Speedup of each trial, in order."""
+    """Draw the speedup of each trial, in order."""
     for kind, color in _COLORS.items():
         for state, marker in ((TrialState.COMPLETE, "o"), (TrialState.PRUNED, "x")):
             chosen = [t for t in trials if configuration(t).kind == kind and t.state == state]
@@ -75,7 +80,7 @@ def _history(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
 
 
 def _acceptance(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
-    """Speedup against acceptance rate."""
+    """Draw speedup against acceptance rate."""
     drafted = [t for t in trials if configuration(t).kind != "none"]
     colors = [_COLORS.get(configuration(t).kind, _OTHER) for t in drafted]
     rates = [t.user_attrs["measurement"]["acceptance_rate"] for t in drafted]
@@ -86,7 +91,7 @@ def _acceptance(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
 
 
 def _heatmap(axes: Axes, trials: Sequence[FrozenTrial], layers: int, singles: np.ndarray | None) -> None:
-    """Mean speedup of the trials that skipped a sub-layer, or else the agreement from scans; unknown cells are grey."""
+    """Draw the mean speedup of the trials that skipped a sub-layer, or the agreement from scans; unknown cells are grey."""
     skips = [(SkipMask.parse(configuration(t).mask, layers), _speedup(t)) for t in trials if _skips(configuration(t))]
     cells = np.full((2, layers), np.nan)
     for row, part in enumerate(("attention", "mlp")):
@@ -110,7 +115,7 @@ def _skips(config: SpeculativeConfig) -> bool:
 
 
 def _intervals(axes: Axes, finals: Finals | None) -> None:
-    """Held-out speedup of each finalist with its interval, and its speedup in the search."""
+    """Draw the held-out speedup of each finalist with its interval, and its speedup in the search."""
     axes.set(title="Held-out speedup, 95 % interval (bar: in the search)", xlabel="speedup over plain decoding")
     axes.axvline(1.0, color="0.6", lw=0.8)
     if finals is None:

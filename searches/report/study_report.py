@@ -35,14 +35,19 @@ def summary(
 ) -> str:
     """Return the report: the cost of the search, the verdict, the finalists on held-out prompts, and the best trials.
 
-    ``finals`` is None while the study runs; ``scan_seconds`` is the mean time to scan a mask.
+    Args:
+        study: finished or running.
+        finals: the results on held-out prompts; None while the study runs.
+        stability: of the choice of a mask on resampled prompts; None if no mask was scanned.
+        seeds: the same for other seeds; None without any.
+        scan_seconds: the mean time to scan a mask; None if none was scanned.
     """
     trials = finished(study)
     notes = [_trial_counts(trials)]
     if stability is not None:
         notes.append(
             f"{stability.share:.0%} of resampled text sets choose the same scanned mask. "
-            f"Two choices share {stability.overlap:.2f} of what they skip; chance gives {stability.chance:.2f}."
+            f"Two choices share {stability.overlap:.2f} of what they skip; random masks share {stability.chance:.2f}."
         )
     seconds = [trial.user_attrs.get(MEASURING_SECONDS, trial.user_attrs["seconds"]) for trial in _measured(trials)]
     if scan_seconds is not None and seconds:
@@ -53,7 +58,7 @@ def summary(
     if seeds is not None:
         notes.append(
             f"The best masks of {seeds.seeds} seeds share {seeds.overlap:.2f} of what they skip; "
-            f"chance gives {seeds.chance:.2f}."
+            f"random masks share {seeds.chance:.2f}."
         )
     if fits := recorded_seconds(study, FITS):
         notes.append(f"Fitting bridges took {sum(fits.values()):.0f} seconds, {len(fits)} times.")
@@ -79,7 +84,7 @@ def summary(
 
 
 def _measured(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """The trials that were measured to the end."""
+    """Return the trials that were measured to the end."""
     return [trial for trial in trials if trial.state == TrialState.COMPLETE and "measurement" in trial.user_attrs]
 
 
@@ -107,7 +112,7 @@ def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
 
 
 def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
-    """The number of trials, of those that were stopped early, and of those that were not run, with the reasons."""
+    """Return the number of trials, of those that were stopped early, and of those that were not run, with the reasons."""
     reasons = [str(trial.user_attrs.get("reason", "")) for trial in trials if "measurement" not in trial.user_attrs]
     stopped = len(trials) - len(reasons) - len(_measured(trials))
     pruned, memory = sum(reason.startswith(CANNOT_WIN) for reason in reasons), reasons.count(OUT_OF_MEMORY)
@@ -117,7 +122,7 @@ def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
 
 
 def _winner(finals: Finals, seconds: float) -> list[str]:
-    """The speedup by category of the winner, or of the fastest finalist if plain decoding wins; the cost of the search."""
+    """Return the speedup by category of the winner, or of the fastest finalist if none wins, and the cost of the search."""
     cost = f"The search took {seconds:.0f} seconds"
     if finals.winner.config.kind == "none":
         kept = [finalist for finalist in finals.finalists if finalist.keeps_output]
@@ -130,18 +135,18 @@ def _winner(finals: Finals, seconds: float) -> list[str]:
 
 
 def _details(finalist: Finalist) -> str:
-    """A finalist's speedup by category, and its speedup in the search."""
+    """Return a finalist's speedup by category, and its speedup in the search."""
     held_out = finalist.held_out
     categories = held_out["speedup_by_category"].items()
     shown = ", ".join(f"{name} {value:.2f}{_interval(held_out, name)}" for name, value in categories)
     return (
-        f"By kind of work: {shown}.\n"
+        f"By category: {shown}.\n"
         f"Its speedup was {finalist.search_speedup:.2f} in the search and {held_out['speedup']:.2f} on held-out prompts."
     )
 
 
 def _interval(held_out: Mapping[str, Any], category: str) -> str:
-    """The interval of a category that has enough prompts for one."""
+    """Return the interval of a category that has enough prompts for one."""
     if held_out["prompts_by_category"][category] < _LEAST_OF_A_CATEGORY:
         return ""
     low, high = held_out["interval_by_category"][category]
@@ -175,19 +180,19 @@ def verdict(finals: Finals) -> str:
 
 _VERDICTS = {
     "exact": "identical",
-    "near_tie": "identical but for near-ties of rounding",
+    "near_tie": "identical except for near-ties of rounding",
     "different": "CHANGED",
     "unchecked": "unchecked",
 }
 
 
 def _output(config: SpeculativeConfig, measured: Mapping[str, Any]) -> str:
-    """How the output compares with that of plain decoding."""
+    """Return the comparison of the output with that of plain decoding."""
     return _VERDICTS[measured["losslessness"]["verdict"]] if config.lossless else "LOSSY"
 
 
 def _finals_table(finals: Finals) -> list[str]:
-    """Plain decoding and the finalists on held-out prompts."""
+    """Return a table of plain decoding and the finalists on held-out prompts."""
     rows = [("no drafting", 1.0, finals.baseline, _output(SpeculativeConfig(), finals.baseline))]
     rows += [(f.config.label(), f.search_speedup, f.held_out, _output(f.config, f.held_out)) for f in finals.finalists]
     lines = [
@@ -206,7 +211,7 @@ def _finals_table(finals: Finals) -> list[str]:
 
 
 def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
-    """The fastest trials that were measured to the end and kept the output."""
+    """Return a table of the fastest trials that were measured to the end and kept the output."""
     lines = ["| trial | configuration | speedup | tokens/s | acceptance | tokens/round |", "|---|---|---|---|---|---|"]
     kept = [t for t in _measured(trials) if is_lossless(t.user_attrs["measurement"]) or not configuration(t).lossless]
     for trial in sorted(kept, key=lambda t: -(t.value or 0.0))[:most]:

@@ -1,4 +1,4 @@
-"""Bridge specs: what stands in for the sub-layers that a self-draft skips, and which tokens it drafts from."""
+"""Bridge specs: the replacement of the sub-layers that a self-draft skips, and the tokens that it drafts from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BridgeSpec:
 
     Args:
         bridge: ``none``, ``mean`` (a constant vector), ``linear`` (an affine map), or ``mlp`` (an affine map with a small
-            gated MLP beside it).
+            gated MLP in parallel).
         rank: of the map; 0 for a full-rank one.
         tokens: the number of tokens of the draft head; 0 for the whole vocabulary.
         width: of the MLP; 0 for other kinds.
@@ -33,7 +33,14 @@ class BridgeSpec:
 def bridge_specs(
     bridges: Sequence[str], ranks: Sequence[int], heads: Sequence[int], widths: Sequence[int] = ()
 ) -> list[BridgeSpec]:
-    """Return all specs that can be made of these kinds and sizes. The first has no bridges and the whole vocabulary."""
+    """Return all specs that can be made of these kinds and sizes. The first has no bridges and the whole vocabulary.
+
+    Args:
+        bridges: kinds of bridges.
+        ranks: of maps; 0 is a full-rank map.
+        heads: numbers of tokens of draft heads; 0 is the whole vocabulary.
+        widths: of MLPs.
+    """
     found = [
         BridgeSpec(bridge, rank, tokens, width)
         for bridge in bridges
@@ -45,7 +52,7 @@ def bridge_specs(
 
 
 class BridgeSource(Protocol):
-    """Provides the folders of bridges and draft heads; :class:`searches.training.bridge_store.BridgeStore` implements it."""
+    """Source of the folders of bridges and draft heads, such as :class:`searches.training.bridge_store.BridgeStore`."""
 
     def bridge(self, mask: SkipMask, bridge_spec: BridgeSpec) -> str:
         """Return the folder of a mask's bridges; empty if the spec has none or they would not improve the draft."""

@@ -1,4 +1,4 @@
-"""How a trial chooses a cascade: a prompt lookup, and another drafter after it."""
+"""Choice of a cascade by a trial: a prompt lookup, and another drafter after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_cascade(choices: Choices, *members: SpeculativeConfig) -> SpeculativeCo
 
 def after_lookup(choices: Choices, seconds: Iterable[SpeculativeConfig]) -> list[SpeculativeConfig]:
     """Return the first of some configurations after a lookup; an empty list if the study has no cascades."""
-    if "cascade" not in registry.arms(choices):
+    if "cascade" not in registry.available_kinds(choices):
         return []
     (shortest,) = clip((2, choices.ngram))
     first = replace(lookup(choices, 8, 4), ngram_min=shortest)
@@ -30,13 +30,15 @@ def after_lookup(choices: Choices, seconds: Iterable[SpeculativeConfig]) -> list
 
 
 def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+    """Return a trial's cascade."""
     # Not "then", whose list of choices was shorter once: Optuna keeps one list for each name.
-    second = str(trial.suggest_categorical("second", registry.seconds(choices)))
+    second = str(trial.suggest_categorical("second", registry.second_kinds(choices)))
     members = [registry.searched(kind).suggest(choices, trial) for kind in ("prompt_lookup", second)]
     return make_cascade(choices, *members)
 
 
 def params(choices: Choices, config: SpeculativeConfig) -> Params:
+    """Return the choices that lead to a cascade."""
     found: Params = {}
     for member in config.members:
         found |= registry.searched(member.kind).params(choices, member)

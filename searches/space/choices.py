@@ -36,7 +36,7 @@ class Choices:
         protect_first: this many first layers are never skipped.
         protect_last: this many last layers are never skipped.
         skip_length: shortest and longest draft of ``layer_skip``.
-        siblings: the most alternatives that ``layer_skip`` may verify beside each drafted token; 0 searches chains only.
+        siblings: the most alternatives to each drafted token that ``layer_skip`` may verify; 0 searches chains only.
         bridges: what may stand in for skipped sub-layers: ``none``, ``mean``, ``linear``, ``mlp``.
         ranks: of the maps of ``linear`` and ``mlp`` bridges; 0 is a full-rank map.
         widths: of the MLPs of ``mlp`` bridges.
@@ -49,7 +49,7 @@ class Choices:
         candidates: fewest and most successors, or n-grams, kept of a token.
         lookahead_length: shortest and longest draft of ``lookahead``.
         window: fewest and most guesses in each row of the window of ``lookahead``.
-        datastores: the datastores that ``retrieval`` chooses from, beside using none.
+        datastores: the datastores that ``retrieval`` chooses from, and none.
         eagle_heads: folders of trained heads; without any, ``eagle`` is left out.
         medusa_heads: folders of trained heads; without any, ``medusa`` is left out.
         drafts: draft models; without any, ``draft_model`` is left out.
@@ -57,7 +57,7 @@ class Choices:
         model_length: shortest and longest draft of draft models and heads.
         masks: further masks to try first, in text form.
         ranges: ranges of the parameters of kinds that were added to these, by name.
-        allow_lossy: whether rules of acceptance that change the output are searched, too, and may win.
+        allow_lossy: whether acceptance rules that change the output are searched, too, and may win.
         trees: whether the target can verify trees. Otherwise kinds that draft only trees are left out, and ``eagle`` drafts
             chains.
         verify_cost: the cost of verification in cascades; empty if it was not measured.

@@ -1,4 +1,4 @@
-"""How a trial chooses a draft model, of the target's tokenizer or of another one."""
+"""Choice of a draft model by a trial, with the target's tokenizer or another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a trial chooses what an EAGLE head drafts: the head, and chains or trees."""
+"""Choice of an EAGLE head by a trial, and of chains or trees."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfi
 
 
 def params(choices: Choices, config: SpeculativeConfig) -> Params:
+    """Return the choices that lead to an EAGLE head's drafts."""
     tree = config.candidates > 1
     found: Params = {"eagle_head": config.head, "eagle_length": config.draft_length}
     if choices.trees:

@@ -1,7 +1,7 @@
-"""How a trial chooses a self-draft: which sub-layers to skip, draft length, siblings, bridges and draft head.
+"""Choice of a self-draft by a trial: skipped sub-layers, draft length, siblings, bridges and draft head.
 
-A mask is one ``suggest_int`` of 0 or 1 per sub-layer outside the protected first and last layers. As categorical
-parameters, the same bits taught Optuna's TPE nothing.
+A mask is one ``suggest_int`` of 0 or 1 per sub-layer outside the protected first and last layers. Optuna's TPE does not
+learn from the same bits as categorical parameters.
 """
 
 from __future__ import annotations

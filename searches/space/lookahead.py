@@ -1,4 +1,4 @@
-"""How a trial chooses the window of ``lookahead``."""
+"""Choice of the window of ``lookahead`` by a trial."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from searches.space.registry import SearchedKind, register
 
 
 def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+    """Return a trial's lookahead."""
     length = trial.suggest_int("lookahead_length", *choices.lookahead_length)
     window = trial.suggest_int("window", *choices.window)
     candidates = trial.suggest_int("lookahead_candidates", *choices.candidates)
@@ -17,6 +18,7 @@ def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfi
 
 
 def params(choices: Choices, config: SpeculativeConfig) -> Params:
+    """Return the choices that lead to a lookahead."""
     found: Params = {"lookahead_length": config.draft_length, "window": config.window}
     return found | {"lookahead_candidates": config.candidates}
 

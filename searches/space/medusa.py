@@ -1,4 +1,4 @@
-"""How a trial chooses the trees that Medusa heads draft."""
+"""Choice of Medusa heads and their trees by a trial."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from searches.space.shared_parameters import head_tree_params, suggest_head_tree
 
 
 def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+    """Return a trial's drafts of Medusa heads."""
     head = str(trial.suggest_categorical("medusa_head", tuple(choices.medusa_heads)))
     length = trial.suggest_int("medusa_length", *choices.model_length)
     width = trial.suggest_int("medusa_candidates", *widest(choices))
@@ -18,6 +19,7 @@ def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfi
 
 
 def params(choices: Choices, config: SpeculativeConfig) -> Params:
+    """Return the choices that lead to drafts of Medusa heads."""
     found: Params = {"medusa_head": config.head, "medusa_length": config.draft_length}
     return found | {"medusa_candidates": max(config.candidates, widest(choices)[0])} | head_tree_params(config)
 

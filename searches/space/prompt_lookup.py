@@ -1,4 +1,4 @@
-"""How a trial chooses what ``prompt_lookup`` looks up in the context."""
+"""Choice of the n-grams and drafts of ``prompt_lookup`` by a trial."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from searches.space.shared_parameters import ngram_params, suggest_ngram
 
 
 def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+    """Return a trial's prompt lookup."""
     shortest, longest = suggest_ngram(choices, trial, "")
     return SpeculativeConfig(
         "prompt_lookup",
@@ -22,6 +23,7 @@ def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfi
 
 
 def params(choices: Choices, config: SpeculativeConfig) -> Params:
+    """Return the choices that lead to a prompt lookup."""
     return ngram_params(config, "") | {"lookup_length": config.draft_length, "match": config.match}
 
 

@@ -1,4 +1,4 @@
-"""The registry of searchable drafters: how trials choose the parameters of each kind.
+"""The registry of searchable drafters, with the choice of the parameters of each kind.
 
 A file of this package that searches a kind of drafter calls :func:`register`. Importing the package imports every file in
 it, so a new file is found without being listed anywhere.
@@ -27,7 +27,7 @@ _FIRST = (
 
 @dataclass(frozen=True)
 class SearchedKind:
-    """How a study searches one kind of drafter.
+    """Search of one kind of drafter by studies.
 
     Args:
         kind: of drafter, as registered in :mod:`layerskip.drafters`.
@@ -67,20 +67,20 @@ def all_kinds() -> tuple[str, ...]:
 
 
 def searched(kind: str) -> SearchedKind:
-    """How a study searches a kind of drafter."""
+    """Return the search of a kind of drafter."""
     return _KINDS[kind]
 
 
-def arms(choices: Choices) -> tuple[str, ...]:
+def available_kinds(choices: Choices) -> tuple[str, ...]:
     """Return the kinds that a trial chooses from."""
-    chosen = {"none", *(all_kinds() if choices.kinds is None else choices.kinds)}
+    wanted = {"none", *(all_kinds() if choices.kinds is None else choices.kinds)}
     if not choices.trees:
-        chosen = {kind for kind in chosen if not kinds()[kind].trees_only}
-    found = tuple(kind for kind in all_kinds() if kind in chosen and searched(kind).available(choices))
+        wanted = {kind for kind in wanted if not kinds()[kind].trees_only}
+    found = tuple(kind for kind in all_kinds() if kind in wanted and searched(kind).available(choices))
     second = any(searched(kind).after_lookup for kind in found)
     return found if second and "prompt_lookup" in found else tuple(kind for kind in found if kind != "cascade")
 
 
-def seconds(choices: Choices) -> tuple[str, ...]:
+def second_kinds(choices: Choices) -> tuple[str, ...]:
     """Return the kinds that a cascade may put after a prompt lookup."""
-    return tuple(kind for kind in arms(choices) if searched(kind).after_lookup)
+    return tuple(kind for kind in available_kinds(choices) if searched(kind).after_lookup)

@@ -1,4 +1,4 @@
-"""How a trial chooses what ``retrieval`` drafts from earlier texts and datastores."""
+"""Choice of the n-grams, trees and datastore of ``retrieval`` by a trial."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from searches.space.shared_parameters import ngram_params, suggest_ngram
 
 
 def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+    """Return a trial's retrieval."""
     shortest, longest = suggest_ngram(choices, trial, "retrieval_")
     return SpeculativeConfig(
         "retrieval",
@@ -26,6 +27,7 @@ def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfi
 
 
 def params(choices: Choices, config: SpeculativeConfig) -> Params:
+    """Return the choices that lead to a retrieval."""
     found = ngram_params(config, "retrieval_")
     found |= {"retrieval_length": config.draft_length, "retrieval_tokens": config.tree_tokens}
     return found | {"retrieval_probability": config.least_probability, "datastore": config.datastore}

@@ -25,37 +25,31 @@ class SearchSpace(Choices):
         if self.kinds is None:
             object.__setattr__(self, "kinds", known)
         super().__post_init__()
-        chosen = self.chosen
-        check_list("space.kinds", chosen, known)
-        if set(chosen) <= {"none", "cascade"} and "cascade" in chosen:
+        check_list("space.kinds", self.kinds, known)
+        kinds = set(self.kinds or ())
+        if kinds <= {"none", "cascade"} and "cascade" in kinds:
             raise InputError("space.kinds: a cascade is prompt_lookup and another kind, and those are missing")
-        registry.arms(self)  # refuses kinds that cannot be searched with these choices
+        registry.available_kinds(self)  # refuses kinds that cannot be searched with these choices
 
     @property
-    def chosen(self) -> tuple[str, ...]:
-        """The kinds that were asked for."""
-        check_list("space.kinds", self.kinds)
-        return tuple(self.kinds or ())
+    def available_kinds(self) -> tuple[str, ...]:
+        """The kinds that a trial chooses from: those of ``kinds``, without those that lack a head, a model or trees."""
+        return registry.available_kinds(self)
 
     @property
-    def arms(self) -> tuple[str, ...]:
-        """The kinds that a trial chooses from: those asked for, without those that lack a head, a model or trees."""
-        return registry.arms(self)
-
-    @property
-    def seconds(self) -> tuple[str, ...]:
+    def second_kinds(self) -> tuple[str, ...]:
         """The kinds that may follow the lookup of a cascade."""
-        return registry.seconds(self)
+        return registry.second_kinds(self)
 
     @property
     def bridged(self) -> bool:
-        """Whether drafts may have bridges or a reduced vocabulary."""
-        reduced = any(self.draft_heads) and not {"layer_skip", *self.models}.isdisjoint(self.arms)
-        return reduced or ("layer_skip" in self.arms and set(self.bridges) != {"none"})
+        """True if drafts may have bridges or a reduced vocabulary."""
+        reduced = any(self.draft_heads) and not {"layer_skip", *self.models}.isdisjoint(self.available_kinds)
+        return reduced or ("layer_skip" in self.available_kinds and set(self.bridges) != {"none"})
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         """Return the configuration that a trial proposes."""
-        config = registry.searched(str(trial.suggest_categorical("kind", self.arms))).suggest(self, trial)
+        config = registry.searched(str(trial.suggest_categorical("kind", self.available_kinds))).suggest(self, trial)
         if not self.allow_lossy or config.kind == "none":
             return config
         rule = str(trial.suggest_categorical("accept", ("exact", "threshold", "typical")))
@@ -74,7 +68,7 @@ class SearchSpace(Choices):
 
     def lookups(self) -> list[SpeculativeConfig]:
         """Return every prompt lookup of the space; an empty list if it has none."""
-        return every_lookup(self) if "prompt_lookup" in self.arms else []
+        return every_lookup(self) if "prompt_lookup" in self.available_kinds else []
 
 
 registry.load_kinds()

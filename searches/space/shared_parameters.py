@@ -1,4 +1,4 @@
-"""How a trial chooses what several drafters share: stop rules, n-grams, and the trees of trained heads."""
+"""Choice by a trial of the parameters that several drafters share: stop rules, n-grams, and trees of trained heads."""
 
 from __future__ import annotations
 

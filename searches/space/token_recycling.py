@@ -1,4 +1,4 @@
-"""How a trial chooses the trees that ``token_recycling`` drafts."""
+"""Choice of the trees of ``token_recycling`` by a trial."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from searches.space.registry import SearchedKind, register
 
 
 def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+    """Return a trial's token recycling."""
     return SpeculativeConfig(
         "token_recycling",
         trial.suggest_int("tree_length", *choices.tree_length),
@@ -20,6 +21,7 @@ def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfi
 
 
 def params(choices: Choices, config: SpeculativeConfig) -> Params:
+    """Return the choices that lead to a token recycling."""
     found: Params = {"tree_length": config.draft_length, "tree_tokens": config.tree_tokens}
     return found | {"candidates": config.candidates, "least_probability": config.least_probability}
 

@@ -24,7 +24,7 @@ Row = Mapping[str, Sample]
 
 
 class Bench(Protocol):
-    """Measures configurations side by side."""
+    """Measurement of configurations side by side."""
 
     @property
     def layers(self) -> int:
@@ -32,7 +32,7 @@ class Bench(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether outputs must equal plain decoding's token for token, as in float32."""
+        """True if outputs must equal plain decoding's token for token, as in float32."""
 
     @property
     def conditions(self) -> Any:
@@ -53,6 +53,7 @@ class Bench(Protocol):
             configs: by name; none of them is called ``baseline``.
             prompts: at least one.
             repeats: how often every prompt is decoded.
+            seed: of the sampled tokens and of the order of configurations.
             without: configurations that are no longer measured; it may grow from prompt to prompt.
             before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
 
@@ -63,7 +64,7 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class ModelBench:
-    """Measures on a real model; ``max_new_tokens`` is per prompt and turn."""
+    """Bench of a real model; ``max_new_tokens`` is per prompt and turn."""
 
     target: Target
     sampling: Sampling
@@ -76,7 +77,7 @@ class ModelBench:
 
     @property
     def exact(self) -> bool:
-        """Whether the target computes in float32."""
+        """True if the target computes in float32."""
         return self.target.dtype == "float32"
 
     @property
@@ -94,7 +95,10 @@ class ModelBench:
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Decode with each configuration, in a random order for each prompt; raises like :func:`build_drafter`."""
+        """Decode with each configuration, in a random order for each prompt.
+
+        The arguments are those of :meth:`Bench.compare`, the errors those of :func:`~layerskip.build_drafter`.
+        """
         entries = {BASELINE: SpeculativeConfig(), **configs}
         contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
         task = Task(self.sampling, self.max_new_tokens, seed)
@@ -115,10 +119,13 @@ def resumed_rows(
     Drafters that learn from prompt to prompt decode the logged prompts first, unmeasured.
 
     Args:
+        bench: measures the missing rows.
         configs: by name, as for :meth:`Bench.compare`.
         prompts: each is decoded once.
+        seed: as for :meth:`Bench.compare`.
         log: rows of an interrupted run; takes the new ones.
         prefix: distinguishes these rows in the log from others of the same prompts.
+        without: as for :meth:`Bench.compare`.
     """
     known, missing = (
         PromptSet(tuple(item for item in prompts if (f"{prefix} {item.id}" in log) is logged)) for logged in (True, False)

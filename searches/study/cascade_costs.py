@@ -1,4 +1,4 @@
-"""The costs that cascades choose by: verification and drafting, measured once for a study or a benchmark."""
+"""Costs of verification and drafting for the choices of cascades, measured once for a study or a benchmark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ Configs = Sequence[SpeculativeConfig]
 
 @dataclass(frozen=True)
 class CostTimer:
-    """Measures costs, in steps of plain decoding, after ``context`` tokens."""
+    """Measurement of costs in steps of plain decoding.
+
+    Args:
+        target: the target.
+        sampling: of the target's tokens.
+        context: number of tokens before the timed ones.
+        seed: of the random tokens.
+    """
 
     target: Target
     sampling: Sampling

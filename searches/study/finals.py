@@ -1,7 +1,7 @@
 """The finals: the best configurations of a search against plain decoding, on prompts that the search never saw.
 
-All finalists are measured interleaved, prompt by prompt. Drafters that learn keep what they have learnt. Rows with drift are
-measured once more before the verdict.
+All finalists are measured interleaved, prompt by prompt. Drafters that learn keep what they have learned. Rows with drift
+are measured once more before the verdict.
 
 A finalist is dropped when its paired interval lies wholly below the leader's speed; this is tested after every few prompts.
 Measuring ends when all prompts were decoded and one finalist is left, when all that are left are significantly slower than
@@ -49,6 +49,7 @@ class Finalist:
     """A configuration and its results on held-out prompts.
 
     Args:
+        config: the configuration.
         search_speedup: its speedup in the search, pooled over its trials.
         held_out: its figures, as :meth:`layerskip.Measurement.to_dict` returns them.
         low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
@@ -65,12 +66,12 @@ class Finalist:
 
     @property
     def keeps_output(self) -> bool:
-        """Whether the configuration kept the output, or is lossy by choice."""
+        """True if the configuration kept the output, or is lossy by choice."""
         return is_lossless(self.held_out) or not self.config.lossless
 
     @property
     def eligible(self) -> bool:
-        """Whether the configuration may win: it kept the output and is significantly faster, on enough prompts."""
+        """True if the configuration may win: it kept the output and is significantly faster, on enough prompts."""
         enough = self.held_out["prompts"] >= LEAST_RESAMPLED
         return self.stayed and self.keeps_output and enough and self.low > 1.0
 
@@ -131,7 +132,15 @@ def measure_finals(
 ) -> Finals:
     """Measure the contenders of a study, and further ones, on held-out prompts; see :func:`measure_held_out`.
 
-    The entries of ``also`` have the speedups of the configurations that they were made from.
+    Args:
+        study: with finished trials.
+        bench: measures them.
+        prompts: held-out prompts, with categories in turn.
+        settings: of measuring, the number of finalists included.
+        seed: of the study.
+        folder: keeps rows as they are measured, so that an interrupted call resumes; None keeps nothing.
+        on_prompt: called after each prompt.
+        also: further entries, with the speedups of the configurations that they were made from.
     """
     entries = {str(i): entry for i, entry in enumerate([*contenders(study, settings.finalists), *also])}
     configs = {name: entry.config for name, entry in entries.items()}
@@ -157,10 +166,15 @@ def measure_held_out(
     """Measure configurations on held-out prompts.
 
     Args:
+        configs: by name.
         expected: speedup of each configuration in the search.
+        bench: measures them.
         prompts: with categories in turn, as :meth:`~layerskip.PromptSet.take` returns them, since the leader of the first
             category may not lead in all.
+        settings: of measuring.
+        seed: of the study.
         folder: keeps rows as they are measured, so that an interrupted call resumes; None keeps nothing.
+        on_prompt: called after each prompt.
         drop_slower: whether configurations that are significantly slower than the leader are dropped.
 
     Returns:
@@ -201,6 +215,8 @@ def judge_rows(
 
     Args:
         rows: each holds plain decoding and the configurations that were measured on a prompt.
+        configs: by name.
+        expected: speedup of each configuration in the search.
         left: names of the configurations that were measured to the end.
     """
     measured = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in configs}
@@ -230,6 +246,15 @@ def remeasure_drifted(
     """Measure once more the rows with drift, and return the new ones by their places.
 
     Drafters that learn first decode the prompts before, as many as in a trial.
+
+    Args:
+        bench: measures them.
+        configs: by name.
+        rows: one per prompt, repeat by repeat.
+        prompts: of the rows.
+        settings: the tolerated drift.
+        seed: of the study.
+        log: takes the new rows.
     """
     again: dict[int, Row] = {}
     for place, drifted in enumerate(drifted_rows(rows, settings.drift)):
@@ -242,12 +267,12 @@ def remeasure_drifted(
 
 
 def _seed(seed: int, repeat: int) -> int:
-    """A seed that differs from those of all trials and of the other repeats."""
+    """Return a seed that differs from those of all trials and of the other repeats."""
     return seed + _HELD_OUT_SEED + 7919 * repeat
 
 
 def _is_slower_than_leader(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:
-    """Whether a configuration is significantly slower than the fastest of those that kept the output."""
+    """Return whether a configuration is significantly slower than the fastest of those that kept the output."""
     measured = {other: Measurement.of(rows, BASELINE, other) for other in configs}
     changed = {other: measured[other].lossless.verdict == "different" and configs[other].lossless for other in configs}
     leader = max(configs, key=lambda other: (not changed[other], measured[other].speedup))
@@ -255,17 +280,17 @@ def _is_slower_than_leader(rows: Sequence[Row], configs: Mapping[str, Speculativ
 
 
 def _is_settled(rows: Sequence[Row], left: Collection[str]) -> bool:
-    """Whether more repeats would change nothing: none can win, or one is left that is significantly faster or slower."""
+    """Return whether more repeats would change nothing: none can win, or one is left, significantly faster or slower."""
     slower = all(_is_slower(rows, BASELINE, name) for name in left)
     return slower or (len(left) == 1 and all(_is_slower(rows, name, BASELINE) for name in left))
 
 
 def _is_slower(rows: Sequence[Row], other: str, name: str) -> bool:
-    """Whether a configuration is significantly slower than another one, or than plain decoding."""
+    """Return whether a configuration is significantly slower than another one, or than plain decoding."""
     return Measurement.of(rows, other, name).interval(confidence=_DROP_CONFIDENCE)[1] < 1.0
 
 
 def _ties(rows: Sequence[Row], fastest: str, name: str) -> bool:
-    """Whether a configuration ties with the fastest on the prompts that both decoded."""
+    """Return whether a configuration ties with the fastest on the prompts that both decoded."""
     measured = Measurement.of([row for row in rows if name in row and fastest in row], fastest, name)
     return measured.speedup >= 1 - _TIE and measured.interval()[1] >= 1.0

@@ -54,7 +54,14 @@ class GaussianProcess(optuna.samplers.BaseSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Sample with TPE."""
+        """Sample with TPE.
+
+        Args:
+            study: the study.
+            trial: the trial that asks.
+            param_name: of the parameter.
+            param_distribution: of the parameter.
+        """
         return self._tpe.sample_independent(study, trial, param_name, param_distribution)
 
 
@@ -74,7 +81,7 @@ def trials_of_leading_kind(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def _without_branch(trial: FrozenTrial, value: float) -> FrozenTrial | None:
-    """A copy of a trial without its kind; None if a scan chose a value that is not among the sampler's choices."""
+    """Return a copy of a trial without its kind; None if a scan chose a value that is not among the sampler's choices."""
     params, distributions = _without_kind(trial.params), _without_kind(trial.distributions)
     try:
         return create_trial(params=params, distributions=distributions, value=value)

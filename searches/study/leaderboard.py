@@ -28,6 +28,7 @@ class LeaderboardEntry:
     """All measurements of one configuration.
 
     Args:
+        config: the configuration.
         complete: number of trials that measured it to the end.
         lossless: whether all of them kept the output.
         first: number of the first trial with this configuration.
@@ -45,7 +46,7 @@ class LeaderboardEntry:
 
     @property
     def keeps_output(self) -> bool:
-        """Whether the configuration kept the output, or is lossy by choice."""
+        """True if the configuration kept the output, or is lossy by choice."""
         return self.lossless or not self.config.lossless
 
     @property

@@ -39,12 +39,12 @@ _PRUNING_CONFIDENCE = 0.9  # at which a trial is slower than the leader
 
 
 class OutputChanged(RuntimeError):
-    """Drafting changed a float32 output: a defect of the decoder, never a property of a configuration."""
+    """A float32 output that drafting changed: a defect of the decoder, never a property of a configuration."""
 
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """How trials and finals are measured.
+    """Settings of measuring trials and finals.
 
     Args:
         max_new_tokens: new tokens per prompt and turn.
@@ -82,9 +82,15 @@ class MeasureSettings:
 
 
 class Objective:
-    """Measures the configuration that a trial suggests.
+    """Objective that measures the configuration that a trial suggests.
 
     Args:
+        bench: measures it.
+        space: the search space.
+        prompts: tune prompts.
+        settings: of measuring.
+        seed: of the study.
+        on_prompt: called after each prompt.
         bounds: bounds suggestions, so that those that cannot win are pruned; None decodes all.
         first_prompt: place of the first tune prompt of trials.
     """
@@ -154,7 +160,7 @@ class Objective:
         return pooled.speedup_on(self._first_ids)
 
     def _bound(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
-        """The bound of a suggestion; None if there is none, or memory does not suffice to compute it."""
+        """Return the bound of a suggestion; None if there is none, or memory does not suffice to compute it."""
         bounds = self.bounds
         return None if bounds is None else within_memory(lambda: bounds.estimate(study, config))
 
@@ -194,7 +200,7 @@ class Objective:
 
     @staticmethod
     def _is_level(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
-        """Whether a trial is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
+        """Return whether a trial is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
         own = LeaderboardEntry(config)
         own.add(Measurement.of(rows, BASELINE, _CANDIDATE).table())
         leader = next(iter(ranking(study)), LeaderboardEntry(config))
@@ -203,7 +209,7 @@ class Objective:
 
     @staticmethod
     def _is_slower(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
-        """Whether a trial is significantly slower than plain decoding or than the leader.
+        """Return whether a trial is significantly slower than plain decoding or than the leader.
 
         The pruner compares on how many prompts the leader is ahead, not by how much. A lookup that is far ahead on few
         prompts may still be faster over all.

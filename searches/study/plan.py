@@ -42,7 +42,20 @@ _WITHOUT_EFFECT = ("outputs", "study", "tracking")
 
 @dataclass(frozen=True)
 class Plan:
-    """Every part of a study's configuration, built."""
+    """Every part of a study's configuration, built.
+
+    Args:
+        settings: of the study.
+        measuring: settings of trials and finals.
+        scanning: settings of scans.
+        sampling: of the target's tokens.
+        target: the loaded target.
+        prompts: all prompts, tune and held-out.
+        space: the search space, without kinds that the target does not support.
+        bridge_store: the source of bridges and draft heads; None without any.
+        seed: of the study.
+        outputs: folder of all results.
+    """
 
     settings: StudySettings
     measuring: MeasureSettings
@@ -112,7 +125,8 @@ def _resolve(config: DictConfig) -> None:
 def _print_left_out(space: SearchSpace) -> None:
     """Print the chosen kinds that have no head or model to draft with, and the fields that would provide one."""
     listed = space.heads | space.models
-    missing = [f"{kind} (space.{_LISTS[kind]} is empty)" for kind in space.chosen if kind in listed and not listed[kind]]
+    unavailable = [kind for kind in space.kinds or () if kind in listed and not listed[kind]]
+    missing = [f"{kind} (space.{_LISTS[kind]} is empty)" for kind in unavailable]
     if missing:
         print(f"space.kinds: left out: {', '.join(missing)}", flush=True)
 
@@ -123,7 +137,7 @@ def _check_drafters(space: SearchSpace, target: Target) -> None:
     Draft models stay loaded, as each is among the study's first trials.
     """
     for kind, names in (space.heads | space.models).items():
-        for name in names if kind in space.arms else ():
+        for name in names if kind in space.available_kinds else ():
             # Chains, since trees may have been left out for a target that cannot verify them.
             is_head = kind in space.heads
             config = SpeculativeConfig(kind, head=name, candidates=1) if is_head else SpeculativeConfig(kind, draft=name)
@@ -133,9 +147,9 @@ def _check_drafters(space: SearchSpace, target: Target) -> None:
 
 def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
     """Return the space without tree drafts if the target cannot verify them; print which are left out."""
-    trees = [kind for kind in space.arms if kinds()[kind].trees_only]
-    trees += ["trees of eagle"] if "eagle" in space.arms else []
-    trees += ["siblings"] if "layer_skip" in space.arms and space.siblings else []
+    trees = [kind for kind in space.available_kinds if kinds()[kind].trees_only]
+    trees += ["trees of eagle"] if "eagle" in space.available_kinds else []
+    trees += ["siblings"] if "layer_skip" in space.available_kinds and space.siblings else []
     if not trees:
         return space
     try:
@@ -151,14 +165,21 @@ def _check_bridged(space: SearchSpace, target: Target) -> None:
     for rank in space.ranks:
         if rank > target.hidden:
             raise InputError(f"space.ranks: {rank} is not between 0 (full rank) and {target.hidden}")
-    others = space.cross_drafts if "cross_tokenizer" in space.arms else ()
+    others = space.cross_drafts if "cross_tokenizer" in space.available_kinds else ()
     for owner in (target, *(load_draft(target, name, same_tokenizer=False) for name in others)):
         for size in filter(None, space.draft_heads):
             check_draft_vocabulary("space.draft_heads", size, owner)
 
 
 def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bool = False) -> dict[str, Any]:
-    """Everything that changes what a trial measures, flat and with plain values."""
+    """Return everything that changes the measurements of a trial, flat and with plain values.
+
+    Args:
+        config: the composed configuration.
+        target: the loaded target.
+        prompts: all prompts of the study.
+        bridged: whether drafts may have bridges or draft heads.
+    """
     parts = {k: v for k, v in OmegaConf.to_container(config, resolve=True).items() if k not in _WITHOUT_EFFECT}  # type: ignore[union-attr]
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
     if not bridged:  # a study without bridges is what it was before there were any
@@ -168,7 +189,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
     flat.pop("target.pack_weights", None)  # what came of it counts
     if uses_packing(target.model):
         flat["target.packed_weights"] = True
-    flat.pop("scan.text_bytes", None)  # what it leaves out, the scans' own folder tells
+    flat.pop("scan.text_bytes", None)  # the name of the scans' folder depends on what it leaves out
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
     return flat | {
         "target.digest": target.digest,
@@ -187,7 +208,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
 
 
 def _head_digest(folder: str) -> str:
-    """The digest of a head's weights."""
+    """Return the digest of a head's weights."""
     try:
         files = [file for ending in ("safetensors", "bin") for file in sorted(Path(folder).glob(f"*.{ending}"))]
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else ""
@@ -202,6 +223,6 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def default_name(config: DictConfig, flat: dict[str, Any]) -> str:
-    """A study's name: the same command gives the same, and a command that measures something else another."""
+    """Return a study's name. Commands that measure the same give the same name, and other commands other names."""
     target = Path(config.target.get("name") or config.target.path).name.removesuffix(".gguf")
     return f"{target}-{flat['sampler'].removesuffix('Sampler').lower()}-seed{config.seed}-{digest(flat)[:6]}"

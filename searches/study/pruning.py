@@ -45,7 +45,7 @@ class SpeedupBound:
 
     @property
     def cannot_win(self) -> bool:
-        """Whether the suggestion cannot reach the leader."""
+        """True if the suggestion cannot reach the leader."""
         return self.upper < self.to_beat
 
     def reason(self) -> str:
@@ -54,7 +54,7 @@ class SpeedupBound:
 
 
 class BoundEstimator:
-    """Estimates how fast a suggestion may be at most; ``others`` predict masks with bridges or draft heads."""
+    """Estimator of the highest speedup of a suggestion; ``others`` predict masks with bridges or draft heads."""
 
     def __init__(self, predictor: SpeedupPredictor, others: Sequence[SpeedupPredictor] = ()) -> None:
         self._predictors = (predictor, *others)
@@ -67,6 +67,7 @@ class BoundEstimator:
 
         Args:
             study: its finished trials give the errors of earlier predictions and the speedup to beat.
+            config: the suggestion.
 
         Returns:
             The bound; None if nothing is predicted for its drafter.

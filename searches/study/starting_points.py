@@ -21,10 +21,11 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
     best of these. Without proposals of layer skipping, single skips, contiguous runs and sparse masks are tried.
 
     Args:
+        space: the search space.
         proposed: predicted configurations, the fastest first.
     """
     points = [SpeculativeConfig()]
-    for kind in space.arms:
+    for kind in space.available_kinds:
         starts = list(registry.searched(kind).starts(space))
         if kind == "token_recycling":
             starts += after_lookup(space, starts)
@@ -33,9 +34,9 @@ def starting_points(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = 
         points += starts
     predicted = [config for config in proposed if config.kind == "layer_skip"]
     points += [*proposed, *after_lookup(space, predicted)]
-    if "layer_skip" in space.arms:
+    if "layer_skip" in space.available_kinds:
         # Proposals were chosen among structured masks, too.
         points += skip_starts(space, (*space.masks, *(() if predicted else structured_masks(space))))
     if not any(config.kind == "cascade" and not config.members[1].head for config in points):
-        points += after_lookup(space, [config for config in points if config.kind in space.seconds])
+        points += after_lookup(space, [config for config in points if config.kind in space.second_kinds])
     return list(dict.fromkeys(points))

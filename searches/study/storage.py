@@ -37,6 +37,7 @@ def open_journal(path: Path, alone: bool) -> BaseStorage:
     """Open the storage of a study in a journal file.
 
     Args:
+        path: of the file.
         alone: whether no other process may write it, so that an existing lock was left by a killed process.
 
     Raises:

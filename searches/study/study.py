@@ -71,6 +71,9 @@ def open_study(
     """Create a study, or resume it if its settings are the same.
 
     Args:
+        name: of the study.
+        storage: holds the study.
+        pruner: stops trials early.
         settings: everything that changes results, as flat plain values.
 
     Raises:
@@ -100,7 +103,7 @@ def with_stored_kinds(space: SearchSpace, study: optuna.Study) -> SearchSpace:
     """
     for trial in study.get_trials(deepcopy=False):
         before = trial.distributions.get("kind")
-        if isinstance(before, CategoricalDistribution) and tuple(before.choices) != space.arms:
+        if isinstance(before, CategoricalDistribution) and tuple(before.choices) != space.available_kinds:
             return replace(space, kinds=[str(kind) for kind in before.choices])
     return space
 
@@ -153,6 +156,10 @@ def run_trials(
     """Run trials until the study has enough finished ones.
 
     Args:
+        study: with its sampler and pruner.
+        objective: measures a trial.
+        settings: the number of trials and the time limit.
+        on_trial: called after each finished trial.
         starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
             that measurements of the leader come in between.
         ledgers: count shared artifacts that trials make.

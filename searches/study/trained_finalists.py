@@ -33,7 +33,7 @@ from searches.training.bridge_trainer import BridgeTrainer
 from searches.training.trainer import TrainingCheckpoint
 from searches.training.training_texts import continuations_of
 
-_RECIPE = 2  # version of training and evaluation; bridges of another version are trained anew
+_RECIPE = 2  # version of training and evaluation; bridges of another version are trained again
 _STEPS = 10**6  # more than time allows
 _SAVE_SECONDS = 30.0  # between checkpoints
 _TOKENS = 16384  # vocabulary of the loss, if drafts use the whole vocabulary
@@ -41,7 +41,7 @@ _SETTINGS = ("learning_rate", "unroll", "texts_per_step", "calibration_bytes", "
 
 
 class TrainedBridges:
-    """Trains the bridges of finalists, each once.
+    """Training of the bridges of finalists, each once.
 
     Args:
         bridge_store: provides closed-form fits, texts and settings, and keeps the trained bridges.
@@ -178,14 +178,14 @@ class TrainedBridges:
 
 
 def _distance(one: BridgeShape, other: BridgeShape) -> int:
-    """The number of sub-layers in which two masks differ."""
+    """Return the number of sub-layers in which two masks differ."""
     masks = [SkipMask.parse(shape.mask, shape.layers) for shape in (one, other)]
     first, second = ((*mask.attention, *mask.mlp) for mask in masks)
     return sum(a != b for a, b in zip(first, second, strict=True))
 
 
 def _tuned(config: SpeculativeConfig, predictors: Sequence[ScanPredictor]) -> SpeculativeConfig:
-    """The configuration with the best predicted draft length, stop rule and siblings; unchanged if none can be predicted."""
+    """Return the configuration with the best predicted draft length, stop rule and siblings; unchanged without any."""
     predictor = next((predictor for predictor in predictors if predictor.can_predict(config)), None)
     tuned = config if predictor is None else within_memory(lambda: predictor.tuned(config))
     if tuned is None:

@@ -44,10 +44,12 @@ _LARGEST = 1e300  # stores turn larger numbers into others
 
 
 class Tracker:
-    """Writes the runs of one study.
+    """Writer of the runs of one study.
 
     Args:
         uri: of the tracking store; None creates a SQLite store in ``folder``.
+        folder: of a store that is created.
+        experiment: the name of the experiment; it is created if it does not exist.
 
     Raises:
         InputError: the store cannot be opened, or the experiment was deleted.
@@ -83,10 +85,11 @@ class Tracker:
         """Create the run of a study, or resume it.
 
         Args:
+            name: of the study.
             identity: distinguishes it from others of that name.
             params: flat settings; repeated on every trial's run, because MLflow's filters drop parent runs.
             tags: of the study's run only.
-            role: the kind of work, if it is not a study.
+            role: the tag of the run's purpose, if it is not a study.
         """
         self._study, self._identity = name, identity
         self._params = {key: str(value)[:500] for key, value in params.items()}
@@ -172,7 +175,14 @@ class Tracker:
 
     @defer_interrupt()
     def log(self, run_id: str, metrics: Mapping[str, float], params: Mapping[str, str] | None = None, step: int = 0) -> None:
-        """Log metrics and parameters in one batch, without non-finite values, which stores turn into numbers."""
+        """Log metrics and parameters in one batch, without non-finite values, which stores turn into numbers.
+
+        Args:
+            run_id: of the run.
+            metrics: by name.
+            params: by name; None for none.
+            step: of the metrics.
+        """
         now = int(time.time() * 1000)
         values = [Metric(k, float(v), now, step) for k, v in metrics.items() if math.isfinite(v) and abs(v) < _LARGEST]
         self._client.log_batch(run_id, metrics=values, params=[Param(k, v) for k, v in (params or {}).items()])

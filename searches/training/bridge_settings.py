@@ -17,7 +17,7 @@ class BridgingSettings:
         batch: answers generated together.
         calibration_bytes: budget for hidden states, keys, values and the temporary memory of a fit.
         train_seconds: of training for every bridged finalist; 0 for none.
-        train_width: of the MLPs that are trained beside the maps of finalists that have none; 0 for none.
+        train_width: of the MLPs that are trained with the maps of finalists that have none; 0 for none.
         learning_rate: of the training.
         unroll: consecutive tokens that it learns to draft.
         texts_per_step: the most answers of a training step.

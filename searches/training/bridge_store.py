@@ -45,6 +45,11 @@ class BridgeStore:
     """Bridges and draft heads of one target, and draft heads of its draft models.
 
     Args:
+        target: the target.
+        sampling: of its tokens.
+        settings: of fitting and training.
+        outputs: folder of texts and bridges.
+        seed: of the texts.
         like: prompts that every other text begins like.
         width: the largest width of MLPs in the search.
 
@@ -82,7 +87,7 @@ class BridgeStore:
 
     @property
     def trains(self) -> bool:
-        """Whether finalists are trained."""
+        """True if finalists are trained."""
         return self.settings.train_seconds > 0
 
     def bridge(self, mask: SkipMask, bridge_spec: BridgeSpec) -> str:
@@ -108,7 +113,7 @@ class BridgeStore:
         return str(folder) if record["helps"] else ""
 
     def failed(self, mask: SkipMask, bridge_spec: BridgeSpec) -> bool:
-        """Whether a mask should have bridges that could not be fitted in this process."""
+        """Return whether a mask should have bridges that could not be fitted in this process."""
         return bridge_spec.bridge != "none" and bool(mask.gaps) and self._has_failed(self._folder_of(mask, bridge_spec))
 
     def _folder_of(self, mask: SkipMask, bridge_spec: BridgeSpec) -> Path:
@@ -123,7 +128,7 @@ class BridgeStore:
         return self._head(self.target, size, f"head-{size}", self.tokens)
 
     def draft_model_head(self, draft: str, size: int) -> str:
-        """Return the folder of a draft model's draft head: its tokens for what the target says most."""
+        """Return the folder of a draft model's draft head: its tokens for the target's most frequent ones."""
         model = load_draft(self.target, draft, same_tokenizer=False)
         name = f"head-{size}-{model.digest[:12]}"
         return self._head(model, size, name, lambda size: translated_tokens(model, self.target, self.texts, size))
@@ -141,7 +146,7 @@ class BridgeStore:
         return str(folder)
 
     def tokens(self, size: int) -> Tensor | None:
-        """``[size]`` int64: the tokens of a draft head; None for the whole vocabulary."""
+        """Return the tokens of a draft head, ``[size]`` int64; None for the whole vocabulary."""
         return drafted_tokens(self.target, self.texts, size) if 0 < size < self.target.vocabulary else None
 
     def load(self, folder: str, mask: SkipMask) -> Bridges | None:
@@ -189,7 +194,7 @@ class BridgeStore:
 
     @functools.cached_property
     def calibration(self) -> Calibration:
-        """What bridges are fitted to; the texts are read on first use."""
+        """The statistics that bridges are fitted to; the texts are read on first use."""
         budget, continuations = self.settings.calibration_bytes, continuations_of(self.texts)
         start = time.monotonic()
         longest = sorted(continuations, key=lambda continuation: continuation.starts)[-_CHECKED_TEXTS:]

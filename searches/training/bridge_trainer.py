@@ -25,10 +25,22 @@ _PARAMETER_BYTES = 24  # per parameter: closed form, warm start, gradient, two m
 
 
 class BridgeTrainer(Trainer):
-    """Trains bridges.
+    """Trainer of bridges.
 
     Training begins from the closed form or the warm start, whichever has the lower loss on a few texts. A step uses as many
     texts as fit the configuration's budget.
+
+    Args:
+        config: the composed configuration of a training.
+        shape: of the bridges.
+        target: the target.
+        continuations: the training texts.
+        scanner: of held-out continuations; None evaluates nothing.
+        tokens: ``[v]`` int64, the draft vocabulary; None for all tokens.
+        checkpoint: from which training resumes.
+        calibration: makes the statistics for the closed form, if it is needed.
+        cache: of the target's states of texts; None computes them again.
+        warm_start: bridges to begin from if their loss is lower than that of the closed form.
     """
 
     def __init__(
@@ -124,7 +136,11 @@ def _length(continuation: Continuation) -> int:
 def held_out_acceptance(scanner: Scanner, shape: BridgeShape, bridges: Bridges | None, tokens: Tensor | None) -> list[float]:
     """Return the acceptance rates of a mask's drafts with bridges, or with empty skips, in a scan.
 
-    ``tokens`` is the draft vocabulary, ``[v]`` int64; None for all tokens.
+    Args:
+        scanner: of held-out continuations.
+        shape: of the bridges, with the mask.
+        bridges: None for empty skips.
+        tokens: the draft vocabulary, ``[v]`` int64; None for all tokens.
     """
     mask = SkipMask.parse(shape.mask, shape.layers)
     (scan,) = scanner.scan([mask], bridges=[bridges], tokens=tokens)

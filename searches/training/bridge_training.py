@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 from torch import Tensor
@@ -22,12 +22,10 @@ from layerskip.scan.text_cache import TextCache
 from layerskip.texts.continuations import Continuation, continuations_digest
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
+from searches.tracking.tracker import Tracker
 from searches.training.bridge_trainer import BridgeTrainer, held_out_acceptance
 from searches.training.trainer import TrainingCheckpoint
 from searches.training.training_texts import continuations_of, texts_digest
-
-if TYPE_CHECKING:
-    from searches.tracking.tracker import Tracker
 
 
 def bridge_shape(config: DictConfig, target: Target) -> BridgeShape:
@@ -43,7 +41,14 @@ def bridge_shape(config: DictConfig, target: Target) -> BridgeShape:
 
 
 def parse_bridge_shape(field: str, value: Any, target: Target, mask: SkipMask) -> BridgeShape:
-    """Return the shape of a mask's bridges from a field of a configuration with ``kind``, ``rank`` and ``width``."""
+    """Return the shape of a mask's bridges from a field of a configuration with ``kind``, ``rank`` and ``width``.
+
+    Args:
+        field: its name.
+        value: its content.
+        target: the target.
+        mask: the bridged mask.
+    """
     if not isinstance(value, Mapping):
         raise InputError(f"{field}: {value!r} is not a kind with its rank and its width")
     try:
@@ -97,8 +102,15 @@ def train_bridges(
     """Fit and train the bridges of one mask; return their folder, or None if an empty skip drafts better.
 
     Args:
+        config: the composed configuration of the training.
+        target: the target.
+        shape: of the bridges, with the mask.
+        texts: training texts.
         scanner: of held-out continuations.
         tokens: ``[v]`` int64, the draft vocabulary; None for all tokens.
+        folder: for the checkpoint and the result.
+        identity: everything that the training depends on, except the texts.
+        tracker: takes the metrics and the result.
         warm_start: bridges to begin from if their loss is lower than that of the closed form.
 
     Raises:
@@ -146,6 +158,11 @@ def calibrate(
     """Read the texts that bridges are fitted to, within the budget that a field of a configuration sets.
 
     Args:
+        target: the target.
+        continuations: the texts.
+        most_bytes: the budget.
+        field: its name, for messages.
+        cache: of the target's states of texts; None keeps none.
         width: the largest width of MLPs to be fitted.
 
     Raises:

@@ -117,7 +117,14 @@ def read_texts(file: Path) -> Iterator[str]:
 
 
 def refuse_answers(field: str, folder: str, target: Target, prompts: PromptSet) -> None:
-    """Refuse a datastore that holds the target's own answers to measured prompts, or cannot be used."""
+    """Refuse a datastore that holds the target's own answers to measured prompts, or cannot be used.
+
+    Args:
+        field: that names the datastore, for messages.
+        folder: of the datastore.
+        target: the target.
+        prompts: the measured ones.
+    """
     # Prompts are compared by content, because ids may repeat in other files. Datastores of earlier versions hold ids only.
     measured = {name for item in prompts for name in (digest(item.content()), item.id)}
     known = measured.intersection(Datastore.load(folder, target).about["prompts"])
@@ -126,7 +133,14 @@ def refuse_answers(field: str, folder: str, target: Target, prompts: PromptSet) 
 
 
 def refuse_answers_of(owner: str, config: SpeculativeConfig, target: Target, prompts: PromptSet) -> None:
-    """Apply :func:`refuse_answers` to all datastores of a configuration and its members."""
+    """Apply :func:`refuse_answers` to all datastores of a configuration and its members.
+
+    Args:
+        owner: the field of the configuration, for messages.
+        config: the configuration.
+        target: the target.
+        prompts: the measured ones.
+    """
     configs = {owner: config} | {f"{owner}.members.{index}": member for index, member in enumerate(config.members)}
     for field, part in configs.items():
         if part.datastore:

@@ -27,7 +27,16 @@ _NEXT_ONLY = 0.6
 
 
 class HeadTrainer(Trainer):
-    """Trains a head; EAGLE's in scaled units (:mod:`layerskip.heads.scaling`)."""
+    """Trainer of a head; EAGLE's is trained in scaled units (:mod:`layerskip.heads.scaling`).
+
+    Args:
+        config: the composed configuration of the training.
+        head: to train.
+        target: the target.
+        store: hidden states of the training texts.
+        held_out: hidden states of held-out texts.
+        checkpoint: from which training resumes.
+    """
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -22,9 +22,7 @@ from layerskip.heads.learning_rate import rate_factor
 from layerskip.heads.published_eagle import is_published
 from layerskip.models.trained_module import has_trained
 from searches.app.checks import InputError, check_number, check_whole
-
-if TYPE_CHECKING:
-    from searches.tracking.tracker import Tracker
+from searches.tracking.tracker import Tracker
 
 _WARMUP = 0.03  # share of the training during which the learning rate rises
 _CLIP = 1.0
@@ -33,7 +31,7 @@ _LOSSES = 50  # steps over which the loss is averaged
 
 
 class TrainingDiverged(InputError):
-    """The loss or the norm of the gradient is not finite."""
+    """A loss or a norm of the gradient that is not finite."""
 
 
 def check_learning(config: DictConfig) -> None:
@@ -49,6 +47,7 @@ class TrainingCheckpoint:
     """The file of a training's state, and the identity of the training.
 
     Args:
+        path: of the file.
         identity: digest of everything that the training depends on.
         settings_digest: of the part of it that is known before texts are written; "" if it is not checked that early.
     """
@@ -88,10 +87,13 @@ def disk_bytes(module: nn.Module) -> int:
 
 
 class Trainer(ABC):
-    """Trains a module, and resumes from its checkpoint.
+    """Trainer of a module, which resumes from its checkpoint.
 
     Args:
+        config: the composed configuration of the training.
         module: to train, in float32 and on its device.
+        texts: the number of training texts.
+        checkpoint: from which training resumes.
 
     Attributes:
         seconds: that initialisation and steps took.
@@ -142,7 +144,7 @@ class Trainer(ABC):
 
     @property
     def progress(self) -> float:
-        """From 0 to 1: the share of the steps, or of the time, that is done."""
+        """The share of the steps, or of the time, that is done: from 0 to 1."""
         by_steps, most = self.step / self.config.steps, self.config.max_seconds
         if not most:
             return float(by_steps)

@@ -35,12 +35,26 @@ _VERSION = 3  # of layerskip.texts.training_texts; texts of another version are 
 
 
 def texts_identity(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
-    """Return everything that texts depend on, the number of tokens included."""
+    """Return everything that texts depend on, the number of tokens included.
+
+    Args:
+        config: the number of tokens, the length of texts, the batch and the seed.
+        target: generates the texts.
+        sampling: of its tokens.
+        like: prompts that every other text begins like.
+    """
     return texts_settings(config, target, sampling, like) | {"tokens": config.tokens}
 
 
 def texts_settings(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
-    """Return what texts depend on apart from their number. A smaller number gives the first of the same texts."""
+    """Return what texts depend on apart from their number. A smaller number gives the first of the same texts.
+
+    Args:
+        config: the length of texts, the batch and the seed.
+        target: generates the texts.
+        sampling: of its tokens.
+        like: prompts that every other text begins like.
+    """
     settings = {"recipe": _VERSION, "target": target.digest, "sampling": sampling.to_dict(), "like": list(like)}
     return settings | {name: config[name] for name in _FIELDS}
 
@@ -54,6 +68,9 @@ def write_texts(
 
     Args:
         config: the number of tokens, the length of texts, the batch and the seed.
+        target: generates the texts.
+        sampling: of its tokens.
+        like: prompts that every other text begins like.
         report_cost: called with the name and the seconds of the texts, also if writing is interrupted.
     """
     file = Path(config.outputs) / "texts" / f"{digest(texts_settings(config, target, sampling, like))[:16]}.jsonl"
@@ -99,7 +116,9 @@ def opening_texts(field: str, path: str | None, measured: PromptSet) -> list[str
     """Return the last user messages of a file of prompts, which every other training text begins like.
 
     Args:
-        measured: prompts that are searched or measured on, which must not be learnt from.
+        field: that names the file, for messages.
+        path: of the file; None for no texts.
+        measured: prompts that are searched or measured on, which must not be learned from.
 
     Raises:
         ConfigError: the path is not a string.
@@ -134,12 +153,19 @@ def check_draft_vocabulary(name: str, size: int | None, target: Target) -> None:
 
 
 def drafted_tokens(target: Target, texts: list[TrainingText], size: int | None) -> Tensor | None:
-    """``[size]`` int64: the draft vocabulary, the tokens that the target generates most; None for the whole vocabulary."""
+    """Return the draft vocabulary, ``[size]`` int64: the target's most frequent tokens; None for the whole vocabulary."""
     return _most_frequent(target, (text.tokens[text.begin :] for text in texts), size)
 
 
 def translated_tokens(draft: Target, target: Target, texts: list[TrainingText], size: int) -> Tensor | None:
-    """Return the tokens of a draft model of another tokenizer for :func:`drafted_tokens`, from the translated answers."""
+    """Return the tokens of a draft model of another tokenizer for :func:`drafted_tokens`, from the translated answers.
+
+    Args:
+        draft: the draft model.
+        target: the target.
+        texts: training texts of the target.
+        size: the number of tokens.
+    """
     assert target.tokenizer is not None
     assert draft.tokenizer is not None
     translation = Translation(target.tokenizer, draft.tokenizer)

@@ -7,7 +7,7 @@ its evidence states, up to the difference between machines and days.
 - ``refuted``: something that noise cannot explain. The output changed, the interval lies wholly below plain decoding, the
   claim is further above the interval than machines differ, or the evidence contradicts itself.
 - ``weaker``: everything else. This includes an interval that still contains 1 when the budget ends, and a claim above the
-  interval if its evidence is of other prompts, since kinds of work differ more than machines do.
+  interval if its evidence is of other prompts, since categories differ more than machines do.
 
 A lossy configuration does not claim to keep the output and is ``weaker`` at best. A changed output refutes it only if its
 evidence states that the output was kept on these prompts.
@@ -43,12 +43,12 @@ class Speedup:
 
     @classmethod
     def measured(cls, measurement: Measurement, looks: int) -> Speedup:
-        """The speedup of a measurement that any of several looks may end, which widens the interval (Bonferroni)."""
+        """Return the speedup of a measurement that any of several looks may end, which widens the interval (Bonferroni)."""
         return cls(measurement.speedup, *measurement.interval(confidence=1 - (1 - CONFIDENCE) / looks))
 
     @classmethod
     def claimed(cls, evidence: Mapping[str, Any]) -> Speedup | None:
-        """The speedup in an export's evidence; None if there is none. A value without interval is its own interval."""
+        """Return the speedup in an export's evidence; None if there is none. A value without interval is its interval."""
         names = ("speedup", "speedup_low", "speedup_high")
         present = [name for name in names if evidence.get(name) is not None]
         if not present:
@@ -63,7 +63,7 @@ class Speedup:
 
     @property
     def consistent(self) -> bool:
-        """Whether the value lies in its interval."""
+        """True if the value lies in its interval."""
         return self.low * (1 - _ROUNDING) <= self.value <= self.high * (1 + _ROUNDING)
 
     def __str__(self) -> str:
@@ -97,14 +97,16 @@ class Claim:
 
     @classmethod
     def of(cls, export: Export, held_out: PromptSet, prompts: PromptSet, max_new_tokens: int) -> Claim:
-        """The claim of an export.
+        """Return the claim of an export.
 
         Evidence is of the same work if it is of all held-out prompts, of the measured ones, or of as many as it states.
         Evidence that does not name its prompts is assumed to be of the same work.
 
         Args:
+            export: the export.
             held_out: all held-out prompts.
             prompts: those that are measured now.
+            max_new_tokens: tokens per prompt and turn, as measured now.
 
         Raises:
             InputError: as :meth:`Speedup.claimed`.
@@ -156,8 +158,11 @@ def judge(
     """Compare a claim with a new measurement.
 
     Args:
+        claim: of the export.
+        measured: the new speedup.
         losslessness: verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs.
         tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
+        tokens_per_round: the new ones; None skips their comparison.
     """
     claimed = claim.speedup
     if losslessness == "different" and (not claim.lossy or (claim.kept_output and not claim.other_work)):
@@ -201,7 +206,7 @@ def judge_plain(claim: Speedup | None) -> Verdict:
 
 
 def _implied(evidence: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    """Speedups that follow from rates, and from seconds if both outputs were the same tokens."""
+    """Return the speedups that follow from rates, and from seconds if both outputs were the same tokens."""
     pairs = {"tokens per second": ("tokens_per_second", "baseline_tokens_per_second")}
     output = evidence.get("losslessness")
     if isinstance(output, Mapping) and output.get("verdict") == "exact":
@@ -211,7 +216,7 @@ def _implied(evidence: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
 
 
 def _is_positive(value: object) -> TypeGuard[float]:
-    """Whether a value is a number above 0."""
+    """Return whether a value is a number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
 
 

@@ -53,7 +53,7 @@ def compute_speed_change(export: Export, record: Mapping[str, Any]) -> str | Non
 
 
 def _prefill_share(figures: Mapping[str, Any]) -> float | None:
-    """The time of prefill as a share of plain decoding's; None if the figures do not contain both."""
+    """Return the time of prefill as a share of plain decoding's; None if the figures do not contain both."""
     prefill, decoding = figures.get("baseline_prefill_seconds"), figures.get("baseline_decode_seconds")
     if isinstance(prefill, float) and isinstance(decoding, float) and prefill > 0 and decoding > 0:
         return prefill / decoding
@@ -89,12 +89,12 @@ def table(export: Export, measurement: Measurement, looks: int) -> list[str]:
     """Return claimed and measured figures as the lines of a Markdown table."""
     figures, evidence = measurement.to_dict(), export.evidence
     rows: list[tuple[str, Any, Any]] = [
-        ("x plain", Speedup.claimed(evidence), Speedup.measured(measurement, looks)),
+        ("speedup", Speedup.claimed(evidence), Speedup.measured(measurement, looks)),
         *((name.replace("_", " "), evidence.get(key), figures[key]) for name, key in _FIGURES.items()),
         ("output", _part(evidence, "losslessness").get("verdict"), figures["losslessness"]["verdict"]),
     ]
     for category, value in figures["speedup_by_category"].items():
-        rows.append((f"x plain, {category}", _part(evidence, "speedup_by_category").get(category), value))
+        rows.append((f"speedup, {category}", _part(evidence, "speedup_by_category").get(category), value))
     lines = ["| | claimed | measured |", "|---|---|---|"]
     return lines + [f"| {name} | {_shown(claimed)} | {_shown(measured)} |" for name, claimed, measured in rows]
 
@@ -108,7 +108,7 @@ _FIGURES = {
 
 
 def _part(evidence: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A mapping in the evidence; empty if the evidence has something else there."""
+    """Return a mapping in the evidence; empty if the evidence has something else there."""
     part = evidence.get(name)
     return part if isinstance(part, Mapping) else {}
 

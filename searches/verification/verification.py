@@ -45,7 +45,7 @@ _SEED_STEP = 1000  # between the seeds of two repeats, each of which counts up p
 
 @dataclass(frozen=True)
 class VerifySettings:
-    """How an export is measured.
+    """Settings of measuring an export.
 
     Args:
         max_new_tokens: new tokens per prompt and turn; None takes the evidence's, or 48 if it does not state them.
@@ -137,7 +137,7 @@ def verify(config: DictConfig) -> None:
 
 
 def _load_export(config: DictConfig) -> Export:
-    """The export, unless it is lossy and that is not allowed."""
+    """Return the export, unless it is lossy and that is not allowed."""
     if OmegaConf.is_missing(config, "export"):
         raise InputError("export: is missing; name the file, as in python -m searches.verify best.json")
     path = str(config.export)
@@ -149,7 +149,7 @@ def _load_export(config: DictConfig) -> Export:
 
 
 def _load_target(fields: DictConfig, export: Export) -> Target:
-    """The configured model, or else the model that the export names."""
+    """Return the configured model, or else the model that the export names."""
     if fields.dtype is None:
         fields.dtype = export.target["dtype"]
     if "_target_" in fields:
@@ -165,7 +165,7 @@ def _load_target(fields: DictConfig, export: Export) -> Target:
 
 
 def _is_alike(export: Export, target: Target) -> bool:
-    """Whether the export's outputs must repeat: same model, and in half precision a device of the same name."""
+    """Return whether the export's outputs must repeat: same model, and in half precision a device of the same name."""
     device_name = export.environment.get("device_name")
     exact = target.dtype == "float32" or device_name == machine(target)["device_name"]
     return exact and dict(export.target) == Export.describe(target)
@@ -215,9 +215,15 @@ def measure_claim(
     """Measure a configuration against plain decoding until its claim can be judged or the repeats are used up.
 
     Args:
+        bench: measures it.
+        config: the configuration of the export.
+        claim: of the export.
         prompts: all of them are decoded before anything is judged.
+        settings: the number of repeats and the tolerance.
+        seed: of the measurement.
         log: rows of an interrupted run, which are not measured again; takes the new ones.
         rows: takes the rows one by one, so that an interruption leaves them there.
+        on_prompt: called after each prompt.
     """
     for repeat in range(settings.most_repeats):
         for row in resumed_rows(bench, {_CANDIDATE: config}, prompts, seed + _SEED_STEP * repeat, log, str(repeat)):

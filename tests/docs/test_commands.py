@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import os
 import re
-import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,15 @@ from omegaconf import OmegaConf
 from searches.app.composition import compose_config
 from searches.verification.verification import command_line
 from tests.searches.programs import fork
+from tests.tiny import save_tiny
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.S | re.M)
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.S | re.M)
 HERE_DOCUMENT = re.compile(r"^.*<<'END'.*?^END$", re.S | re.M)
-LAUNCHES = re.compile(r"^(\w+=\S+ )*(\.venv/bin/)?python -m (searches\.[\w.]+)")
+PYTHON = ".venv/bin/python"
+KNOWN = ("make", "mkdir", ".venv/bin/mlflow", PYTHON)
+Command = tuple[str, ...]
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -32,23 +35,30 @@ def _blocks(page: Path, language: str) -> list[str]:
     return [re.sub(f"^{indent}", "", block, flags=re.M) for indent, kind, block in found if kind == language]
 
 
-def _commands() -> list[str]:
-    blocks = [HERE_DOCUMENT.sub("", block).replace("\\\n", " ") for page in PAGES for block in _blocks(page, "bash")]
-    return list(dict.fromkeys(line.strip() for block in blocks for line in block.splitlines() if line.strip()))
+def _split(block: str) -> list[Command]:
+    """The commands of a block as bash splits and expands them. Another program than the known ones is an error."""
+    printing = "".join(f"function {name} {{ printf '%s\\0' {name} \"$@\" END; }}\n" for name in KNOWN)
+    script = printing + HERE_DOCUMENT.sub("", block)
+    done = subprocess.run(["/bin/bash", "-euc", script], env={"PATH": ""}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, block + done.stderr
+    return [tuple(command.split("\0")) for command in done.stdout.split("\0END\0") if command]
 
 
-COMMANDS = _commands()
-PROGRAMS = [line for line in COMMANDS if LAUNCHES.match(line)]
+def _commands(page: Path) -> list[Command]:
+    return [command for block in _blocks(page, "bash") for command in _split(block)]
+
+
+COMMANDS = list(dict.fromkeys(command for page in PAGES for command in _commands(page)))
+PROGRAMS = [command for command in COMMANDS if command[0] == PYTHON and command[1] == "-m"]
 EXAMPLES = [block for page in PAGES for block in _blocks(page, "python")]
 
 
-@pytest.mark.parametrize("line", PROGRAMS)
-def test_a_command_composes(line: str) -> None:
-    match = LAUNCHES.match(line)
-    assert match is not None
-    overrides = shlex.split(line[match.end() :])
-    name = match[3].rpartition(".")[2]
-    assert (REPOSITORY / Path(*match[3].split("."))).with_suffix(".py").exists()
+@pytest.mark.parametrize("command", PROGRAMS, ids=" ".join)
+def test_a_command_composes(command: Command) -> None:
+    program, overrides = command[2], list(command[3:])
+    assert program.startswith("searches.")
+    assert (REPOSITORY / Path(*program.split("."))).with_suffix(".py").exists()
+    name = program.rpartition(".")[2]
     if name == "verify":
         overrides = command_line(overrides)
     if overrides[-2:] == ["--cfg", "job"]:
@@ -58,12 +68,37 @@ def test_a_command_composes(line: str) -> None:
 
 
 def test_all_other_commands_are_known() -> None:
-    others = [line for line in COMMANDS if line not in PROGRAMS]
     targets = re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.M)
-    for line in others:
-        words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]
-        known = words[0] == "make" and set(words[1:]) <= set(targets)
-        assert known or words[0] in ("mkdir", ".venv/bin/mlflow"), line
+    for command in COMMANDS:
+        if command[0] == "make":
+            assert {word for word in command[1:] if not word.startswith("ARGS=")} <= set(targets), command
+        elif command[0] == PYTHON:
+            assert command in PROGRAMS or (REPOSITORY / command[1]).exists(), command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_fence_has_a_language(page: Path) -> None:
+    languages = {language for _, language, _ in FENCE.findall(page.read_text(encoding="utf-8"))}
+    assert languages <= {"bash", "python", "text", "yaml", "bibtex"}
+
+
+def test_the_commands_of_the_results_are_among_them() -> None:
+    commands = _commands(REPOSITORY / "docs" / "results.md")
+    assert len(commands) > 10
+    assert set(commands) <= set(COMMANDS)
+
+
+def test_the_files_that_commands_read_exist() -> None:
+    """They are in the repository, or a block of the same page or an earlier command writes them."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for command in _commands(page):
+            for word in command:
+                name, _, value = word.partition("=")
+                if name in ("corpus", "begin_like") or (name == "prompts.path" and value.startswith("outputs/")):
+                    assert (REPOSITORY / value).exists() or f"cat > {value} <<" in text, (page.name, word)
+                elif name == "inspect":
+                    assert f"output={value}" in text, (page.name, word)
 
 
 @pytest.mark.parametrize("block", EXAMPLES, ids=range(len(EXAMPLES)))
@@ -81,7 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(folder: Path, *command: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}  # waiting threads cost more
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -92,16 +127,59 @@ def test_the_example_of_the_front_page_runs(folder: Path) -> None:
     assert len(_run(folder, sys.executable, "-c", block).splitlines()) >= 3
 
 
+def test_the_program_of_the_worked_example_prints_its_table(folder: Path) -> None:
+    scans = REPOSITORY / "docs" / "scans.md"
+    (block,) = _blocks(scans, "python")
+    table = scans.read_text(encoding="utf-8").partition("| `K` | rounds | drafted |")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert [line.split() for line in _run(folder, sys.executable, "-c", block).splitlines()] == rows
+    assert len(rows) == 4
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with as many layers as SmolLM2, which takes its place where examples decode for longer."""
+    return save_tiny(tmp_path_factory.mktemp("stand-in") / "model", num_hidden_layers=30)
+
+
+def test_the_examples_of_the_drafters_run(folder: Path, stand_in: Path) -> None:
+    """One after the other in one process, the new drafter included, which then decodes."""
+    blocks = _blocks(REPOSITORY / "docs" / "drafters.md", "python")
+    assert len(blocks) == 4
+    use = "own = layerskip.SpeculativeConfig.from_dict({'kind': 'repeat_last', 'repeats': 3})\n"
+    use += "print(len(layerskip.generate(target, 'Why?', own, max_new_tokens=8).tokens))\n"
+    program = "\n\n".join([*blocks, use])
+    assert program.count('load_target("smollm2")') == 2
+    program = program.replace('load_target("smollm2")', f"load_target({str(stand_in)!r}, dtype='float32')")
+    printed = _run(folder, sys.executable, "-c", program).splitlines()
+    assert printed[-1] in map(str, range(1, 9))
+    assert Path(printed[-2], "config.json").exists()
+
+
+def _run_programs(folder: Path, commands: Sequence[Command], *further: str) -> None:
+    for command in commands:
+        done = fork(*command[2:], *further, cwd=folder)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_datastores_of_the_drafters_are_built(folder: Path, stand_in: Path) -> None:
+    page = REPOSITORY / "docs" / "drafters.md"
+    block = next(block for block in _blocks(page, "bash") if "searches.datastore" in block)
+    here_document = HERE_DOCUMENT.search(block)
+    assert here_document is not None
+    _run(folder, "bash", "-euc", f"mkdir -p outputs\n{here_document[0]}")
+    commands = [command for command in _split(block) if "searches.datastore" in command]
+    assert len(commands) == 3
+    _run_programs(folder, commands, "target=local", f"target.path={stand_in}", "target.dtype=float32")
+
+
 def test_the_quick_steps_of_the_tutorial_run(folder: Path) -> None:
     """The model, the prompts, the datastore and the printed configuration; searches and trainings are left out."""
     tutorial = REPOSITORY / "docs" / "tutorial.md"
     _run(folder, sys.executable, "-c", _blocks(tutorial, "python")[0])
     prompts = next(block for block in _blocks(tutorial, "bash") if HERE_DOCUMENT.search(block))
     _run(folder, "bash", "-euc", prompts)
-    quick = [line for line in PROGRAMS if "outputs/my-store" in line and "searches.datastore" in line]
-    quick += [line for line in PROGRAMS if "--cfg job" in line]
+    quick = [command for command in _commands(tutorial) if "searches.datastore" in command]
+    quick += [command for command in PROGRAMS if "--cfg" in command]
     assert len(quick) >= 3
-    for line in quick:
-        arguments = shlex.split(line)
-        done = fork(*arguments[arguments.index("-m") + 1 :], cwd=folder)
-        assert done.returncode == 0, done.stderr
+    _run_programs(folder, quick)

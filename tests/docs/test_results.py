@@ -1,14 +1,38 @@
-"""The page of results says what the records say, and names each of them."""
+"""The page of results and the tables of the front page hold what the records hold."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerskip import Export
+from layerskip.prompts import PromptSet
+from searches.verification.claim import Claim, Speedup, judge
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDS = REPOSITORY / "notebooks" / "records"
+PAGE = REPOSITORY / "docs" / "results.md"
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+RANGE = ("speedup", "speedup_low", "speedup_high")
+TABLES = {"CPU, SmolLM2-135M": "benchmark-smollm2-2-cores.json", "GPU, SmolLM2-135M": "benchmark-h100-smollm2.json"}
+DRAFTERS = {
+    "plain": "plain",
+    "prompt lookup": "prompt_lookup",
+    "token recycling": "token_recycling",
+    "prompt lookup, then token recycling": "cascade",
+    "EAGLE head": "eagle",
+    "prompt lookup, then EAGLE head": "lookup_then_eagle",
+    "layers 2 to 16 replaced by a trained bridge": "bridged",
+    "last 15 layers skipped": "layer_skip",
+    "draft model cut out of the target": "draft_model",
+}
 
 
 def _check(root: Path) -> subprocess.CompletedProcess[str]:
@@ -16,12 +40,17 @@ def _check(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def _record(name: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((RECORDS / name).read_text(encoding="utf-8"))
+    return record
+
+
 def test_the_page_is_what_the_records_make() -> None:
     done = _check(REPOSITORY)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_stale_page_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_stale_page_is_reported_in_one_line(tmp_path: Path) -> None:
     shutil.copytree(RECORDS, tmp_path / "notebooks" / "records")
     shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
     page = tmp_path / "docs" / "results.md"
@@ -33,9 +62,85 @@ def test_a_stale_page_is_told_in_one_line(tmp_path: Path) -> None:
 
 
 def test_every_record_is_on_the_page() -> None:
-    page = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     assert [path.name for path in RECORDS.iterdir() if path.name not in page] == []
 
 
 def test_the_records_are_few() -> None:
     assert len(list(RECORDS.iterdir())) <= 25
+
+
+@pytest.mark.parametrize(("export", "factor"), [("best-smollm2-2-cores.json", 2), ("best-packed-smollm2-2-cores.json", 1.3)])
+def test_the_doctored_copies_can_be_made_again(
+    export: str, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
+    assert block.count("best-packed-smollm2-2-cores.json") == block.count(", 1.3\n") == 1
+    (tmp_path / "notebooks").symlink_to(REPOSITORY / "notebooks")
+    monkeypatch.chdir(tmp_path)
+    exec(block.replace("best-packed-smollm2-2-cores.json", export).replace(", 1.3\n", f", {factor}\n"), {})
+    record = _record(export.replace("best-", "verify-doctored-"))
+    held_out = PromptSet.packaged().split()[1]
+    claim = Claim.of(Export.load(tmp_path / "outputs" / "doctored.json"), held_out, held_out, record["max_new_tokens"])
+    assert claim.speedup is not None
+    claimed = record["claimed"]
+    assert (claim.speedup.value, claim.speedup.low, claim.speedup.high) == pytest.approx(tuple(claimed.values()))
+    measured = record["measured"]
+    found = Speedup(*(measured[name] for name in RANGE))
+    output = measured["losslessness"]["verdict"]
+    assert judge(claim, found, output, record["tolerance"], measured["tokens_per_round"]).name == record["verdict"]
+
+
+def _front_page(title: str) -> tuple[str, list[list[str]]]:
+    """The conditions above a table of the front page, and its rows."""
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    found = re.search(rf"^\*\*{re.escape(title)}\.\*\*(.*?)\n\n((?:\|[^\n]*\n)+)", readme, re.S | re.M)
+    assert found is not None, title
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found[2].splitlines()]
+    return " ".join(found[1].split()), rows
+
+
+def _shown(texts: str, figures: list[float]) -> None:
+    """Every number in the texts is the figure at its place, rounded to as many digits."""
+    numbers = NUMBER.findall(texts)
+    assert len(numbers) == len(figures), texts
+    for number, figure in zip(numbers, figures, strict=True):
+        assert number == f"{figure:.{len(number.partition('.')[2])}f}", texts
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_every_number_of_the_front_page_is_in_its_record(title: str) -> None:
+    results = _record(TABLES[title])["results"]
+    _, (head, _, *rows) = _front_page(title)
+    assert len(rows) >= 5
+    for row in rows:
+        label, _, beside = row[0].partition(":")
+        found = results[DRAFTERS[label]]
+        rival = found.get("rival", {})
+        if beside:
+            _shown(beside, [found["tokens_per_second"], *(rival[name] for name in ("speedup", "low", "high"))])
+        for column, cell in zip(head[1:], row[1:], strict=True):
+            if column == "tokens/s":
+                figures = [found["tokens_per_second"]]
+            elif column.startswith("speedup over plain"):
+                figures = [1.0] if label == "plain" else [found[name] for name in RANGE]
+            else:
+                assert column == "the same method of transformers"
+                figures = [results[rival["name"]][name] for name in RANGE] if rival else []
+            _shown(cell, figures)
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_the_conditions_of_the_front_page_are_of_the_record(title: str) -> None:
+    record = _record(TABLES[title])
+    conditions, _ = _front_page(title)
+    versions = record["environment"]["versions"]
+    for text in (
+        f"{record['prompts']['count']} ",
+        f"{record['max_new_tokens']} new tokens",
+        record["target"]["dtype"],
+        f"torch {versions['torch'].partition('+')[0]},",
+        f"transformers {versions['transformers']},",
+        record["date"].split()[0],
+    ):
+        assert text in conditions, text

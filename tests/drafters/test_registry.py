@@ -105,7 +105,7 @@ def test_a_new_configuration_keeps_its_option(fields: dict[str, int]) -> None:
     own = SpeculativeConfig.from_dict({"kind": "repeat_last"} | fields)
     assert own.to_dict() == {"kind": "repeat_last", "repeats": fields.get("repeats", 2)}
     assert SpeculativeConfig.from_dict(own.to_dict()) == own
-    assert f"{own.option('repeats')} times" in own.label()
+    assert own.label() == f"repeat last ({own.option('repeats')} times)"
 
 
 @pytest.mark.usefixtures("_new_kind")
@@ -125,8 +125,8 @@ def test_a_new_configuration_is_checked(fields: dict[str, object], named: str) -
 @pytest.mark.usefixtures("_new_kind")
 def test_a_new_kind_is_searched() -> None:
     space = SearchSpace(layers=12)
-    assert "repeat_last" in space.arms
-    assert "repeat_last" in space.seconds  # a cascade may put it after a lookup
+    assert "repeat_last" in space.available_kinds
+    assert "repeat_last" in space.second_kinds  # a cascade may put it after a lookup
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     proposed = [space.suggest(study.ask()) for _ in range(80)]
     own = [each for each in proposed if each.kind == "repeat_last"]

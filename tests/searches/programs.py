@@ -1,4 +1,4 @@
-"""Runs the programs on tiny models, as new processes or as forks of a process that has imported everything."""
+"""Runs of the programs on tiny models, as new processes or as forks of a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def command(program: str, *overrides: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The tests' environment, with the repository importable from anywhere and the same number of threads.
+    """Return the tests' environment, with the repository importable from anywhere and the same number of threads.
 
     Another number of threads would invalidate logged measurements.
     """

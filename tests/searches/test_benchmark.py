@@ -1,4 +1,4 @@
-"""Tests of ``searches.benchmark``: our decoding beside transformers', the record, the tables and MLflow."""
+"""Tests of ``searches.benchmark``: our decoding and transformers', the record, the tables and MLflow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[type-arg]
-    """Benchmark of everything, with an export, on a model whose last two layers have no effect."""
+    """Run a benchmark of everything, with an export, on a model whose last two layers have no effect."""
     folder = tmp_path_factory.mktemp("benchmark")
     model = save_tiny(folder / "model", num_hidden_layers=4, idle=(2, 3))
     described = {"name": str(model), "revision": None, "architecture": "LlamaForCausalLM", "layers": 4, "dtype": "float32"}
@@ -243,7 +243,7 @@ def test_ctrl_c_prints_finished_measurements_and_writes_no_record(
     assert not (outputs / "benchmark.json").exists()
 
 
-def test_verifying_a_tree_is_timed_beside_a_chain(record: dict) -> None:  # type: ignore[type-arg]
+def test_verifying_a_tree_is_timed_next_to_a_chain(record: dict) -> None:  # type: ignore[type-arg]
     timing = record["record"]["verification"]
     assert (timing["tokens"], timing["context"]) == (16, 256)
     expected = f"Verifying a tree of 16 tokens takes {timing['tree_seconds'] / timing['chain_seconds']:.2f} times"

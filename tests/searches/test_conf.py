@@ -29,7 +29,7 @@ DRAFTERS = {kind.name for kind in kinds().values() if kind.benchmark is not None
 
 
 def _leaves(config: DictConfig, prefix: str = "") -> list[str]:
-    """The dotted names of all values."""
+    """Return the dotted names of all values."""
     found = []
     for name in config:
         value = config._get_node(name)
@@ -127,9 +127,12 @@ def test_a_type_of_an_earlier_version_is_refused_with_the_type_of_today(tmp_path
         fill_defaults(config)
 
 
-def test_an_earlier_name_is_refused_with_the_name_of_today() -> None:
+@pytest.mark.parametrize("override", ["measure=foretell", "+measure=foretell", "measure=default,foretell"])
+def test_an_earlier_name_is_refused_with_the_name_of_today(override: str) -> None:
     with pytest.raises(InputError, match="measure=predictions"):
-        prepare_overrides("layerskip", ["measure=foretell"])
+        prepare_overrides("layerskip", [override])
+    with pytest.raises(InputError, match="^records: "):
+        prepare_overrides("predictions", ["records=[a.json,b.json]"])
 
 
 @pytest.mark.parametrize("program", ["foretell", "compare", "calibration", "exactness"])

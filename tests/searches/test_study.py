@@ -38,7 +38,7 @@ FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 @pytest.fixture(scope="module")
 def done(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The outputs of one finished study."""
+    """Return the outputs of one finished study."""
     outputs = tmp_path_factory.mktemp("done") / "outputs"
     result = subprocess.run(
         command("layerskip", *quick(tiny_folder, outputs, "study.n_trials=5", "study.name=one")),

@@ -34,7 +34,7 @@ BUDGET = "bytes=10"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, with a file of a few prompts."""
+    """Make a tiny model, with a file of a few prompts."""
     folder = save_tiny(tmp_path_factory.mktemp("model"))
     (folder / "few.jsonl").write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4)), encoding="utf-8")
     return folder
@@ -153,9 +153,9 @@ def test_a_killed_training_resumes(model: Path, tmp_path: Path, launch: Launch) 
     texts.write_text("\n".join([json.dumps([name, [tokens[::-1], *about]]), *others, ""]), encoding="utf-8")
     shutil.rmtree(tmp_path / "killed" / "features")
     state_before = state.read_bytes()
-    anew = launch("train", *killed, cwd=tmp_path)
-    assert anew.returncode == 2, anew.stderr
-    assert "or one of other texts" in anew.stderr
+    again = launch("train", *killed, cwd=tmp_path)
+    assert again.returncode == 2, again.stderr
+    assert "or one of other texts" in again.stderr
     assert state.read_bytes() == state_before
 
 
@@ -203,7 +203,7 @@ def test_a_disk_that_fills_up_ends_with_one_line_and_the_training_resumes(
 def test_the_disk_must_have_room_for_the_training(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
-    """Two checkpoints beside the hidden states."""
+    """There must be room for two checkpoints and the hidden states."""
     usage, needed = namedtuple("usage", "total used free"), 10**6 + 64 * 2**20
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 0, needed))
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=1")
@@ -217,7 +217,9 @@ def test_the_disk_must_have_room_for_the_training(
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("eagle-*")
     written = 2 * (folder / "training.pt").stat().st_size + (folder / "head.safetensors").stat().st_size
-    assert 0.8 * written < disk_bytes(head) <= written  # without names and shapes, which are small beside real weights
+    assert (
+        0.8 * written < disk_bytes(head) <= written
+    )  # without names and shapes, which are small compared with real weights
 
 
 def test_the_disk_of_the_head_must_have_room_for_the_training(

@@ -39,7 +39,7 @@ FEW = "measure.held_out_prompts=6"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that soon repeats itself, so that prompt lookup is fast."""
+    """Make a model that soon repeats itself, so that prompt lookup is fast."""
     return save_tiny(tmp_path_factory.mktemp("verify") / "model", idle=(0, 1, 2))
 
 
@@ -223,7 +223,7 @@ def test_an_interrupt_prints_figures_and_the_same_command_resumes(
     file = _export(tmp_path / "best.json", model, LOOKUP, speedup=1.5)
     code, printed, errors = _run([str(file), FEW], tmp_path, monkeypatch, capsys)
     assert code == 130
-    assert "| x plain | 1.50 (1.40 to 1.60) |" in printed
+    assert "| speedup | 1.50 (1.40 to 1.60) |" in printed
     assert errors == "interrupted after 2 prompts: no verdict; the same command resumes\n"
     assert not (tmp_path / "verify.json").exists()
     (begun,) = tmp_path.glob("**/verify-*.jsonl")

@@ -67,7 +67,7 @@ def test_a_wrong_scan_is_detected(
     assert len({case["prompt"] for case in record["differing"]}) == 1
 
 
-def test_another_program_version_compares_anew(
+def test_another_program_version_compares_again(
     tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = (*_overrides(tiny_folder, tmp_path), "masks=1")

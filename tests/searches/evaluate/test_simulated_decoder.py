@@ -26,7 +26,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Measurement]:
-    """Measurements of each configuration on many prompts."""
+    """Return the measurements of each configuration on many prompts."""
     bench: Bench = SimulatedBench(LANDSCAPE, Machine(0))
     rows = list(bench.compare(CONFIGS, draw_prompts(1500, 8), 1, 0))
     return {name: Measurement.of(rows, BASELINE, name) for name in CONFIGS}

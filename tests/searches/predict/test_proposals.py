@@ -198,7 +198,7 @@ def test_a_small_budget_is_kept() -> None:
 
 @dataclass
 class Recording(Landscape):
-    """Records after how many screened masks each mask was scanned."""
+    """Predictor that records after how many screened masks each mask was scanned."""
 
     scanned: dict[SkipMask, int] = field(default_factory=dict)
 

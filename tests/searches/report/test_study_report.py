@@ -30,9 +30,9 @@ def test_the_report_states_the_speedup_and_the_cost_of_the_search() -> None:
     # Plain decoding takes 0.1 seconds a token, the winner 0.08.
     assert f"{seconds:.0f} seconds. {seconds / 0.02:,.0f} generated tokens pay it back." in text
     assert "Its speedup was 1.50 in the search and 1.25 on held-out prompts." in text
-    assert "By kind of work: default 1.25 (1.25 to 1.25)." in text
+    assert "By category: default 1.25 (1.25 to 1.25)." in text
     assert "50% of resampled text sets choose the same scanned mask. Two choices share 0.25 of what they skip" in text
-    assert "The best masks of 3 seeds share 0.75 of what they skip; chance gives 0.06." in text
+    assert "The best masks of 3 seeds share 0.75 of what they skip; random masks share 0.06." in text
 
 
 @pytest.mark.usefixtures("a_second_a_row")
@@ -43,7 +43,7 @@ def test_a_category_of_two_prompts_has_no_interval() -> None:
     prompts = PromptSet(tuple(replace(item, category=kind) for item, kind in zip(HELD_OUT, kinds, strict=True)))
     study = run_known(bench, fast)
     finals = measure_finals(study, bench, prompts, MeasureSettings(finalists=1, held_out_repeats=1), 0)
-    shown = "By kind of work: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50."
+    shown = "By category: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50."
     assert shown in report.summary(study, finals)
 
 

@@ -114,7 +114,12 @@ def _layers(mask: str) -> set[int]:
 def test_unsupported_kinds_are_left_out_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     space = SearchSpace(layers=12)
     assert drop_unsupported(space, Target(build("llama"))) == space
-    assert drop_unsupported(space, Target(build("gpt_neo"))).arms == ("none", "layer_skip", "prompt_lookup", "cascade")
+    assert drop_unsupported(space, Target(build("gpt_neo"))).available_kinds == (
+        "none",
+        "layer_skip",
+        "prompt_lookup",
+        "cascade",
+    )
     assert (
         "retrieval, token_recycling, lookahead, siblings left out: GPTNeoForCausalLM: cannot verify trees"
         in capsys.readouterr().out
@@ -124,7 +129,7 @@ def test_unsupported_kinds_are_left_out_with_a_message(capsys: pytest.CaptureFix
 def test_eagle_drafts_chains_if_trees_cannot_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
     space = drop_unsupported(SPACE, Target(build("gpt_neo")))
     kinds = ("none", "layer_skip", "prompt_lookup", "eagle", "draft_model", "cross_tokenizer", "cascade")
-    assert space.arms == kinds
+    assert space.available_kinds == kinds
     assert "lookahead, medusa, trees of eagle, siblings left out" in capsys.readouterr().out
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     configs = [*starting_points(space), *(space.suggest(study.ask()) for _ in range(100))]
@@ -135,10 +140,10 @@ def test_eagle_drafts_chains_if_trees_cannot_be_verified(capsys: pytest.CaptureF
 
 
 def test_the_second_member_of_a_cascade_is_any_available_kind() -> None:
-    assert SPACE.seconds == tuple(kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade"))
+    assert SPACE.second_kinds == tuple(kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade"))
     few = SearchSpace(layers=12, kinds=("prompt_lookup", "lookahead", "eagle", "cascade"))
-    assert few.seconds == ("lookahead",)
-    assert few.arms == ("none", "prompt_lookup", "lookahead", "cascade")
+    assert few.second_kinds == ("lookahead",)
+    assert few.available_kinds == ("none", "prompt_lookup", "lookahead", "cascade")
 
 
 def _past(study: optuna.Study, **choices: tuple[str, ...]) -> None:
@@ -151,7 +156,7 @@ def _past(study: optuna.Study, **choices: tuple[str, ...]) -> None:
 def test_a_study_with_the_old_parameter_of_cascades_resumes() -> None:
     space = SearchSpace(layers=12, kinds=("prompt_lookup", "layer_skip", "retrieval", "cascade"))
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    _past(study, kind=space.arms, then=("layer_skip",))
+    _past(study, kind=space.available_kinds, then=("layer_skip",))
     assert with_stored_kinds(space, study) == space
     configs = [space.suggest(study.ask()) for _ in range(60)]
     assert {config.members[1].kind for config in configs if config.kind == "cascade"} == {"layer_skip", "retrieval"}
@@ -191,21 +196,21 @@ def test_a_study_resumes_with_its_stored_kinds() -> None:
     """Earlier versions offered no cascade without an available second member."""
     space = SearchSpace(layers=12, kinds=("prompt_lookup", "retrieval", "cascade"))
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    assert with_stored_kinds(space, study).arms == ("none", "prompt_lookup", "retrieval", "cascade")
+    assert with_stored_kinds(space, study).available_kinds == ("none", "prompt_lookup", "retrieval", "cascade")
     _past(study, kind=("none", "prompt_lookup", "retrieval"))
     same = with_stored_kinds(space, study)
-    assert same.arms == ("none", "prompt_lookup", "retrieval")
-    assert {same.suggest(study.ask()).kind for _ in range(20)} == set(same.arms)
+    assert same.available_kinds == ("none", "prompt_lookup", "retrieval")
+    assert {same.suggest(study.ask()).kind for _ in range(20)} == set(same.available_kinds)
 
 
 def test_no_drafting_is_always_a_kind_and_the_first_starting_point() -> None:
     space = SearchSpace(layers=12, kinds=("prompt_lookup",))
-    assert space.arms == ("none", "prompt_lookup")
+    assert space.available_kinds == ("none", "prompt_lookup")
     assert starting_points(space)[0] == SpeculativeConfig()
 
 
 def test_kinds_without_heads_or_models_are_left_out() -> None:
-    assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).arms)
+    assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).available_kinds)
 
 
 def test_starting_points_contain_single_skips_runs_and_sparse_masks() -> None:

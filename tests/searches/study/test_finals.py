@@ -207,7 +207,7 @@ def test_plain_decoding_wins_if_nothing_is_faster() -> None:
     assert finals.winner.config == SpeculativeConfig()
     text = report.summary(study, finals)
     assert report.verdict(finals).startswith("No drafting wins") and report.verdict(finals) in text
-    assert f"The fastest finalist, {lookup(4).label()}:\nBy kind of work: default 0.90 (0.90 to 0.90).\n" in text
+    assert f"The fastest finalist, {lookup(4).label()}:\nBy category: default 0.90 (0.90 to 0.90).\n" in text
     assert "Its speedup was 0.95 in the search and 0.90 on held-out prompts." in text
 
 

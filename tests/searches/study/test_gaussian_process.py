@@ -16,7 +16,7 @@ BITS = {f"{kind}_{layer}" for kind in ("attention", "mlp") for layer in range(2,
 
 
 def _speedup(params: dict[str, object]) -> float:
-    """Skipping attention pays, skipping an MLP does not, and lookups are slowest."""
+    """Return a speedup: skipping attention pays, skipping an MLP does not, and lookups are slowest."""
     if params["kind"] != "layer_skip":
         return 0.5
     return 1 + 0.1 * sum(int(str(params[name])) * (1 if name.startswith("attention") else -1) for name in BITS)

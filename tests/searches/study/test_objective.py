@@ -87,7 +87,7 @@ def test_a_changed_float32_output_stops_the_study(tiny_target: Target, monkeypat
     genuine = decode.verify
 
     def accept_all(draft: Draft, target_probs: torch.Tensor, generator: Any = None) -> Any:
-        """Accepts every drafted token."""
+        """Accept every drafted token."""
         size = draft.tokens.shape[0]
         return genuine(draft, torch.cat((draft.tokens, target_probs[size:])), generator)
 

@@ -57,7 +57,7 @@ def test_heads_draft_chains_if_trees_cannot_be_verified(family: str, tmp_path: P
     save_trained(tmp_path / "head", KIND, head.shape.to_dict(), head.weights(), target, {})
     heads = f"space.eagle_heads=[{tmp_path / 'head'}]", "space.medusa_heads=[/there/is/none]"
     planned = _plan(model, *heads, "space.kinds=[none,eagle,medusa]")
-    assert planned.space.arms == ("none", "eagle")
+    assert planned.space.available_kinds == ("none", "eagle")
     chain = SpeculativeConfig("eagle", 3, head=planned.space.eagle_heads[0], candidates=1)
     plain = generate(target, "a prompt", max_new_tokens=12)
     drafted = generate(target, "a prompt", chain, max_new_tokens=12)

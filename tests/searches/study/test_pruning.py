@@ -19,7 +19,7 @@ from tests.searches.predict.test_proposals import LAYERS, Landscape
 
 
 def _trial(config: SpeculativeConfig, value: float, predicted: float | None, **others: float) -> optuna.trial.FrozenTrial:
-    """A trial on the prompt x, which predictions are of, and on others."""
+    """Return a trial on the prompt x, which predictions are of, and on others."""
     speedups = {"x": value, **others}
     table = {
         "prompt_id": list(speedups),

@@ -23,7 +23,7 @@ REASON = "cannot reach the best: at most 0.600 x, the best has 1.250 x"
 
 
 class Pessimist:
-    """Bounds one configuration below the leader, and no others."""
+    """Estimator that bounds one configuration below the leader, and no others."""
 
     def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
         return SpeedupBound(0.5, 0.6, 1.25) if config == lookup(5) else None
@@ -31,7 +31,7 @@ class Pessimist:
 
 @pytest.fixture(scope="module")
 def study() -> optuna.Study:
-    """Two trials; the second was pruned."""
+    """Return a study of two trials; the second was pruned."""
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     bench, space = Known({lookup(4): 1.25}), SearchSpace(6, kinds=["none", "prompt_lookup"])
     objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, bounds=Pessimist())  # type: ignore[arg-type]

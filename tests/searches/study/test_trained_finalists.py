@@ -89,11 +89,11 @@ def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It is evaluated on held-out texts, by real drafts of one token after each of their prefixes."""
-    learnt: list[Continuation] = []
+    learned: list[Continuation] = []
 
     class Noting(BridgeTrainer):
         def loss(self, places: list[int]) -> torch.Tensor:
-            learnt.extend(self._continuations[place] for place in places)
+            learned.extend(self._continuations[place] for place in places)
             return super().loss(places)
 
         def train(self, tracker: Tracker | None) -> None:
@@ -113,7 +113,7 @@ def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
     (folder,) = bridge_store.folder.glob("trained-*")
     about = json.loads((folder / "head.json").read_text())["training"]
     held = bridge_store.calibration.held_out
-    assert held and learnt and not set(held) & set(learnt)
+    assert held and learned and not set(held) & set(learned)
     assert about["helps"] == (about["bridged"] > about["empty"])
     assert (found is None) == (not about["helps"]) == (f"trained for {mask.format()} drafts no better" in printed)
     assert (found is None) == harm

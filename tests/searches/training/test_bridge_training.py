@@ -25,7 +25,7 @@ ANSWER = 24
 
 
 class _Unfitted(BridgeTrainer):
-    """Begins from the initial parameters."""
+    """Trainer that begins from the initial parameters."""
 
     def initialise(self) -> None:
         pass

@@ -25,7 +25,7 @@ from tests.tiny import save_tiny
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, with a file of a few prompts."""
+    """Make a tiny model, with a file of a few prompts."""
     folder = save_tiny(tmp_path_factory.mktemp("model"))
     (folder / "few.jsonl").write_text("".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4)), encoding="utf-8")
     return folder

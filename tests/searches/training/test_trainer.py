@@ -16,7 +16,7 @@ from searches.training.trainer import Trainer, TrainingCheckpoint, TrainingDiver
 
 
 class _Idle(Trainer):
-    """Never does a step."""
+    """Trainer that never does a step."""
 
     def initialise(self) -> None:
         pass
@@ -53,7 +53,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(content: bytes, tmp_path: P
 
 
 class _Diverging(_Idle):
-    """Has a loss of 1, then another one."""
+    """Trainer with a loss of 1, then another one."""
 
     then: float
 
@@ -78,7 +78,7 @@ def test_a_step_that_diverges_changes_nothing(then: float, tmp_path: Path) -> No
 
 
 class _Timed(Trainer):
-    """Has its own clock: initialisation takes 5 seconds, a step 2, evaluation 3."""
+    """Trainer with its own clock: initialisation takes 5 seconds, a step 2, evaluation 3."""
 
     clock = 0.0
 

@@ -36,7 +36,7 @@ Verify = Callable[..., tuple[int, str, str]]
 def verified(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Verify:
-    """Verifies a configuration with some evidence, measured at 1.5 to 1.6: the exit code, stdout and stderr."""
+    """Verify a configuration with some evidence, measured at 1.5 to 1.6; return the exit code, stdout and stderr."""
 
     def program(config: SpeculativeConfig, evidence: Mapping[str, Any], *overrides: str, changed: bool = False) -> Any:
         output = Losslessness(1, (Divergence("0", 0, 1.0, 0.0),) if changed else ())

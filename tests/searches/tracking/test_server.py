@@ -17,7 +17,7 @@ from tests.searches.programs import environment, execute, quick, runs, sqlite, t
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    """Starts an MLflow server."""
+    """Start an MLflow server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
