@@ -142,7 +142,8 @@ def test_simulated_decoders_have_a_simulated_clock(
     first = capsys.readouterr().out
     monkeypatch.setattr("searches.evaluate.race._search", lambda *_: pytest.fail("searched again"))
     assert race_strategies(config)["searches"] == record["searches"]
-    assert capsys.readouterr().out == first
+    minute = re.compile(r"\d\d:\d\d UTC")  # it may change between the two runs
+    assert minute.sub("", capsys.readouterr().out) == minute.sub("", first)
     assert "simulated decoders" in first
     with pytest.raises(SystemExit, match="4"):  # ours needs more than a millionth of the other seconds
         race_strategies(strict)
