@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Set before the hub's client and MLflow are imported, which read their environment on import.
 os.environ |= {"HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
@@ -26,6 +27,28 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny models do not gain from more threads, and on a busy machine waiting threads are slow.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """With ``--dist loadfile``, run all files that use the real model in one worker, which loads it once."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    tests = Path(__file__).parent
+    real = {
+        path.relative_to(tests.parent).as_posix()
+        for path in tests.rglob("test_*.py")
+        if "smollm2: Target" in path.read_text()
+    }
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "smollm2" if file in real else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

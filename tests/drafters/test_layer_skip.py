@@ -95,6 +95,7 @@ class TestBridgedByMLPs(DrafterContract):
     """Bridges replace a run of layers and a single MLP, also if tokens are drawn."""
 
     trees = True
+    samples_by_default = False
     toy = staticmethod(deep_toy)
 
     def drafter(self, target: Target) -> Drafter:

@@ -22,8 +22,6 @@ CPU = torch.device("cpu")
 
 
 class TestLastMatch(DrafterContract):
-    samplings = SAMPLINGS
-
     def drafter(self, target: Target) -> Drafter:
         fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
         return build_drafter(SpeculativeConfig.from_dict(fields), target)

@@ -95,7 +95,7 @@ def test_the_table_compares_nothing_with_a_search_that_was_not_run() -> None:
 def test_the_program_races_and_resumes(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     overrides = (
         *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "seeds=[0]"),
-        *("space.protect_first=0", "space.protect_last=0", "seconds=4", "strategies=[random,ours]", "most_share=null"),
+        *("space.protect_first=0", "space.protect_last=0", "seconds=3", "strategies=[random,ours]", "most_share=null"),
         *("measure.max_new_tokens=8", "measure.prompts=2", "measure.held_out_prompts=2"),
         *("scan.profile_repeats=2", "scan.profile_error=1"),
         *("scan.proposals.screened=20", "scan.proposals.scanned=3", f"outputs={tmp_path}"),

@@ -10,6 +10,7 @@ import pytest
 
 from searches.app.earlier_names import BRIDGES_FOLDER
 from searches.app.time_ledger import FITS, recorded_seconds
+from tests.exhaustive import representative
 from tests.searches.programs import fork, journal_study, quick, tracked
 
 STAGES = ("continuations", "profile", "scan", "trials", "verdict")
@@ -22,7 +23,7 @@ def _study(log: Path, stage: str, piece: int, *overrides: str) -> tuple[int, lis
     return done.returncode, log.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", representative(["scan", "trials"], ["continuations", "profile", "verdict"]))
 def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_folder: Path, tmp_path: Path) -> None:
     small = ("scan.prompts=3", "scan.profile_repeats=2", "scan.proposals.screened=8", "scan.proposals.scanned=2")
     more = (
@@ -50,13 +51,13 @@ def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_fol
     assert (tmp_path / "mortal" / "best.json").exists()
 
 
-@pytest.mark.parametrize(("stage", "piece"), [("fits", 2), ("training", 3)])
+@pytest.mark.parametrize(("stage", "piece"), representative([("training", 3)], [("fits", 2)]))
 def test_a_study_killed_while_fitting_or_training_bridges_repeats_nothing_finished(
     stage: str, piece: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
     small = ("scan.prompts=2", "scan.profile_repeats=2", "scan.proposals.screened=6", "scan.proposals.scanned=2")
     bridged = ("space=bridged", "space.draft_heads=[0]", "bridging.tokens=200", "bridging.max_new_tokens=16")
-    trained = ("bridging.batch=8", "bridging.train_seconds=3", "bridging.train_width=4", "scan.proposals.enqueued=1")
+    trained = ("bridging.batch=8", "bridging.train_seconds=1", "bridging.train_width=4", "scan.proposals.enqueued=1")
     more = ("study.n_trials=6", "study.name=mortal", "measure.held_out_prompts=2", "space.siblings=0")
     overrides = quick(tiny_folder, tracked(tmp_path), *small, *bridged, *trained, *more)
     died, before = _study(tmp_path / "first.log", stage, piece, *overrides)
