@@ -21,6 +21,7 @@ from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.architecture import UnsupportedModel, architecture
 from layerskip.models.cache import KVCache
+from layerskip.models.compiled_layers import eager_only
 from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
@@ -65,12 +66,14 @@ class TreeModel:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if "attention_mask" not in kwargs:
                 raise self._refusal("its attention takes no attention_mask by name")
-            mask = kwargs["attention_mask"]
-            if id(mask) not in self._masks:  # layers share masks; keeping the original alive keeps its id unique
-                self._masks[id(mask)] = mask, self._tree_mask(mask)
-            return original(*args, **kwargs | {"attention_mask": self._masks[id(mask)][1]})
+            return original(*args, **kwargs | {"attention_mask": self._cached_tree_mask(kwargs["attention_mask"])})
 
-        return forward
+        return eager_only(forward)
+
+    def _cached_tree_mask(self, mask: Tensor | None) -> Tensor:
+        if id(mask) not in self._masks:  # layers share masks; keeping the original alive keeps its id unique
+            self._masks[id(mask)] = mask, self._tree_mask(mask)
+        return self._masks[id(mask)][1]
 
     def _tree_mask(self, mask: Tensor | None) -> Tensor:
         assert self._shape is not None
@@ -103,7 +106,8 @@ class TreeModel:
             padded = (*parents, *(-1,) * (wide - size))
             filled = torch.cat((block, block[:1].expand(wide - size)))
             inputs = filled, *depths_and_ancestors(padded, block.device)
-            found = cache.replay(self.view, features.modules, inputs, functools.partial(self._pass, cache, features))
+            compute = functools.partial(self._pass, cache, features)
+            found = cache.replay(self.view, features.modules, inputs, compute, mask_of=self._cached_tree_mask)
             logits, *parts = (part[..., :size, :] for part in found)
             features.parts = tuple(parts)
             return logits

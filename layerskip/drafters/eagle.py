@@ -211,7 +211,7 @@ class _Step(nn.Module):
 
         inputs = tokens, features, *where
         if isinstance(cache, CapturingCache) and cache.captures(head, features.shape[0]):
-            return cache.replay(head, None, inputs, compute)[0]
+            return cache.replay(head, None, inputs, compute, body=head.body)[0]
         return compute(*inputs)[0]
 
 

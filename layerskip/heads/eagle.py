@@ -30,6 +30,7 @@ from layerskip.heads.published_eagle import is_published, read_published
 from layerskip.models.architecture import architecture
 from layerskip.models.attention import PLAIN
 from layerskip.models.cache import KVCache
+from layerskip.models.compiled_layers import compile_like
 from layerskip.models.packing import pack_like
 from layerskip.models.target import Target
 from layerskip.models.trained_module import load_trained
@@ -290,4 +291,5 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
     frequencies = rotary.inv_freq.clone()
     head = head.to(target.device, target.model.dtype).eval()
     rotary.inv_freq = frequencies.to(target.device)  # positions rotate in float32, as in training
+    compile_like(target.model, head.body)
     return pack_like(target.model, head)

@@ -9,7 +9,7 @@ registered with transformers as an attention implementation, so no model code ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from layerskip.models.decode_attention import decode_attention, has_kernel
 
 NAME = "layerskip_grouped"
 PLAIN = "layerskip_plain"
@@ -67,7 +69,10 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return attention ``[B, n, heads, d]`` of ``query [B, heads, n, d]`` to ``key``, ``value [B, key heads, m, d]``."""
-    parts = _parts.get(attention_mask) if attention_mask is not None else None
+    if _is_decoding(query, key, attention_mask, kwargs):
+        scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
+        return decode_attention(query, key, value, attention_mask, scale), None
+    parts = None if attention_mask is None or torch.compiler.is_compiling() else _parts.get(attention_mask)
     if parts is not None:
         outputs = [
             _attend(module, query[:, :, first:end], _select(key, runs), _select(value, runs), mask, **kwargs)[0]
@@ -96,6 +101,16 @@ def _attend(
     else:
         output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
     return output.reshape(batch, heads, count, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a few queries attend to a cache under a mask that all heads share, on a device with a kernel for it."""
+    if not (torch.compiler.is_compiling() or query.is_cuda):
+        return False
+    if mask is None or mask.shape[:2] != (1, 1) or query.shape[2] > _MAX_QUERIES or kwargs.get("position_bias") is not None:
+        return False
+    fits = query.shape[0] == 1 and key.shape[2] == mask.shape[3] and not query.requires_grad
+    return fits and (torch.compiler.is_compiling() or has_kernel(query))
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:

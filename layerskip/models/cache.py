@@ -63,15 +63,11 @@ class _Layer(CacheLayerMixin):
         start, end = self._owner.length, self._owner.length + key_states.shape[-2]
         if end > self._owner.max_length:
             raise CacheFull(f"cache: {end} positions are needed, but only {self._owner.max_length} are allocated")
-        if self._owner.may_be_static and key_states.dtype == torch.float16:
-            # Masked positions will be read, and an overflow times 0 still spoils a sum. Other dtypes do not overflow in
-            # practice, and this costs kernels in every layer.
-            key_states, value_states = (states.nan_to_num(0.0, 0.0, 0.0) for states in (key_states, value_states))
         if self._owner.static_shapes:
-            positions = self._owner.positions(key_states.shape[-2])
-            self.keys.index_copy_(2, positions, key_states)
-            self.values.index_copy_(2, positions, value_states)
-            return self.keys, self.values
+            buffers = LayerBuffers(self.keys, self.values, self._owner.positions(key_states.shape[-2]))
+            return buffers.update(key_states, value_states)
+        if self._owner.may_be_static:
+            key_states, value_states = _without_overflows(key_states), _without_overflows(value_states)
         self.keys[:, :, start:end].copy_(key_states)
         self.values[:, :, start:end].copy_(value_states)
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -89,6 +85,33 @@ class _Layer(CacheLayerMixin):
         return self._owner.max_length
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.20
+
+
+class LayerBuffers:
+    """The keys and values of one layer with static shapes, as a compiled layer reads and writes them.
+
+    Args:
+        keys: ``[B, heads, max_length, head_dim]``.
+        values: as ``keys``.
+        positions: ``[n]`` int64: where the next states are written.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        self.keys, self.values, self.positions = keys, values, positions
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write states ``[B, heads, n, head_dim]`` and return the whole buffers."""
+        self.keys.index_copy_(2, self.positions, _without_overflows(key_states))
+        self.values.index_copy_(2, self.positions, _without_overflows(value_states))
+        return self.keys, self.values
+
+
+def _without_overflows(states: Tensor) -> Tensor:
+    """Return states that can be read under a mask: an overflow times 0 still spoils a sum.
+
+    Only float16 overflows in practice, and this costs kernels in every layer.
+    """
+    return states.nan_to_num(0.0, 0.0, 0.0) if states.dtype == torch.float16 else states
 
 
 class KVCache(Cache):
@@ -198,6 +221,13 @@ class KVCache(Cache):
     def states(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """Return every layer's keys and values, ``[B, heads, max_length, head_dim]``; None for a layer that keeps none."""
         return [(layer.keys, layer.values) for layer in self._layers]
+
+    def layer_buffers(self, layer: int, count: int) -> LayerBuffers:
+        """Return a layer's keys and values for a compiled pass over ``count`` tokens; requires static shapes."""
+        keys, values = self._layers[layer].keys, self._layers[layer].values
+        assert keys is not None
+        assert values is not None
+        return LayerBuffers(keys, values, self.positions(count))
 
     def buffers(self) -> list[Tensor]:
         """Return all allocated keys and values, layer by layer."""

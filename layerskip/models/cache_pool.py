@@ -11,6 +11,7 @@ from torch import nn
 
 from layerskip.device.memory import on_memory_release
 from layerskip.models.cache import KVCache
+from layerskip.models.compiled_layers import prepare_compiling
 from layerskip.models.graph_capture import CapturingCache
 
 _MIN_LENGTH = 512  # positions; from here on lengths are powers of two, so that most prompts find a cache
@@ -45,7 +46,10 @@ def acquire_cache(
     if holder in _held:
         _held.pop(holder)()  # a finalizer runs once, even if the holder is collected at this moment
     static_shapes = device.type == "cuda" if static_shapes is None else static_shapes
-    made_for = _weight_addresses(model, *reads) if static_shapes and positions <= _MAX_LENGTH else None
+    captures = static_shapes and positions <= _MAX_LENGTH
+    if captures:
+        prepare_compiling(model)
+    made_for = _weight_addresses(model, *reads) if captures else None
     with _lock:
         # Also where no pooled cache is wanted: caches on a device that the model has left would never be used again.
         free = _free[model] = [cache for cache in _free.get(model, ()) if cache.device == device]

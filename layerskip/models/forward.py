@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from layerskip.models.features import NO_FEATURES, Features
-from layerskip.models.graph_capture import CapturingCache
+from layerskip.models.graph_capture import CapturingCache, padded_count
 
 
 def forward(
@@ -46,14 +46,24 @@ def forward(
 
 
 def _captured_forward(model: nn.Module, tokens: Tensor, cache: CapturingCache, last: int, features: Features) -> Tensor:
+    size = tokens.shape[0]
+    if last == size:  # few widths are captured, so other blocks are followed by copies of their first token
+        wide = _chain_width(size)
+        if wide > size and cache.captures(model, wide):
+            tokens, last = torch.cat((tokens, tokens[:1].expand(wide - size))), wide
+
     def compute(block: Tensor) -> tuple[Tensor, ...]:
         with features.collect(model):
             logits = _forward(model, block, cache, last)
         return logits, *features.parts
 
     logits, *parts = cache.replay(model, (last, features.modules), (tokens,), compute)
-    features.parts = tuple(parts)
-    return logits
+    features.parts = tuple(part[..., :size, :] for part in parts)
+    return logits[:size]
+
+
+def _chain_width(size: int) -> int:
+    return size if size <= 2 else max(4, padded_count(size)) if size > 4 else 4
 
 
 def _can_capture(model: nn.Module, tokens: Tensor, cache: CapturingCache) -> bool:

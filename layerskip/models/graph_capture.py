@@ -17,7 +17,8 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from layerskip.device.memory import is_out_of_memory
 from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
+from layerskip.models.compiled_layers import CompiledLayers, MaskOf, compiled_layers, refuse_compiling
 from layerskip.models.cuda_graphs import CapturedPass, Compute, EagerPass, GraphCapturer
 
 _MAX_WIDTH = 64  # tokens of a captured pass
@@ -37,6 +39,19 @@ _DEVICE_LOST = ("device-side assert", "illegal memory access")  # after these er
 def padded_count(count: int) -> int:
     """Round a number of tokens up to a multiple of 8, so that few shapes are captured."""
     return -(-count // _WIDTH_STEP) * _WIDTH_STEP
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A captured pass.
+
+    Args:
+        run: the pass.
+        layers: the compiled layers that it runs; None if they run as they are.
+    """
+
+    run: CapturedPass
+    layers: CompiledLayers | None
 
 
 class CapturingCache(KVCache):
@@ -60,9 +75,7 @@ class CapturingCache(KVCache):
         self._next_positions: dict[int, Tensor] = {}  # of the current pass, by count
         self._moves: dict[int, CapturedPass] = {}  # by count
         self._captures_moves = True
-        self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], CapturedPass]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Captured]] = weakref.WeakKeyDictionary()
         self._capturer = GraphCapturer(device) if device.type == "cuda" else None
 
     def captures(self, model: nn.Module, width: int) -> bool:
@@ -72,7 +85,15 @@ class CapturingCache(KVCache):
         # Autocast frees its converted weights when it ends, and graphs compute no gradients.
         return torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(self.device.type)
 
-    def replay(self, model: nn.Module, kind: Hashable, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
+    def replay(
+        self,
+        model: nn.Module,
+        kind: Hashable,
+        inputs: Sequence[Tensor],
+        compute: Compute,
+        body: nn.Module | None = None,
+        mask_of: MaskOf = lambda mask: mask,
+    ) -> tuple[Tensor, ...]:
         """Run a pass after ``length``, and capture it if it is the first of its shapes.
 
         Args:
@@ -80,49 +101,68 @@ class CapturingCache(KVCache):
             kind: distinguishes passes of the same shapes.
             inputs: what changes between passes, apart from the cache.
             compute: computes the pass from the inputs.
+            body: the Hugging Face model whose layers may be compiled; None for ``model`` itself.
+            mask_of: converts the attention mask of compiled layers.
 
         Returns:
             What ``compute`` returns.
         """
 
-        def fresh(*inputs: Tensor) -> tuple[Tensor, ...]:
-            self._next_positions = {}  # else a graph would read the positions of an earlier pass
-            return compute(*inputs)
+        def fresh(layers: CompiledLayers | None) -> Compute:
+            def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+                self._next_positions = {}  # else a graph would read the positions of an earlier pass
+                with contextlib.nullcontext() if layers is None else layers.running(mask_of):
+                    return compute(*inputs)
 
-        key = kind, *(part.shape for part in inputs)
+            return run
+
+        key = kind, compiled_layers(body or model) is None, *(part.shape for part in inputs)
         passes = self._passes.setdefault(model, {})
         if key not in passes:
             with self._capturing():
-                captured = self._capture_checked(model, inputs, fresh)
+                captured = self._capture_checked(model, body or model, inputs, fresh)
             if captured is None:
-                return fresh(*inputs)
+                return fresh(None)(*inputs)
             passes[key] = captured
         self._on_device()
         with self._static():
-            return passes[key].replay(inputs, fresh)
+            return passes[key].run.replay(inputs, fresh(passes[key].layers))
 
-    def _capture_checked(self, model: nn.Module, inputs: Sequence[Tensor], compute: Compute) -> CapturedPass | None:
-        """Capture a pass and compare it with the eager one; None if it cannot be used.
+    def _capture_checked(
+        self,
+        model: nn.Module,
+        body: nn.Module,
+        inputs: Sequence[Tensor],
+        compute_with: Callable[[CompiledLayers | None], Compute],
+    ) -> _Captured | None:
+        """Capture a pass, with compiled layers if possible, and compare it with the eager one; None if it cannot be used.
 
         The model is refused for good, except where memory ran out or the eager outputs are not finite.
         """
-        expected = compute(*inputs)
+        expected = compute_with(None)(*inputs)
         if not all(bool(part.isfinite().all()) for part in expected):
             return None  # cannot be compared
-        try:
-            with self._static():
-                captured = self._capture(inputs, compute)
-                captured.blank()
-                outputs = captured.replay(inputs, compute)
-            if all(map(nearly_equal, outputs, expected)):
-                return captured
-            reason = "the captured pass gives other results"
-        except (RuntimeError, MemoryError) as error:
-            if _is_device_lost(error):
-                raise
-            if any(map(is_out_of_memory, _causes(error))):
-                return None
-            reason = str(error).partition("\n")[0]
+        layers = compiled_layers(body)
+        for tried in (layers, None) if layers is not None else (None,):
+            compute = compute_with(tried)
+            try:
+                with self._static():
+                    if tried is not None:
+                        compute(*inputs)  # compiling may wait for the device, which capturing forbids
+                    captured = self._capture(inputs, compute)
+                    captured.blank()
+                    outputs = captured.replay(inputs, compute)
+                if all(map(nearly_equal, outputs, expected)):
+                    return _Captured(captured, tried)
+                reason = "the captured pass gives other results"
+            except Exception as error:  # compilers raise errors of many kinds
+                if _is_device_lost(error) or (tried is None and not isinstance(error, (RuntimeError, MemoryError))):
+                    raise
+                if any(map(is_out_of_memory, _causes(error))):
+                    return None
+                reason = str(error).partition("\n")[0]
+            if tried is not None:
+                refuse_compiling(body, reason)
         _refused.add(model)
         _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
         return None

@@ -100,6 +100,8 @@ class _PackedWeight:
         self._copy: Tensor | None = None
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if torch.compiler.is_compiling():
+            return linear(hidden, weight, bias)
         needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
         if needs_gradient or hidden.dtype != weight.dtype or not hidden.numel() or weight.is_inference():
             return linear(hidden, weight, bias)

@@ -21,6 +21,7 @@ from layerskip.mask import MaskError, SkipMask
 from layerskip.models.architecture import architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.bridge import Bridge, Bridges
+from layerskip.models.compiled_layers import compile_like
 from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
 
 T = TypeVar("T")
@@ -115,6 +116,7 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     view = copy.deepcopy(model, shared)
     use_grouped_attention(view)
+    compile_like(model, view)
     return pack_like(model, view)
 
 

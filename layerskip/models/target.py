@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.packing import set_packing
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -41,6 +42,11 @@ class Target:
         pack_weights: whether to pack the weights for a CPU (:mod:`layerskip.models.packing`); None: if the packed copy takes
             at most a quarter of the memory, or as already set for this model.
         drafts: draft models that were loaded for it, by name.
+        compile: whether the layers of captured passes are compiled (:mod:`layerskip.models.compiled_layers`): ``auto``: on
+            CUDA; ``on`` or ``off``.
+
+    Raises:
+        TargetError: ``compile`` is another value.
     """
 
     model: PreTrainedModel
@@ -49,9 +55,14 @@ class Target:
     revision: str | None = None
     pack_weights: bool | None = None
     drafts: dict[str, Target] = field(default_factory=dict, repr=False)
+    compile: str = "auto"
 
     def __post_init__(self) -> None:
         set_packing(self.model, self.pack_weights)
+        try:
+            set_compiling(self.model, self.compile)
+        except ValueError as error:
+            raise TargetError(str(error)) from None
 
     @property
     def architecture(self) -> str:

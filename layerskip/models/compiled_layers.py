@@ -1,0 +1,184 @@
+"""Decoder layers compiled for captured passes, so that a pass launches few kernels.
+
+A decoder layer is some thirty kernels. In a small model, each of them takes a few microseconds, most of it not computing.
+``torch.compile`` fuses them. Layers are compiled one at a time, not the model as a whole: all layers of one kind share one
+compiled function, also those of other views of the model, so that a new skip mask compiles little. The modelling code stays
+that of transformers.
+
+For this, every layer has a second module tree over the same tensors. Its linear layers of one input are one product
+(:mod:`layerskip.models.sibling_linears`), and its cache is the layer's own part of the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from layerskip.models.cache import KVCache
+from layerskip.models.sibling_linears import fuse_siblings, lay_out_siblings
+
+_VARIANTS = 2**16  # compiled functions in one process: one for each kind of layer, shape and dtype
+_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
+    "combo_kernels": True,  # independent kernels are launched as one
+    "emulate_precision_casts": True,  # rounds where the uncompiled layer does
+    "triton.cudagraphs": False,
+}
+_EAGER_ONLY = "eager_only"
+
+MaskOf = Callable[[Any], Any]
+"""Converts the attention mask that a model gives to its layers."""
+
+
+def eager_only(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a replaced forward pass that compiled layers leave out, because their masks are converted already."""
+    setattr(forward, _EAGER_ONLY, True)
+    return forward
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList] | None:
+    """Return the list of a model's decoder layers and its dotted name; None if there is no such list."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    return next(((path, module) for path, module in lists if len(module) == count), None)
+
+
+class CompiledLayers:
+    """The compiled decoder layers of a model or of a view of it.
+
+    A layer whose own forward pass was replaced, as one that is skipped, runs as it is.
+
+    Args:
+        model: the model or view.
+        layers: its decoder layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
+        self._layers = layers
+        types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["" for _ in layers]
+        self._first_of_type = [types.index(kind) for kind in types]
+        self._trees: dict[int, nn.Module] = {}
+
+    @contextlib.contextmanager
+    def running(self, mask_of: MaskOf) -> Iterator[None]:
+        """Run the layers compiled within the ``with`` block.
+
+        Args:
+            mask_of: applied to every layer's mask.
+        """
+        replaced = [layer for layer in self._layers if "forward" not in layer.__dict__ and not _has_hooks_inside(layer)]
+        for index, layer in enumerate(self._layers):
+            if any(layer is other for other in replaced):
+                layer.forward = functools.partial(self._run, index, mask_of)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=_VARIANTS, accumulated_recompile_limit=_VARIANTS):
+                yield
+        finally:
+            for layer in replaced:
+                del layer.__dict__["forward"]
+
+    def _run(self, index: int, mask_of: MaskOf, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs["past_key_values"]
+        assert isinstance(cache, KVCache)
+        kwargs["attention_mask"] = mask_of(kwargs["attention_mask"])
+        if index not in self._trees:
+            self._trees[index] = self._tree(index)
+            fuse_siblings(self._trees[index], single_rows=_single_rows(hidden))
+        kwargs["past_key_values"] = cache.layer_buffers(index, hidden.shape[1])
+        return _run_compiled(self._trees[index], hidden, args, kwargs)
+
+    def _tree(self, index: int) -> nn.Module:
+        """Return a second module tree over a layer's tensors."""
+        layer = self._layers[index]
+        parts = list(layer.modules())
+        shared = [*layer.parameters(), *layer.buffers(), *(part.config for part in parts if hasattr(part, "config"))]
+        # Modules without tensors may be given state from outside, such as a head's embeddings. Replaced forward passes may
+        # refer to a whole model, which must not be copied.
+        shared += [part for part in parts if not any(part.children()) and not part._parameters and not part._buffers]
+        shared += [part.__dict__["forward"] for part in parts if "forward" in part.__dict__]
+        tree = copy.deepcopy(layer, {id(thing): thing for thing in shared})
+        for part in tree.modules():
+            if hasattr(part.__dict__.get("forward"), _EAGER_ONLY):
+                del part.__dict__["forward"]
+            if "layer_idx" in part.__dict__:  # compiled functions are valid for one index
+                part.layer_idx = self._first_of_type[index]  # type: ignore[assignment]
+        tree.__dict__.pop("forward", None)
+        return tree
+
+
+def _has_hooks_inside(layer: nn.Module) -> bool:
+    return any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules() if part is not layer)
+
+
+def _run(layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return layer(hidden, *args, **kwargs)
+
+
+def _single_rows(hidden: Tensor) -> bool:
+    return hidden.device.type == "cuda"
+
+
+def compiled_layers(model: nn.Module) -> CompiledLayers | None:
+    """Return the compiled layers of a model; None where layers are not compiled, or cannot be."""
+    if not isinstance(model, PreTrainedModel) or model in _refused:
+        return None
+    mode = _modes.get(model, "auto")
+    if mode == "off" or (mode == "auto" and model.device.type != "cuda"):
+        return None
+    if model not in _compiled:
+        found = decoder_layers(model)
+        _compiled[model] = None if found is None else CompiledLayers(model, found[1])
+    return _compiled[model]
+
+
+def prepare_compiling(model: nn.Module) -> None:
+    """Lay out the weights of a model for compiled layers, if it has them; before capturing, as this moves weights."""
+    body = getattr(model, "body", model)  # of a head
+    if compiled_layers(body) is None:
+        return
+    assert isinstance(body, PreTrainedModel)
+    width = body.config.get_text_config(decoder=True).hidden_size
+    with contextlib.suppress(RuntimeError, TypeError, ValueError), torch.inference_mode():  # nothing is laid out then
+        states = torch.zeros(1, 2, width, dtype=body.dtype, device=body.device)
+        lay_out_siblings(body, lambda: body(inputs_embeds=states, use_cache=False))
+
+
+def refuse_compiling(model: nn.Module, reason: str) -> None:
+    """Run a model's layers as they are from now on, and log why."""
+    _refused.add(model)
+    _log.warning("%s: its layers cannot be compiled and run as they are: %s", type(model).__name__, reason)
+
+
+def set_compiling(model: nn.Module, mode: str) -> None:
+    """Set whether a model's decoder layers are compiled in captured passes.
+
+    Args:
+        model: the model.
+        mode: ``auto``: on CUDA; ``on``: on any device, where passes are captured; ``off``.
+
+    Raises:
+        ValueError: another mode.
+    """
+    if mode not in ("auto", "on", "off"):
+        raise ValueError(f"compile: {mode!r} is not auto, on or off")
+    _modes[model] = mode
+
+
+def compile_like(model: nn.Module, tree: nn.Module) -> None:
+    """Apply a model's setting to another module tree, such as a view of it."""
+    _modes[tree] = _modes.get(model, "auto")
+
+
+_run_compiled = torch.compile(_run, fullgraph=True, dynamic=False, options=_OPTIONS)
+_log = logging.getLogger(__name__)
+_compiled: weakref.WeakKeyDictionary[PreTrainedModel, CompiledLayers | None] = weakref.WeakKeyDictionary()
+_modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()

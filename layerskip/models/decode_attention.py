@@ -1,0 +1,170 @@
+"""Attention of few queries to a long cache on a GPU, split along the keys.
+
+Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html): the keys are divided among programs, and the
+last one to end combines their partial sums by their maxima and totals. With grouped-query attention (arXiv 2305.13245), all
+heads of a group are rows of one program, so keys are read once and never copied for each head. In a long cache, a tile of
+keys that no query sees is not read, so the time follows the part in use, and the window of a sliding layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from layerskip.models.kernel_trial import HAS_TRITON, passes_trial
+
+_TILE = 64  # keys
+_MAX_SPLITS = 64
+_DENSE = 1024  # keys; of fewer, tiles that no query sees are read too, as finding them out takes longer
+_MIN_COUNTERS = 4096
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _attend_split(  # type: ignore[no-untyped-def]
+        query, key, value, mask, result_to, sums, maxima, totals, counters, scale, count, group, keys, row_blocks, splits,
+        query_head, query_row, key_head, key_row, value_head, value_row, mask_row,
+        BOOL: tl.constexpr, SPARSE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+        ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
+    ):  # fmt: skip
+        shared, split = tl.program_id(0) // row_blocks, tl.program_id(1)
+        rows = (tl.program_id(0) % row_blocks) * ROWS + tl.arange(0, ROWS)
+        dims = tl.arange(0, DIMS)
+        is_row, is_dim = rows < group * count, dims < WIDTH
+        head, token = shared * group + rows // count, rows % count
+        query_at = query + head[:, None] * query_head + token[:, None] * query_row + dims[None]
+        queries = tl.load(query_at, mask=is_row[:, None] & is_dim[None], other=0.0)
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        output = tl.zeros((ROWS, DIMS), tl.float32)
+        for start in range(0, SPLIT, KEYS):
+            columns = split * SPLIT + start + tl.arange(0, KEYS)
+            is_pair = is_row[:, None] & (columns < keys)[None]
+            at = mask + token[:, None] * mask_row + columns[None]
+            if BOOL:
+                bias = tl.where(tl.load(at, mask=is_pair, other=0) != 0, 0.0, float("-inf"))
+            else:
+                bias = tl.load(at, mask=is_pair, other=float("-inf")).to(tl.float32)
+            is_seen = True
+            if SPARSE:
+                is_seen = tl.max(tl.max(bias, 1), 0) > float("-inf")
+            if is_seen:
+                is_key = (columns < keys)[:, None] & is_dim[None]
+                key_at = key + shared * key_head + columns[:, None] * key_row + dims[None]
+                key_tile = tl.load(key_at, mask=is_key, other=0.0)
+                scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * scale + bias
+                peak = tl.maximum(highest, tl.max(scores, 1))
+                finite = tl.where(peak == float("-inf"), 0.0, peak)
+                shares, decay = tl.exp(scores - finite[:, None]), tl.exp(highest - finite)
+                value_at = value + shared * value_head + columns[:, None] * value_row + dims[None]
+                value_tile = tl.load(value_at, mask=is_key, other=0.0)
+                output = output * decay[:, None] + tl.dot(shares.to(value_tile.dtype), value_tile, input_precision="ieee")
+                total = total * decay + tl.sum(shares, 1)
+                highest = peak
+        heads = (tl.num_programs(0) // row_blocks) * group
+        cells = head * count + token
+        tl.store(maxima + split * heads * count + cells, highest, mask=is_row)
+        tl.store(totals + split * heads * count + cells, total, mask=is_row)
+        written = (is_row & (highest > float("-inf")))[:, None] & is_dim[None]  # the others are never read
+        tl.store(sums + (split * heads * count + cells)[:, None] * WIDTH + dims[None], output, mask=written)
+        # The program that ends last combines the parts. The counter is 0 again after it.
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == splits - 1:
+            tl.store(counters + tl.program_id(0), 0)
+            parts = tl.arange(0, SPLITS)
+            places = parts[:, None] * heads * count + cells[None]
+            is_part = (parts < splits)[:, None] & is_row[None]
+            tops = tl.load(maxima + places, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+            top = tl.max(tops, 0)
+            used = tl.max(tl.where(tops > float("-inf"), parts[:, None] + 1, 0))
+            first = tl.min(tl.where(tops > float("-inf"), parts[:, None], SPLITS))
+            total = tl.zeros((ROWS,), tl.float32)
+            output = tl.zeros((ROWS, DIMS), tl.float32)
+            for part in tl.range(first, used, loop_unroll_factor=8):  # else each load waits for the one before
+                at = part * heads * count + cells
+                peak = tl.load(maxima + at, mask=is_row, other=float("-inf"), cache_modifier=".cg")
+                weight = tl.where(peak > float("-inf"), tl.exp(peak - top), 0.0)
+                read = (weight > 0)[:, None] & is_dim[None]
+                total += weight * tl.load(totals + at, mask=is_row, other=0.0, cache_modifier=".cg")
+                rows_of_part = tl.load(sums + at[:, None] * WIDTH + dims[None], mask=read, other=0.0, cache_modifier=".cg")
+                output += weight[:, None] * rows_of_part
+            result = (output / total[:, None]).to(result_to.dtype.element_ty)
+            result_at = result_to + (token * heads + head)[:, None] * WIDTH + dims[None]
+            tl.store(result_at, result, mask=is_row[:, None] & is_dim[None])
+
+
+@torch.library.custom_op("layerskip::decode_attention", mutates_args=(), device_types="cuda")
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Compute attention under a mask that all heads share.
+
+    Args:
+        query: ``[1, heads, n, d]``.
+        key: ``[1, key heads, m, d]``.
+        value: as ``key``.
+        mask: ``[1, 1, n, m]``: bool, True where a query sees a key; or a bias in a floating dtype.
+        scale: the factor of the scores.
+
+    Returns:
+        ``[1, n, heads, d]`` in the dtype of ``query``.
+    """
+    (_, heads, count, width), shared, keys = query.shape, key.shape[1], key.shape[2]
+    group = heads // shared
+    rows = min(64, max(16, triton.next_power_of_2(group * count)))
+    row_blocks = triton.cdiv(group * count, rows)
+    split = max(_TILE, triton.next_power_of_2(triton.cdiv(keys, _MAX_SPLITS)))
+    splits, dims = triton.cdiv(keys, split), max(16, triton.next_power_of_2(width))
+    maxima, totals = torch.empty((2, splits, heads, count), dtype=torch.float32, device=query.device)
+    sums = torch.empty((splits, heads, count, width), dtype=torch.float32, device=query.device)
+    output = torch.empty((1, count, heads, width), dtype=query.dtype, device=query.device)
+    rows_of_states = query.stride()[1:3], key.stride()[1:3], value.stride()[1:3]
+    _attend_split[(shared * row_blocks, splits)](
+        query, key, value, mask, output, sums, maxima, totals, _counters_on(query.device, shared * row_blocks),
+        scale, count, group, keys, row_blocks, splits,
+        *rows_of_states[0], *rows_of_states[1], *rows_of_states[2], mask.stride(2),
+        BOOL=mask.dtype == torch.bool, SPARSE=keys > _DENSE, WIDTH=width, ROWS=rows,
+        SPLIT=split, SPLITS=triton.next_power_of_2(splits),
+        KEYS=_TILE if query.element_size() == 2 else _TILE // 2, DIMS=dims,
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return output
+
+
+def _counters_on(device: torch.device, count: int) -> Tensor:
+    """Return at least ``count`` counters of finished programs, all 0 between calls."""
+    if device not in _counters or _counters[device].numel() < count:
+        _counters[device] = torch.zeros(max(count, _MIN_COUNTERS), dtype=torch.int32, device=device)
+    return _counters[device]
+
+
+@decode_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+@decode_attention.register_kernel("cpu")
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    return output.transpose(1, 2).contiguous()
+
+
+def has_kernel(query: Tensor) -> bool:
+    """Return whether the kernel works for queries ``[1, heads, n, d]`` like these."""
+    if not query.is_cuda or not HAS_TRITON:
+        return False
+    device, dtype, width = query.device, query.dtype, query.shape[-1]
+
+    def run() -> tuple[Tensor, Tensor]:
+        source = torch.Generator(device).manual_seed(0)
+        shapes = (1, 6, 3, width), (1, 2, 300, width), (1, 2, 300, width)
+        query, key, value = (torch.randn(shape, generator=source, device=device).to(dtype) for shape in shapes)
+        mask = (torch.arange(300, device=device)[None] <= torch.arange(200, 203, device=device)[:, None])[None, None]
+        expected = scaled_dot_product_attention(query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), mask)
+        return decode_attention(query, key, value, mask, width**-0.5), expected.transpose(1, 2)
+
+    return passes_trial("attention of few queries", (device, dtype, width), run)
+
+
+_counters: dict[torch.device, Tensor] = {}

@@ -1,0 +1,215 @@
+"""Compiled layers give the outputs of the layers as they are, with fewer kernels; models that cannot be compiled run on."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from layerskip.config import StopRule
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import NoDraft
+from layerskip.decoding.sampling import Sampling
+from layerskip.decoding.tree import tree_model
+from layerskip.drafters.layer_skip import LayerSkip
+from layerskip.mask import SkipMask
+from layerskip.models import compiled_layers as module
+from layerskip.models.cache import KVCache
+from layerskip.models.cache_pool import acquire_cache, release_cache
+from layerskip.models.compiled_layers import compiled_layers, set_compiling
+from layerskip.models.forward import forward
+from layerskip.models.graph_capture import CapturingCache
+from layerskip.models.sibling_linears import FusedLinear
+from layerskip.models.skip_view import decoding_view, skip_view
+from layerskip.models.target import Target, TargetError
+from tests.accelerator import DEVICE
+from tests.exhaustive import representative
+from tests.families import SKIPPABLE, build
+
+LAYERS = 4
+TORCH_DEVICE = torch.device(DEVICE)
+COMPILED = ("llama", "gemma3_text")  # one of plain layers, one of two types of layers with norms of queries and keys
+
+
+def _model(family: str) -> PreTrainedModel:
+    model = build(family)
+    set_compiling(model, "on")
+    return model
+
+
+def _tokens(count: int) -> Tensor:
+    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+def _caches(model: PreTrainedModel, view: nn.Module, prompt: int) -> tuple[CapturingCache, KVCache]:
+    """Return a capturing and a plain cache, filled with a prompt."""
+    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    cache, plain = acquire_cache(model, layers, 60, TORCH_DEVICE, True), KVCache(layers, 60, device=DEVICE)
+    assert isinstance(cache, CapturingCache)
+    for held in (cache, plain):
+        forward(view, _tokens(prompt), held, last=1)
+        held.length = prompt
+    return cache, plain
+
+
+def _compiled_passes(cache: CapturingCache) -> list[bool]:
+    return [captured.layers is not None for passes in cache._passes.values() for captured in passes.values()]
+
+
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * 3e-5)
+
+
+@pytest.mark.parametrize("family", representative(list(COMPILED), [name for name in SKIPPABLE if name not in COMPILED]))
+@torch.inference_mode()
+def test_compiled_chains_equal_eager_ones(family: str) -> None:
+    """Beyond the sliding windows of the family."""
+    with torch.inference_mode(False):
+        model = _model(family)
+    view = decoding_view(model)
+    cache, plain = _caches(model, view, 17)
+    for width in (1, 3, 1):
+        block = _tokens(40)[cache.length : cache.length + width]
+        actual, expected = (forward(view, block, held, last=width) for held in (cache, plain))
+        _assert_close(actual, expected)
+        cache.length += width
+        plain.length += width
+    if family in COMPILED:
+        assert _compiled_passes(cache) == [True, True]
+    release_cache(model, cache)
+
+
+@torch.inference_mode()
+def test_compiled_trees_and_views_equal_eager_ones() -> None:
+    """A view with skipped sub-layers uses what was compiled for its whole layers."""
+    with torch.inference_mode(False):
+        model = _model("llama")
+    trees, view = tree_model(model), skip_view(model, SkipMask.parse("layers:1;attention:2", LAYERS))
+    cache, plain = _caches(model, decoding_view(model), 12)
+    block, parents = _tokens(20)[12:18], (-1, 0, 0, 2, -1)
+    _assert_close(trees.run(block, parents, cache), trees.run(block, parents, plain))
+    _assert_close(*(forward(view, block[:2], held, last=2) for held in (cache, plain)))
+    assert _compiled_passes(cache) == [True, True]
+
+
+def test_compiled_decoding_gives_the_tokens_of_generate() -> None:
+    model = _model("llama")
+    prompt = _tokens(12)
+    expected = model.generate(prompt[None], max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 12:]
+    drafter = LayerSkip(skip_view(model, SkipMask.parse("layers:1", LAYERS)), 2, StopRule())
+    for tried in (NoDraft(), drafter):
+        found = decode(
+            Target(model, compile="on"),
+            tried,
+            prompt.tolist(),
+            Sampling(),
+            20,
+            static_shapes=True,
+            eos_ids=frozenset(),
+        )
+        assert found.tokens == expected.tolist()
+
+
+class _LaunchCounter(TorchDispatchMode):
+    """Counts operators that compute, each of which is at least one kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.count += not func.is_view and "detach" not in func.name() and "empty" not in func.name()
+        return result
+
+
+@pytest.mark.parametrize(("family", "most"), [("llama", 12), ("qwen3", 14), ("gemma3_text", 14)])
+@torch.inference_mode()
+def test_a_compiled_layer_launches_few_kernels(family: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, the compiler fuses less than on a GPU, where kernels that do not depend on each other are one launch."""
+    with torch.inference_mode(False):
+        model = _model(family)
+    view = decoding_view(model)
+    cache, _ = _caches(model, view, 12)
+    sources: list[str] = []
+    original = module._run_compiled
+
+    def recording(*args: object) -> object:
+        result, codes = run_and_get_code(original, *args)
+        sources.extend(codes)
+        return result
+
+    monkeypatch.setattr(module, "_run_compiled", recording)
+    torch._dynamo.reset()
+    with fresh_cache():
+        forward(view, _tokens(20)[12:16], cache, last=4)
+    launches = [
+        len(re.findall(r"^ +(?:cpp_fused\w*\(|extern_kernels\.|buf\d+ = torch\.ops\.)", code, re.M)) for code in sources
+    ]
+    assert launches
+    assert max(launches) <= most
+    found = decoder_layers(view)
+    assert found is not None
+    set_compiling(view, "off")
+    release_cache(model, cache)
+    cache, _ = _caches(model, view, 12)
+    with _LaunchCounter() as counter:
+        forward(view, _tokens(20)[12:16], cache, last=4)
+    assert counter.count / LAYERS > 2 * max(launches)
+
+
+@torch.inference_mode()
+def test_a_model_that_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one line in the log; its passes are captured all the same."""
+    model = _model("llama")
+    view = decoding_view(model)
+    cache, plain = _caches(model, view, 12)
+
+    def fail(*_: object) -> None:
+        raise TypeError("no\nsuch thing")
+
+    monkeypatch.setattr(module, "_run_compiled", fail)
+    for width in (3, 1):
+        _assert_close(*(forward(view, _tokens(20)[12 : 12 + width], held, last=width) for held in (cache, plain)))
+    assert caplog.text.count("run as they are: no") == 1
+    assert "such" not in caplog.text
+    assert _compiled_passes(cache) == [False, False]
+
+
+def test_the_weights_of_siblings_are_laid_out_without_a_copy() -> None:
+    """Values, names and training of the model do not change, and a move to another memory keeps it working."""
+    model = _model("llama")
+    before = copy.deepcopy(model.state_dict())
+    acquire_cache(model, LAYERS, 60, TORCH_DEVICE, True)
+    attention = model.model.layers[1].self_attn
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert parts[1].data_ptr() == parts[0].data_ptr() + parts[0].nbytes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model(_tokens(5)[None]).logits.sum().backward()
+    assert attention.k_proj.weight.grad is not None
+    for part in parts:
+        part.data = part.data.clone()
+    acquire_cache(model, LAYERS, 60, TORCH_DEVICE, True)
+    assert parts[1].data_ptr() == parts[0].data_ptr() + parts[0].nbytes
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_single_row_is_multiplied_as_several_are(bias: bool) -> None:
+    layers = [nn.Linear(8, size, bias=bias) for size in (6, 3)]
+    fused, row = FusedLinear(layers, single_rows=True), torch.randn(1, 1, 8)
+    for actual, layer in zip(fused.compute(row), layers, strict=True):
+        torch.testing.assert_close(actual, layer(row))
+
+
+def test_layers_are_compiled_on_cuda_alone_by_default() -> None:
+    model = build("llama")
+    assert (compiled_layers(model) is not None) == (TORCH_DEVICE.type == "cuda")
+    with pytest.raises(TargetError, match=r"^compile: 'maybe' is not auto, on or off$"):
+        Target(model, compile="maybe")
