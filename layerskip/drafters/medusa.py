@@ -14,7 +14,7 @@ from layerskip.config import Kind, SpeculativeConfig
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import BaseDrafter, Context
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.tree_growth import grow_tree
+from layerskip.decoding.tree_growth import LevelwiseTree, reads_while_growing
 from layerskip.drafters.registry import register
 from layerskip.heads.medusa import MedusaHeads, load_medusa
 from layerskip.heads.readout import Readout
@@ -53,6 +53,7 @@ class Medusa(BaseDrafter):
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt, whose hidden states are observed next."""
         self.readout.begin()
+        self._reads = reads_while_growing(cache, self.readout.weight.device)
 
     def observe_features(self, features: Tensor) -> None:
         """Keep the last hidden state, which precedes the last token of the sequence."""
@@ -63,12 +64,12 @@ class Medusa(BaseDrafter):
         self.readout.follow(context.tokens)
         logits = self.readout(self.heads(self._hidden))[: min(limit, self.draft_length)]
         probs, places = logits.float().softmax(-1).topk(min(self.candidates, logits.shape[-1]), dim=-1)
-        levels = [
-            [(self.readout.token(place), probability, level + 1) for place, probability in zip(*row, strict=True)]
-            for level, row in enumerate(zip(places.tolist(), probs.tolist(), strict=True))
-        ]
-        tokens, parents, _ = grow_tree(0, levels.__getitem__, len(levels), self.tree_tokens, self.least_probability)
-        return Draft.of_tree(tokens, parents, context.last.device)
+        tree = LevelwiseTree(context.last, self.tree_tokens, self.least_probability, self._reads)
+        for level, tokens in zip(probs, self.readout.tokens_at(places), strict=True):
+            front, _ = tree.add_level(level[None], tokens[None])
+            if not front.shape[0]:
+                break
+        return tree.draft(self.tree_tokens)
 
 
 def _build(config: SpeculativeConfig, target: Target) -> Medusa:
