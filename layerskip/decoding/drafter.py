@@ -124,13 +124,12 @@ class ContextFollower(Protocol):
 
 @runtime_checkable
 class PlainDecoding(Protocol):
-    """A drafter that may propose nothing ever, so that the loop need not wait for it before the next pass.
+    """A drafter that may never propose anything, so that the next pass needs nothing from it."""
 
-    Attributes:
-        never_drafts: whether it does not.
-    """
-
-    never_drafts: bool
+    @property
+    def never_drafts(self) -> bool:
+        """True if it proposes nothing."""
+        ...
 
 
 @runtime_checkable
@@ -203,7 +202,10 @@ class BaseDrafter:
 class NoDraft(BaseDrafter):
     """A drafter that proposes nothing, which makes the loop plain decoding, the baseline of every comparison."""
 
-    never_drafts = True
+    @property
+    def never_drafts(self) -> bool:
+        """True unless a subclass drafts."""
+        return type(self).draft is NoDraft.draft
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Return the empty draft."""

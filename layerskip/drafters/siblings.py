@@ -16,6 +16,7 @@ from torch import Tensor
 from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.sampling import Chooser, draw, to_full_vocabulary
 from layerskip.decoding.stopping import portions
+from layerskip.device.transfer import read_to_host
 
 
 class SiblingCollector:
@@ -80,6 +81,8 @@ class SiblingCollector:
         counts = (torch.arange(each, device=chain.tokens.device) < torch.cat(self._widths)[:, None]).flatten()
         # Those that count come first, otherwise in order.
         chosen = counts.byte().sort(descending=True, stable=True).indices
+        if self._reads:
+            chosen = chosen[: read_to_host(counts.sum())[0]]
         counts = counts.index_select(0, chosen)
         others = torch.cat(self._columns).index_select(0, chosen)
         if self._vocabulary is not None:
