@@ -47,7 +47,11 @@ def read_to_host(*tensors: Tensor) -> list[Any]:
     """
     if len(tensors) == 1 or tensors[0].device.type == "cpu":
         return [part.tolist() for part in tensors]
-    # One copy of 8-byte words; float64 holds every value of the other dtypes.
+    return _read_packed(tensors)
+
+
+def _read_packed(tensors: Sequence[Tensor]) -> list[Any]:
+    """Read tensors in one copy of 8-byte words; float64 holds every value of the other floating dtypes."""
     words = [part.double().view(torch.int64) if part.is_floating_point() else part for part in tensors]
     ends = list(itertools.accumulate(part.numel() for part in words))
     copies = torch.cat([part.reshape(-1) for part in words]).cpu().tensor_split(ends[:-1])

@@ -88,7 +88,10 @@ class CascadeBase:
 
 
 class Cascade(CascadeBase):
-    """A cascade that tries its members in order. Its estimates of their acceptance last from prompt to prompt."""
+    """A cascade that tries its members in order. Its estimates of their acceptance last from prompt to prompt.
+
+    A tree whose shape only the device knows counts as a proposal, although it may turn out to be empty.
+    """
 
     def __init__(self, members: Sequence[Drafter]) -> None:
         super().__init__(members)

@@ -22,7 +22,7 @@ from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import CrossPromptState, Drafter
 from layerskip.decoding.sampling import Sampling
-from layerskip.device.transfer import begin_reading, read_to_host
+from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
@@ -160,6 +160,14 @@ def test_an_operation_that_waits_is_noticed(monkeypatch: pytest.MonkeyPatch, nam
             with pytest.raises(RuntimeError, match="synchroniz"):
                 OPERATIONS[name](values)
     assert sum(waits.values()) == (DEVICE == "cpu")
+
+
+def test_a_copy_to_the_device_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with counted(monkeypatch) as waits:
+        for size in (1, 1000):
+            copied = copy_to_device(list(range(size)), torch.device(DEVICE))
+    assert not waits
+    assert copied.sum() == 999 * 500
 
 
 @pytest.fixture(scope="module")
