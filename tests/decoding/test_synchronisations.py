@@ -152,6 +152,8 @@ OPERATIONS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_that_waits_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if DEVICE != "cpu" and name == "unique":
+        pytest.skip("torch does not refuse it on every device")
     values = torch.tensor([1, 2], device=DEVICE)
     with counted(monkeypatch) as waits:
         if DEVICE == "cpu":
