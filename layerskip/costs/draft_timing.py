@@ -116,6 +116,7 @@ class _DiscardedDrafts(TimedDrafter):
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         super().__init__(drafter, device)
+        self.never_drafts = False  # each round requests a draft, if only to time it
         self._ended = 0.0
         self.drafts: list[float] = []
         self.empty_drafts: list[float] = []

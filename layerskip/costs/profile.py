@@ -23,6 +23,7 @@ from layerskip.costs.cost_model import CostProfile, DraftExtras
 from layerskip.costs.verify_timing import VerifyPass
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import Stopper, confidence
+from layerskip.decoding.tree_growth import reads_while_growing
 from layerskip.device.clock import now
 from layerskip.drafters.chain import draft_chain
 from layerskip.drafters.siblings import SiblingCollector
@@ -81,8 +82,9 @@ def profile_costs(
 
     def decode(with_siblings: bool, as_tree: bool) -> None:
         """Draft, perhaps look for siblings, and verify a tree, whose last node is kept, or a chain of as many tokens."""
-        siblings = SiblingCollector(_SIBLINGS, 0.0, chooser) if with_siblings else None
-        draft_chain(cheapest, cache, tokens[-1:], lengths[-1], chooser, Stopper(StopRule()), siblings)
+        last, reads = tokens[-1:], reads_while_growing(cache, target.device)
+        siblings = SiblingCollector(_SIBLINGS, 0.0, chooser, last, reads) if with_siblings else None
+        draft_chain(cheapest, cache, last, lengths[-1], chooser, Stopper(StopRule()), siblings)
         cache.length = context
         if as_tree:
             passes.tree((-1,) * (1 + _SIBLINGS), [0, 1 + _SIBLINGS])  # a fixed tree, since a draft may have no siblings

@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, FeatureReader, VerifyOutput
+from layerskip.decoding.drafter import Context, Drafter, FeatureReader, PlainDecoding, VerifyOutput
 from layerskip.decoding.lossy import accept_lossy
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.decoding.tree import TreeModel, tree_depth, tree_model
 from layerskip.decoding.verify import Verdict, verify
-from layerskip.device.transfer import copy_to_device
+from layerskip.device.transfer import begin_reading, copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, generation_lock, release_cache
 from layerskip.models.features import NO_FEATURES, Features
@@ -137,6 +138,10 @@ class _Loop:
         self._reader = drafter if isinstance(drafter, FeatureReader) and drafter.modules else None
         self._features = NO_FEATURES if self._reader is None else Features(self._reader.modules)
         self._trees: TreeModel | None = None
+        # Of plain decoding with static shapes: the logits of the next pass, which is launched before a token is read.
+        self._ahead: Tensor | None = None
+        plain = isinstance(drafter, PlainDecoding) and drafter.never_drafts
+        self._runs_ahead = plain and cache.may_be_static and accept.lossless and not chooser.sampling.needs_seen
 
     def prefill(self, prompt: Sequence[int], known: Prefill | None) -> list[int]:
         """Read the prompt, commit the target's first token and start the drafter."""
@@ -164,6 +169,8 @@ class _Loop:
         Returns:
             The committed tokens, and the counts of the round.
         """
+        if self._runs_ahead:
+            return self._run_plain_round()
         context, cache, chooser, features, reader = self.context, self._cache, self._chooser, self._features, self._reader
         # Every round adds one token of the target, so a draft may fill all remaining places but one.
         limit = self._end.max_length - len(context.tokens) - 1
@@ -176,10 +183,12 @@ class _Loop:
             self._trees = self._trees or tree_model(self._model)
             logits = self._trees.run(block, draft.parents, cache, features)
             distribution = chooser.distribution(logits, block, draft.parents)
+        late = self._drafter.observe_logits(VerifyOutput(block, logits))
+        values = [read.values for read in late]
         if self._accept.lossless:
-            verdict = verify(draft, distribution, chooser.generator)
+            verdict = verify(draft, distribution, chooser.generator, values)
         else:
-            verdict = accept_lossy(draft, distribution, logits, self._accept, chooser.generator)
+            verdict = accept_lossy(draft, distribution, logits, self._accept, chooser.generator, values)
         rows = None if verdict.path is None else [0, *(node + 1 for node in verdict.path)]  # of the block, if a tree
         if rows is not None:
             cache.gather(rows)
@@ -194,14 +203,31 @@ class _Loop:
                     hidden[: verdict.accepted + 1] if rows is None else hidden[copy_to_device(rows, self._device)]
                 )
             self._drafter.observe(verdict)
-            self._drafter.observe_logits(VerifyOutput(block, logits))
-        return committed, _count(draft, verdict, len(committed))
+            for read, read_values in zip(late, verdict.late, strict=True):
+                read.receive(verdict, read_values)
+        return committed, _count(verdict, len(committed))
+
+    def _run_plain_round(self) -> tuple[list[int], Round]:
+        """Choose the next token of plain decoding, and launch the pass after it before the host reads it.
+
+        The device then computes while the host works. Where the output ends, one pass was launched in vain.
+        """
+        context, cache = self.context, self._cache
+        logits = forward(self._view, context.last, cache, last=1) if self._ahead is None else self._ahead
+        token = self._chooser.choose(self._chooser.distribution(logits, context.last))
+        read = begin_reading(token)
+        cache.length += 1
+        more = len(context.tokens) + 1 < self._end.max_length
+        self._ahead = forward(self._view, token, cache, last=1) if more else None
+        context.last = token
+        committed = self._end.commit(context.tokens, read())
+        return committed, Round(0, 0, 1)
 
 
-def _count(draft: Draft, verdict: Verdict, committed: int) -> Round:
+def _count(verdict: Verdict, committed: int) -> Round:
     """Return the counts of a round. Tokens after the end of the output count neither as drafted nor as accepted."""
     drafted, accepted = len(verdict.drafted), verdict.accepted
-    depth = None if draft.parents is None else tree_depth(draft.parents)
+    depth = None if verdict.parents is None else tree_depth(verdict.parents)
     if committed <= accepted:
         accepted = committed
         if depth is None:

@@ -8,7 +8,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from layerskip.device.transfer import copy_to_device
+from layerskip.device.transfer import copy_to_device, read_to_host
+
+
+@dataclass(frozen=True)
+class DeviceTree:
+    """The shape of a tree that grew on the device, before the host has read it.
+
+    Args:
+        parents: ``[K]`` int64, as in :class:`Draft`.
+        size: ``[1]`` int64: how many tokens count. The others come last, as children of the root, and are never accepted.
+            They fill the tree up to a number of tokens that the host knows.
+        depth: the most tokens of a branch.
+        width: the most children of a token.
+    """
+
+    parents: Tensor
+    size: Tensor
+    depth: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -18,7 +36,7 @@ class Draft:
     Args:
         tokens: ``[K]`` int64; K may be 0.
         parents: the parent of each token in a tree: the index of an earlier token, or -1 for the root. None for a chain, in
-            which token i follows token i - 1.
+            which token i follows token i - 1. A :class:`DeviceTree` if only the device knows them.
         probs: ``[K, V]`` float32, the distribution that each token was drawn from; in a tree, given its earlier siblings.
             None for a deterministic draft, whose distributions are one-hot.
         match_length: how many tokens of the context precede the place in a text that the draft was copied from; 0 if it was
@@ -31,7 +49,7 @@ class Draft:
     """
 
     tokens: Tensor
-    parents: tuple[int, ...] | None = None
+    parents: tuple[int, ...] | DeviceTree | None = None
     probs: Tensor | None = None
     match_length: int = 0
     lookup_tokens: tuple[int, ...] = ()
@@ -66,20 +84,28 @@ class Draft:
         if not tokens:
             return cls.empty(device)
         known = tuple(tokens) if match_length or lookup else ()
-        shape = _chain_or_tree(parents)
         return cls(
             copy_to_device(tokens, device),
-            shape,
+            chain_or_tree(parents),
             match_length=match_length,
             lookup_tokens=known,
             path_probs=tuple(path_probs),
         )
 
+    def read_shape(self) -> Draft:
+        """Return the draft with parents that the host knows, and with the tokens that count only; waits for the device."""
+        if not isinstance(self.parents, DeviceTree):
+            return self
+        (size,), parents = read_to_host(self.parents.size, self.parents.parents)
+        probs = None if self.probs is None else self.probs[:size]
+        return replace(self, tokens=self.tokens[:size], parents=chain_or_tree(parents[:size]), probs=probs)
+
     def truncate(self, size: int) -> Draft:
         """Return the first ``size`` tokens of a lookup draft, at least one; their parents are among them."""
         if size >= len(self.lookup_tokens):
             return self
-        parents = None if self.parents is None else _chain_or_tree(self.parents[:size])
+        assert not isinstance(self.parents, DeviceTree), "a lookup runs on the host"
+        parents = None if self.parents is None else chain_or_tree(self.parents[:size])
         return replace(
             self,
             tokens=self.tokens[:size],
@@ -89,6 +115,6 @@ class Draft:
         )
 
 
-def _chain_or_tree(parents: Sequence[int]) -> tuple[int, ...] | None:
+def chain_or_tree(parents: Sequence[int]) -> tuple[int, ...] | None:
     """Return the parents of a tree, or None if they form a chain."""
     return None if all(parent == node - 1 for node, parent in enumerate(parents)) else tuple(parents)

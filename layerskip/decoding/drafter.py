@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -44,11 +44,25 @@ class VerifyOutput:
     logits: Tensor
 
 
+@dataclass(frozen=True)
+class LateRead:
+    """Values on the device that the loop reads together with the verdict, because every further read would wait again.
+
+    Args:
+        values: int64, or of a floating dtype.
+        receive: called after ``observe`` with the verdict and the values as nested lists. Not called in the round that ends
+            the sequence.
+    """
+
+    values: Tensor
+    receive: Callable[[Verdict, list[Any]], None]
+
+
 class Drafter(Protocol):
     """The proposer of tokens for the target to verify. A drafter serves any number of prompts, one at a time.
 
-    The loop calls ``start`` once per prompt after the target's prefill, and then ``draft``, ``observe`` and
-    ``observe_logits`` in every round. The output is the target's own whatever a drafter proposes, under one condition: if
+    The loop calls ``start`` once per prompt after the target's prefill, and then ``draft``, ``observe_logits`` and
+    ``observe`` in every round. The output is the target's own whatever a drafter proposes, under one condition: if
     tokens are drawn, ``Draft.probs`` must be the exact distributions that they were drawn from, and whether a token is
     proposed must depend on the tokens before it only, not on its own value.
 
@@ -79,11 +93,12 @@ class Drafter(Protocol):
     def observe(self, verdict: Verdict) -> None:
         """Learn from the verdict on the last draft. Not called in the round that ends the sequence."""
 
-    def observe_logits(self, output: VerifyOutput) -> None:
-        """Learn from the target's logits of the round, also if another drafter drafted. They are gone after the call.
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
+        """Return what to read of the target's logits of the round, also if another drafter drafted; computed on the device.
 
-        Not called for the prefill, nor in the round that ends the sequence.
+        Not called for the prefill.
         """
+        ...
 
 
 @runtime_checkable
@@ -105,6 +120,16 @@ class ContextFollower(Protocol):
 
     def follow(self, context: Context) -> None:
         """Observe the context of a round. Its list of tokens keeps growing until the next prompt begins."""
+
+
+@runtime_checkable
+class PlainDecoding(Protocol):
+    """A drafter that may never propose anything, so that the next pass needs nothing from it."""
+
+    @property
+    def never_drafts(self) -> bool:
+        """True if it proposes nothing."""
+        ...
 
 
 @runtime_checkable
@@ -169,12 +194,18 @@ class BaseDrafter:
     def observe(self, verdict: Verdict) -> None:
         """Learn from the verdict on the last draft; see :class:`Drafter`."""
 
-    def observe_logits(self, output: VerifyOutput) -> None:
-        """Learn from the target's logits of the round; see :class:`Drafter`."""
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
+        """Return what to read of the target's logits of the round, here nothing; see :class:`Drafter`."""
+        return ()
 
 
 class NoDraft(BaseDrafter):
     """A drafter that proposes nothing, which makes the loop plain decoding, the baseline of every comparison."""
+
+    @property
+    def never_drafts(self) -> bool:
+        """True unless a subclass drafts."""
+        return type(self).draft is NoDraft.draft
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Return the empty draft."""

@@ -6,17 +6,25 @@ They exist for comparison with published systems: a threshold on the target's pr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from layerskip.decoding.draft import Draft
+from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.sampling import draw
 from layerskip.decoding.verify import Verdict
+from layerskip.device.transfer import read_to_host
 from layerskip.rules import AcceptRule
 
 
 def accept_lossy(
-    draft: Draft, target_probs: Tensor, logits: Tensor, rule: AcceptRule, generator: torch.Generator | None = None
+    draft: Draft,
+    target_probs: Tensor,
+    logits: Tensor,
+    rule: AcceptRule,
+    generator: torch.Generator | None = None,
+    late: Sequence[Tensor] = (),
 ) -> Verdict:
     """Accept tokens that the target finds likely enough, along the deepest such branch, and add one token of the target.
 
@@ -28,13 +36,16 @@ def accept_lossy(
         logits: ``[K + 1, V]``: the target's, before any warping.
         rule: any rule but ``exact``.
         generator: the source of randomness.
+        late: tensors to read, too.
     """
     probs = logits.float().softmax(-1)
     limits = torch.full_like(probs[:, 0], rule.threshold)
     if rule.kind == "typical":
         entropy = torch.special.entr(probs).sum(-1)
         limits = (rule.delta * (-entropy).exp()).clamp_max(rule.epsilon)
-    tokens = draft.tokens.tolist()
+    draft = draft.read_shape()
+    assert not isinstance(draft.parents, DeviceTree)
+    tokens, *values = read_to_host(draft.tokens, *late)
     parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
     node_probs = [float(probs[parent + 1, token]) for token, parent in zip(tokens, parents, strict=True)]
     passes = [prob >= float(limits[parent + 1]) for prob, parent in zip(node_probs, parents, strict=True)]
@@ -46,4 +57,4 @@ def accept_lossy(
     _, path = max(branches.values(), key=lambda branch: (len(branch[1]), branch[0]))
     row = target_probs[(path[-1] if path else -1) + 1]
     last = row[None] if target_probs.dtype == torch.int64 else draw(row[None], generator)
-    return Verdict(tuple(tokens), len(path), int(last), last, None if draft.parents is None else path)
+    return Verdict(tuple(tokens), len(path), int(last), last, None if draft.parents is None else path, draft.parents, values)

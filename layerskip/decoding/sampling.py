@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.decoding.draft import DeviceTree
+from layerskip.decoding.tree import tree_shape
 from layerskip.device.transfer import copy_to_device
 
 
@@ -188,7 +190,11 @@ class Chooser:
             self._seen[copy_to_device(tokens, self._seen.device)] = True
 
     def distribution(
-        self, logits: Tensor, block: Tensor, parents: Sequence[int] | None = None, tokens: Tensor | None = None
+        self,
+        logits: Tensor,
+        block: Tensor,
+        parents: Sequence[int] | DeviceTree | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Return the distributions after the last n tokens of a block that continues the sequence.
 
@@ -213,7 +219,11 @@ class Chooser:
         return distribution if distribution.dtype == torch.int64 else draw(distribution, self.generator)
 
     def _seen_by_row(
-        self, block: Tensor, rows: int, parents: Sequence[int] | None = None, tokens: Tensor | None = None
+        self,
+        block: Tensor,
+        rows: int,
+        parents: Sequence[int] | DeviceTree | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor | None:
         if self._seen is None:
             return None
@@ -221,11 +231,8 @@ class Chooser:
         seen = self._seen.repeat(rows, 1)
         if parents is None:
             row, column = torch.tril_indices(rows, size, offset=size - rows, device=block.device)
+            seen[row, block[column]] = True
         else:
-            paths: list[list[int]] = [[0]]  # from the root to each token
-            for node, parent in enumerate(parents):
-                paths.append([*paths[parent + 1], node + 1])
-            pairs = [(end, step) for end, path in enumerate(paths) for step in path]
-            row, column = (copy_to_device(list(part), block.device) for part in zip(*pairs, strict=True))
-        seen[row, block[column]] = True
+            # The root, which precedes all, stands in for tokens that do not precede a row.
+            seen.scatter_(1, torch.where(tree_shape(parents, block.device)[1], block, block[0]), True)
         return seen if tokens is None else seen.index_select(1, tokens)

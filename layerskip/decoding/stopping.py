@@ -13,6 +13,7 @@ from torch import Tensor
 
 from layerskip.config import StopRule
 from layerskip.decoding.drafter import BaseDrafter
+from layerskip.device.transfer import read_to_host
 
 _ROWS = 8
 
@@ -75,7 +76,8 @@ class Stopper:
         """Return whether the draft ends after the token of these ``[1, V]`` logits; waits for the device."""
         if self.rule.kind == "length":
             return False
-        return self.stops_at(float(confidence(logits)))
+        ((value,),) = read_to_host(confidence(logits))
+        return self.stops_at(value)
 
     def stops_at(self, confidence: float) -> bool:
         """Return whether the draft ends after a token of this confidence."""

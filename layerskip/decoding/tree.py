@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from layerskip.decoding.draft import Draft
+from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.architecture import UnsupportedModel, architecture
@@ -86,7 +87,9 @@ class TreeModel:
         # Columns after the block are hidden from a chain of its length, so they are hidden in these rows, too.
         return rows.index_copy(3, columns, torch.where(ancestors, own, hidden))
 
-    def run(self, block: Tensor, parents: Sequence[int], cache: KVCache, features: Features = NO_FEATURES) -> Tensor:
+    def run(
+        self, block: Tensor, parents: Sequence[int] | DeviceTree, cache: KVCache, features: Features = NO_FEATURES
+    ) -> Tensor:
         """Run one pass. It writes the keys and values of the block after ``cache.length``, and does not change ``length``.
 
         Args:
@@ -103,15 +106,14 @@ class TreeModel:
         if isinstance(cache, CapturingCache) and cache.captures(self.view, wide):
             # Few widths are recorded, so the tree is padded with further children of the root, whose output is not read.
             # They repeat the root's own token: it is in the text already, so the model is known to give finite values.
-            padded = (*parents, *(-1,) * (wide - size))
             filled = torch.cat((block, block[:1].expand(wide - size)))
-            inputs = filled, *depths_and_ancestors(padded, block.device)
+            inputs = filled, *tree_shape(parents, block.device, wide - size)
             compute = functools.partial(self._pass, cache, features)
             found = cache.replay(self.view, features.modules, inputs, compute, mask_of=self._cached_tree_mask)
             logits, *parts = (part[..., :size, :] for part in found)
             features.parts = tuple(parts)
             return logits
-        return self._pass(cache, features, block, *depths_and_ancestors(tuple(parents), block.device))[0]
+        return self._pass(cache, features, block, *tree_shape(parents, block.device))[0]
 
     def _pass(
         self, cache: KVCache, features: Features, block: Tensor, depths: Tensor, ancestors: Tensor
@@ -183,7 +185,28 @@ def tree_depth(parents: Sequence[int]) -> int:
 
 def draft_depth(draft: Draft) -> int:
     """Return the most tokens of a draft in a row: all of a chain, or those of a tree's longest branch."""
+    if isinstance(draft.parents, DeviceTree):
+        return draft.parents.depth
     return draft.tokens.shape[0] if draft.parents is None else tree_depth(draft.parents)
+
+
+def tree_shape(parents: Sequence[int] | DeviceTree, device: torch.device, more: int = 0) -> tuple[Tensor, Tensor]:
+    """Return depths and attention mask of a tree as :func:`depths_and_ancestors` does, without waiting for the device.
+
+    Args:
+        parents: of each node, as in :class:`~layerskip.decoding.draft.Draft`.
+        device: of the result.
+        more: the number of children of the root to add after the nodes.
+    """
+    if not isinstance(parents, DeviceTree):
+        return depths_and_ancestors((*parents, *(-1,) * more), device)
+    above = pad(parents.parents, (1, more), value=-1) + 1  # of every token of the block; the root leads to itself
+    steps = [torch.arange(above.shape[0], device=device)]
+    for _ in range(parents.depth):
+        steps.append(above.index_select(0, steps[-1]))
+    paths = torch.stack(steps)
+    ancestors = torch.zeros(above.shape[0], above.shape[0], dtype=torch.bool, device=device)
+    return (paths[:-1] != 0).sum(0), ancestors.scatter_(1, paths.T, True)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,8 +7,16 @@ the product of the probabilities on its branch. A draft is therefore small if li
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.draft import DeviceTree, Draft
+from layerskip.device.transfer import read_to_host
+from layerskip.models.cache import KVCache
 
 Node = TypeVar("Node")
 
@@ -56,3 +64,71 @@ def grow_tree(
         path_probs.append(-minus_prob)
         offer(child, len(tokens) - 1, -minus_prob, level)
     return tokens, parents, path_probs
+
+
+def reads_while_growing(cache: KVCache, device: torch.device) -> bool:
+    """Return whether a tree may be read while it grows: on a CPU, unless decoding has the static shapes of a GPU.
+
+    Args:
+        cache: the target's.
+        device: of the tree.
+    """
+    return device.type == "cpu" and not cache.may_be_static
+
+
+class LevelwiseTree:
+    """The same growth level by level on a device, where tokens and probabilities are not read while the tree grows.
+
+    Every level has as many nodes as it could have. Those below the least probability stay, with a path probability of minus
+    infinity, and so do nodes after them. On a CPU, where reading costs nothing, they are left out at once.
+
+    Args:
+        root: ``[1]`` int64: the token before the tree.
+        width: the most nodes of a level that get children.
+        least_probability: a branch ends where the product of its probabilities falls below this value.
+        reads: whether to leave them out, see :func:`reads_while_growing`.
+    """
+
+    def __init__(self, root: Tensor, width: int, least_probability: float, reads: bool) -> None:
+        self._root, self._width, self._least_probability, self._reads = root, width, least_probability, reads
+        # Of the nodes that get children next: path probability and number.
+        self._front = torch.ones(1, dtype=torch.float64, device=root.device)
+        self._numbers = torch.full_like(root, -1)
+        self._levels: list[tuple[Tensor, Tensor, Tensor]] = []  # path probabilities, tokens and parents of all nodes
+        self._count = 0
+
+    def add_level(self, probs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Add children to the front, at first the root; the likeliest children are the next front.
+
+        Args:
+            probs: ``[f, k]``, the probabilities of the children of each of the f nodes, or ``[1, k]`` if all have the same.
+            tokens: int64 of the same shape.
+
+        Returns:
+            Of each node of the next front, ``[g]`` int64: the place of its parent in the front, and its token.
+        """
+        joint = self._front[:, None] * probs.double()
+        path_probs = torch.where(joint >= self._least_probability, joint, -math.inf).flatten()
+        tokens = tokens.expand_as(joint).flatten()
+        self._levels.append((path_probs, tokens, self._numbers[:, None].expand_as(joint).flatten()))
+        best = path_probs.sort(descending=True, stable=True)
+        front, places = best.values[: self._width], best.indices[: self._width]
+        if self._reads:
+            (count,) = read_to_host((front > -math.inf).sum())
+            front, places = front[:count], places[:count]
+        self._front, self._numbers = front, places + self._count
+        self._count += path_probs.shape[0]
+        return places // probs.shape[1], tokens.index_select(0, places)
+
+    def draft(self, size: int) -> Draft:
+        """Return the likeliest nodes, at most ``size``."""
+        path_probs, tokens, parents = (torch.cat(parts) for parts in zip(*self._levels, strict=True))
+        # A parent comes first: it is at least as likely as its children, and was added before them.
+        kept = path_probs.sort(descending=True, stable=True).indices[:size]
+        counts = path_probs.index_select(0, kept) > -math.inf
+        places = torch.full((self._count + 1,), -1, device=kept.device)
+        places[kept] = torch.arange(kept.shape[0], device=kept.device)
+        above = places[parents.index_select(0, kept)]  # the root, -1, is the last entry
+        shape = DeviceTree(torch.where(counts, above, -1), counts.sum()[None], len(self._levels), self._width)
+        draft = Draft(torch.where(counts, tokens.index_select(0, kept), self._root), shape)
+        return draft.read_shape() if self._reads else draft

@@ -1,8 +1,10 @@
-"""Copies from the host to a device that do not block the host."""
+"""Copies between the host and a device: to the device without waiting, and back in one wait for all values of a round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,3 +14,48 @@ def copy_to_device(values: Tensor | Sequence[int] | Sequence[Sequence[int]], dev
     """Copy a host tensor, or integers as int64 ``[n]`` or ``[n, m]``, to a device without waiting for it."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def begin_reading(tensor: Tensor) -> Callable[[], Any]:
+    """Begin to copy a tensor to the host.
+
+    Returns:
+        A function that waits for the copy, though not for work that was launched after it, and returns the values as nested
+        lists.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def read() -> Any:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
+
+
+def read_to_host(*tensors: Tensor) -> list[Any]:
+    """Return the values of tensors of one device as nested lists.
+
+    The host waits for the device once. Decoding waits nowhere else, so that the waits of a round can be counted.
+
+    Args:
+        tensors: int64, or of a floating dtype.
+    """
+    if len(tensors) == 1 or tensors[0].device.type == "cpu":
+        return [part.tolist() for part in tensors]
+    return _read_packed(tensors)
+
+
+def _read_packed(tensors: Sequence[Tensor]) -> list[Any]:
+    """Read tensors in one copy of 8-byte words; float64 holds every value of the other floating dtypes."""
+    words = [part.double().view(torch.int64) if part.is_floating_point() else part for part in tensors]
+    ends = list(itertools.accumulate(part.numel() for part in words))
+    copies = torch.cat([part.reshape(-1) for part in words]).cpu().tensor_split(ends[:-1])
+    return [
+        (copy.view(torch.float64) if part.is_floating_point() else copy).view(part.shape).tolist()
+        for copy, part in zip(copies, tensors, strict=True)
+    ]

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from layerskip.config import ConfigError
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, ContextFollower, CrossPromptState, Drafter, FeatureReader, VerifyOutput
+from layerskip.decoding.drafter import (
+    Context,
+    ContextFollower,
+    CrossPromptState,
+    Drafter,
+    FeatureReader,
+    LateRead,
+    VerifyOutput,
+)
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import StopRuleDrafter
 from layerskip.decoding.verify import Verdict
@@ -70,10 +78,9 @@ class CascadeBase:
         if self._drafted is not None:
             self.members[self._drafted].observe(verdict)
 
-    def observe_logits(self, output: VerifyOutput) -> None:
-        """Pass the target's output to every member."""
-        for member in self.members:
-            member.observe_logits(output)
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
+        """Return what the members want to read."""
+        return [late for member in self.members for late in member.observe_logits(output)]
 
     def _follow(self, context: Context) -> None:
         for follower in self._followers:
@@ -81,7 +88,10 @@ class CascadeBase:
 
 
 class Cascade(CascadeBase):
-    """A cascade that tries its members in order. Its estimates of their acceptance last from prompt to prompt."""
+    """A cascade that tries its members in order. Its estimates of their acceptance last from prompt to prompt.
+
+    A tree whose shape only the device knows counts as a proposal, although it may turn out to be empty.
+    """
 
     def __init__(self, members: Sequence[Drafter]) -> None:
         super().__init__(members)

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule
-from layerskip.decoding.draft import Draft
+from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser, to_full_vocabulary
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
-from layerskip.device.transfer import copy_to_device
+from layerskip.device.transfer import copy_to_device, read_to_host
 from layerskip.drafters.chain import draft_chain
 from layerskip.drafters.reduced_vocabulary import draft_label, draft_view, load_draft_model
 from layerskip.drafters.registry import register
@@ -97,7 +97,7 @@ class CrossTokenizer(StopRuleDrafter):
         pending = clamp_tokens(self.model, copy_to_device(known[self._cache.length :], device))
         vocabulary = None if self._head is None else self._head.follow(self._seen)
         chain = draft_chain(self.model, self._cache, pending, length, self._shared, self.stopper, vocabulary=vocabulary)
-        drafted = chain.tokens.tolist()
+        (drafted,) = read_to_host(chain.tokens)
         self._fed = [*known, *drafted[:-1]]
         if chain.probs is not None:
             return replace(self._shared.translate(chain.tokens, chain.probs), stopped_at_first=chain.stopped_at_first)
@@ -127,7 +127,11 @@ class _SharedTokensChooser(Chooser):
         self._in_target = torch.full((vocabulary,), -1, device=device).index_copy(0, self._in_draft, self._own)
 
     def distribution(
-        self, logits: Tensor, block: Tensor, parents: Sequence[int] | None = None, tokens: Tensor | None = None
+        self,
+        logits: Tensor,
+        block: Tensor,
+        parents: Sequence[int] | DeviceTree | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Return the distributions over the model's tokens; see :meth:`Chooser.distribution`."""
         if not self.sampling.greedy:

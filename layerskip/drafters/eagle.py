@@ -20,6 +20,7 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
+from layerskip.decoding.tree_growth import LevelwiseTree, reads_while_growing
 from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.chain import draft_chain
@@ -72,6 +73,7 @@ class Eagle(StopRuleDrafter):
         room = cache.capacity + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
         recorded, reads = isinstance(cache, CapturingCache), [self.embeddings]
         self._cache = acquire_cache(self.head, 1, room, device, recorded, holder=self, reads=reads)
+        self._reads = reads_while_growing(cache, device)
         self._pending: list[Tensor] = []
         self.readout.begin()
         self.stopper.start()
@@ -95,7 +97,7 @@ class Eagle(StopRuleDrafter):
             if not self.tree_tokens:
                 pending, few = tokens[-count:], self.readout.tokens
                 return draft_chain(self._step, self._cache, pending, depth, self._chooser, self.stopper, vocabulary=few)
-            return self._grow(context.tokens, tokens, count, depth)
+            return self._grow(context.last, tokens, count, depth)
         finally:
             self._cache.length = verified + count
 
@@ -103,66 +105,37 @@ class Eagle(StopRuleDrafter):
         """Adapt the stop rule."""
         self.stopper.observe(len(verdict.drafted), verdict.accepted)
 
-    def _grow(self, text: Sequence[int], tokens: Tensor, count: int, depth: int) -> Draft:
+    def _grow(self, last: Tensor, tokens: Tensor, count: int, depth: int) -> Draft:
         """Grow a tree level by level from the likeliest branches, and keep the likeliest of all tokens.
 
         Args:
-            text: the sequence.
-            tokens: its last tokens.
+            last: ``[1]`` int64: the last token of the sequence.
+            tokens: the last tokens of the sequence.
             count: how many of them are new to the head.
             depth: the most levels.
         """
-        cache, width = self._cache, self.candidates
+        cache, back, device = self._cache, self.head.shape.lookback, last.device
+        tree = LevelwiseTree(last, self.candidates, self.least_probability, self._reads)
         hidden = self._step.run(tokens, self._step.features, cache)[-1:]
         cache.length += count
         begin = cache.length
-        ending = list(text[max(0, len(text) - self.head.shape.lookback) :])
-        nodes: list[tuple[float, int, int]] = []  # path probability, token, parent
-        fed: dict[int, int] = {}  # the cache column, from ``begin`` on, of every node that was fed
-        paths: list[list[int]] = []  # columns from the root to each node's parent
-        endings: list[list[int]] = []  # the last tokens up to each node
-        front, path_probs = [-1], [1.0]
+        # Of each node that is fed: the last tokens up to it, and the columns of the cache that it sees.
+        endings = tokens[None, max(0, tokens.shape[0] - back) :]
+        visible = (torch.arange(cache.max_length, device=device) < begin)[None]
         for level in range(depth):
-            chosen = self.readout(hidden).float().softmax(-1).topk(min(width, self.readout.weight.shape[0]), dim=-1)
-            # One copy to the host, as each waits for the device; float32 holds every index.
-            likely = torch.cat((chosen.values, chosen.indices.float()), -1).tolist()
-            added: list[int] = []
-            for parent, path_prob, row in zip(front, path_probs, likely, strict=True):
-                path = [] if parent < 0 else [*paths[parent], fed[parent]]
-                before = ending if parent < 0 else endings[parent]
-                for probability, column in zip(row[: len(row) // 2], map(int, row[len(row) // 2 :]), strict=True):
-                    if path_prob * probability >= self.least_probability:
-                        added.append(len(nodes))
-                        token = self.readout.token(column)
-                        nodes.append((path_prob * probability, token, parent))
-                        paths.append(path)
-                        endings.append([*before, token][-1 - self.head.shape.lookback :])
-            best = sorted(added, key=lambda node: -nodes[node][0])[:width]
-            if level + 1 == depth or not best:
+            width = min(self.candidates, self.readout.weight.shape[0])
+            likely = self.readout(hidden).float().softmax(-1).topk(width, dim=-1)
+            parents, chosen = tree.add_level(likely.values, self.readout.tokens_at(likely.indices))
+            fed = parents.shape[0]
+            if level + 1 == depth or not fed:
                 break
-            parents = [front.index(nodes[node][2]) for node in best]
-            for row, node in enumerate(best):
-                fed[node] = cache.length - begin + row
-            states = hidden[copy_to_device(parents, hidden.device)]
-            tokens = copy_to_device([endings[node] for node in best], hidden.device)
-            hidden = self._feed(tokens, states, [paths[node] for node in best], begin, level)
-            front, path_probs = best, [nodes[node][0] for node in best]
-        kept = sorted(range(len(nodes)), key=lambda node: (-nodes[node][0], node))[: self.tree_tokens]
-        kept.sort()  # parents come first and are kept, as they are at least as likely as their children
-        number = {-1: -1} | {node: place for place, node in enumerate(kept)}
-        return Draft.of_tree([nodes[node][1] for node in kept], [number[nodes[node][2]] for node in kept], tokens.device)
-
-    def _feed(self, tokens: Tensor, features: Tensor, paths: list[list[int]], begin: int, level: int) -> Tensor:
-        """Return the hidden states of nodes of one level, each of which sees the sequence and its own branch."""
-        cache, count, device = self._cache, tokens.shape[0], features.device
-        visible = torch.zeros(count, cache.max_length, dtype=torch.bool)
-        visible[:, :begin] = True
-        for row, path in enumerate(paths):
-            visible[row, [*(begin + column for column in path), cache.length + row]] = True
-        positions = torch.full((count,), begin + level, device=device)
-        hidden = self._step.run(tokens, features, cache, positions, copy_to_device(visible, device))
-        cache.length += count
-        return hidden
+            endings = torch.cat((endings.index_select(0, parents), chosen[:, None]), 1)[:, -1 - back :]
+            visible = visible.index_select(0, parents)
+            visible[:, cache.length : cache.length + fed] = torch.eye(fed, dtype=torch.bool, device=device)
+            positions = torch.full((fed,), begin + level, device=device)
+            hidden = self._step.run(endings, hidden.index_select(0, parents), cache, positions, visible)
+            cache.length += fed
+        return tree.draft(self.tree_tokens)
 
 
 class _Step(nn.Module):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
-from layerskip.decoding.draft import Draft
+from layerskip.decoding.draft import DeviceTree, Draft
 
 MAX_MATCH = 8  # tokens of a match; longer matches say no more
 _WINDOW = 128  # drafts, or tokens of one grade; older ones fade
@@ -111,4 +111,5 @@ def _match_text(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
 
 
 def _parents(draft: Draft) -> Sequence[int]:
+    assert not isinstance(draft.parents, DeviceTree), "a lookup runs on the host"
     return range(-1, len(draft.lookup_tokens) - 1) if draft.parents is None else draft.parents

@@ -18,6 +18,7 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
+from layerskip.decoding.tree_growth import reads_while_growing
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.chain import draft_chain
 from layerskip.drafters.reduced_vocabulary import reduce_output
@@ -73,7 +74,9 @@ class LayerSkip(StopRuleDrafter):
         vocabulary = None if self._head is None else self._head.follow(context.tokens)
         siblings = None
         if self.siblings:
-            siblings = SiblingCollector(self.siblings, self.least_probability, self._chooser, vocabulary)
+            reads = reads_while_growing(self._cache, context.last.device)
+            likely = self.siblings, self.least_probability
+            siblings = SiblingCollector(*likely, self._chooser, context.last, reads, vocabulary)
         limit = min(limit, self.draft_length)
         try:
             return draft_chain(

@@ -12,13 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
-
 from layerskip.config import Kind
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import BaseDrafter, Context, VerifyOutput
+from layerskip.decoding.drafter import BaseDrafter, Context, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser, most_likely
 from layerskip.decoding.tree_growth import grow_tree
+from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
@@ -82,17 +81,19 @@ class Lookahead(BaseDrafter):
         tokens, parents, _ = grow_tree(root, successors, depth, self.draft_length * self.candidates, 0.0)
         return tokens, parents
 
-    def observe_logits(self, output: VerifyOutput) -> None:
-        """Make the target's tokens after the last row of the window its next row; a full column becomes an n-gram."""
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
+        """Return the target's tokens after the last row of the window."""
         last_row, self._last_row = self._last_row, None
-        count = len(self._drafted)
-        if last_row is None or output.block.shape[0] != 1 + count:
+        if last_row is None or output.block.shape[0] != 1 + len(self._drafted):
+            return ()
+        rows = output.logits.index_select(0, copy_to_device(last_row, output.logits.device))
+        return (LateRead(most_likely(rows), self._add_row),)
+
+    def _add_row(self, verdict: Verdict, row: list[int]) -> None:
+        """Make the target's tokens the window's next row; a full column becomes an n-gram."""
+        if list(verdict.drafted) != self._drafted:  # the draft of another drafter was verified
             return
-        row = most_likely(output.logits.index_select(0, copy_to_device(last_row, output.logits.device)))
-        tokens = torch.cat((output.block[1:], row)).tolist()  # one copy to the host, as each waits for the device
-        if tokens[:count] != self._drafted:  # the draft of another drafter was verified
-            return
-        self._rows.append(tokens[count:])
+        self._rows.append(row)
         if len(self._rows) > self.draft_length:
             for column in zip(*self._rows, strict=True):
                 self._keep(column)

@@ -14,7 +14,8 @@ from layerskip.config import Kind, SpeculativeConfig
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import BaseDrafter, Context
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.tree_growth import grow_tree
+from layerskip.decoding.tree_growth import LevelwiseTree, grow_tree, reads_while_growing
+from layerskip.device.transfer import read_to_host
 from layerskip.drafters.registry import register
 from layerskip.heads.medusa import MedusaHeads, load_medusa
 from layerskip.heads.readout import Readout
@@ -53,6 +54,7 @@ class Medusa(BaseDrafter):
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt, whose hidden states are observed next."""
         self.readout.begin()
+        self._reads = reads_while_growing(cache, self.readout.weight.device)
 
     def observe_features(self, features: Tensor) -> None:
         """Keep the last hidden state, which precedes the last token of the sequence."""
@@ -63,12 +65,16 @@ class Medusa(BaseDrafter):
         self.readout.follow(context.tokens)
         logits = self.readout(self.heads(self._hidden))[: min(limit, self.draft_length)]
         probs, places = logits.float().softmax(-1).topk(min(self.candidates, logits.shape[-1]), dim=-1)
-        levels = [
-            [(self.readout.token(place), probability, level + 1) for place, probability in zip(*row, strict=True)]
-            for level, row in enumerate(zip(places.tolist(), probs.tolist(), strict=True))
-        ]
-        tokens, parents, _ = grow_tree(0, levels.__getitem__, len(levels), self.tree_tokens, self.least_probability)
-        return Draft.of_tree(tokens, parents, context.last.device)
+        tokens = self.readout.tokens_at(places)
+        if self._reads:  # a few tokens grow faster on the host
+            rows = zip(*read_to_host(tokens, probs), strict=True)
+            levels = [[(*pair, level + 1) for pair in zip(*row, strict=True)] for level, row in enumerate(rows)]
+            known, parents, _ = grow_tree(0, levels.__getitem__, len(levels), self.tree_tokens, self.least_probability)
+            return Draft.of_tree(known, parents, context.last.device)
+        tree = LevelwiseTree(context.last, self.tree_tokens, self.least_probability, False)
+        for level, successors in zip(probs, tokens, strict=True):
+            tree.add_level(level[None], successors[None])
+        return tree.draft(self.tree_tokens)
 
 
 def _build(config: SpeculativeConfig, target: Target) -> Medusa:

@@ -8,16 +8,15 @@ rejection over siblings requires (SpecInfer, arXiv 2305.09781).
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from layerskip.decoding.draft import Draft
+from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.sampling import Chooser, draw, to_full_vocabulary
 from layerskip.decoding.stopping import portions
-from layerskip.device.transfer import copy_to_device
+from layerskip.device.transfer import read_to_host
 
 
 class SiblingCollector:
@@ -27,10 +26,21 @@ class SiblingCollector:
         siblings: the most siblings of a token, at least 1.
         least_probability: the least probability of a sibling in the draft's distribution.
         chooser: of the decoding.
+        root: ``[1]`` int64: the token before the chain.
+        reads: whether to read the shape of the tree at once, which costs nothing on a CPU.
         vocabulary: ``[v]`` int64, the tokens that the chain is drafted from; None for the whole vocabulary.
     """
 
-    def __init__(self, siblings: int, least_probability: float, chooser: Chooser, vocabulary: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        siblings: int,
+        least_probability: float,
+        chooser: Chooser,
+        root: Tensor,
+        reads: bool,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        self._root, self._reads = root, reads
         self.siblings, self.least_probability, self.chooser = siblings, least_probability, chooser
         self._vocabulary = vocabulary
         self._columns: list[Tensor] = []  # [siblings] for each token
@@ -66,22 +76,27 @@ class SiblingCollector:
         self._rows.append(torch.stack(rows))
 
     def attach(self, chain: Draft) -> Draft:
-        """Return the chain with its siblings after it; waits for the device once."""
+        """Return the chain with its siblings after it."""
         size, each = chain.tokens.shape[0], self._columns[0].shape[0]
-        widths = torch.cat(self._widths).tolist()
-        siblings = [(place, rank) for place in range(size) for rank in range(min(widths[place], each))]
-        if not siblings:
-            return chain
-        chosen = copy_to_device([place * each + rank for place, rank in siblings], chain.tokens.device)
+        counts = (torch.arange(each, device=chain.tokens.device) < torch.cat(self._widths)[:, None]).flatten()
+        # Those that count come first, otherwise in order.
+        chosen = counts.byte().sort(descending=True, stable=True).indices
+        if self._reads:
+            chosen = chosen[: read_to_host(counts.sum())[0]]
+        counts = counts.index_select(0, chosen)
         others = torch.cat(self._columns).index_select(0, chosen)
-        tokens = torch.cat((chain.tokens, others if self._vocabulary is None else self._vocabulary.index_select(0, others)))
-        parents = tuple(itertools.chain(range(-1, size - 1), (place - 1 for place, _ in siblings)))
+        if self._vocabulary is not None:
+            others = self._vocabulary.index_select(0, others)
+        above = torch.cat((torch.arange(-1, size - 1, device=chosen.device), torch.where(counts, chosen // each - 1, -1)))
+        tree = DeviceTree(above, counts.sum()[None] + size, size, 1 + each)
         probs = None
         if chain.probs is not None:
             rows = torch.cat(self._rows).index_select(0, chosen)
             rows = rows if self._vocabulary is None else to_full_vocabulary(rows, self._vocabulary, self.chooser.vocabulary)
             probs = torch.cat((chain.probs, rows))
-        return replace(chain, tokens=tokens, parents=parents, probs=probs)
+        tokens = torch.cat((chain.tokens, torch.where(counts, others, self._root)))
+        draft = replace(chain, tokens=tokens, parents=tree, probs=probs)
+        return draft.read_shape() if self._reads else draft
 
 
 def runners_up(scores: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,15 @@ probabilities that are stored with the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from layerskip.config import Kind, SpeculativeConfig
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import BaseDrafter, Context, VerifyOutput
+from layerskip.decoding.drafter import BaseDrafter, Context, LateRead, VerifyOutput
 from layerskip.decoding.tree_growth import grow_tree
+from layerskip.decoding.verify import Verdict
 from layerskip.drafters.registry import register
 from layerskip.models.target import Target
 
@@ -54,12 +57,17 @@ class TokenRecycling(BaseDrafter):
     def _successors(self, token: int) -> list[tuple[int, float, int]]:
         return [(successor, probability, successor) for successor, probability in self._table.get(token, ())]
 
-    def observe_logits(self, output: VerifyOutput) -> None:
-        """Store the target's likely tokens after every token of the pass, rejected ones included."""
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
+        """Return the target's likely tokens after every token of the pass, rejected ones included."""
         width = min(self.candidates, output.logits.shape[1])
         probs, successors = output.logits.float().softmax(-1).topk(width, dim=-1)
-        # One transfer for all; float64 holds every token id.
-        *rows, block = torch.cat((probs.double().T, successors.double().T, output.block.double()[None])).tolist()
+        # float64 holds every token id.
+        likely = torch.cat((probs.double().T, successors.double().T, output.block.double()[None]))
+        return (LateRead(likely, self._store),)
+
+    def _store(self, verdict: Verdict, likely: list[list[float]]) -> None:
+        width = len(likely) // 2
+        *rows, block = (row[: 1 + len(verdict.drafted)] for row in likely)  # tokens that fill up a tree are left out
         columns = zip(*rows[:width], strict=True), zip(*rows[width:], strict=True)
         for token, likelihoods, tokens in zip(block, *columns, strict=True):
             self._table[int(token)] = [(int(other), prob) for other, prob in zip(tokens, likelihoods, strict=True)]

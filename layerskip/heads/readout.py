@@ -74,9 +74,9 @@ class Readout:
             return linear(hidden, weight.detach(), None if bias is None else bias.detach())
         return multiply(hidden, weight, bias)
 
-    def token(self, place: int) -> int:
-        """Return the target's token at an index of the logits."""
-        return place if self._rows is None else self._rows.token(place)
+    def tokens_at(self, places: Tensor) -> Tensor:
+        """Return the target's tokens at int64 indices of the logits, in their shape."""
+        return places if self._rows is None else self._rows.tokens[places]
 
 
 def choose_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:

@@ -6,13 +6,14 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, FeatureReader, VerifyOutput
+from layerskip.decoding.drafter import Context, Drafter, FeatureReader, LateRead, PlainDecoding, VerifyOutput
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.verify import Verdict
 from layerskip.models.cache import KVCache
@@ -31,6 +32,7 @@ class TimedDrafter:
         self.drafter, self.device = drafter, device
         self.tree_tokens = drafter.tree_tokens
         self.modules = drafter.modules if isinstance(drafter, FeatureReader) else ()
+        self.never_drafts = isinstance(drafter, PlainDecoding) and drafter.never_drafts
         self._readings: list[tuple[Any, Any, float]] = []  # start, end, and seconds of recording in between
         self._given: tuple[weakref.ref[Any], ...] = ()
 
@@ -70,10 +72,14 @@ class TimedDrafter:
         """Pass the verdict on."""
         self.drafter.observe(verdict)
 
-    def observe_logits(self, output: VerifyOutput) -> None:
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Pass the target's output on."""
         with self._timed():
-            self.drafter.observe_logits(output)
+            return [LateRead(late.values, partial(self._receive, late)) for late in self.drafter.observe_logits(output)]
+
+    def _receive(self, late: LateRead, verdict: Verdict, values: list[Any]) -> None:
+        with self._timed():
+            late.receive(verdict, values)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:

@@ -80,10 +80,6 @@ class OutputRows:
         own = linear(hidden, self.weight[common:], None if self.bias is None else self.bias[common:])
         return torch.cat((logits, own), -1)
 
-    def token(self, row: int) -> int:
-        """Return the token of a row."""
-        return self._ids[row]
-
     @torch.inference_mode(False)  # inference tensors could not be written outside inference mode
     @torch.no_grad()
     def _append(self, new: list[int]) -> None:

@@ -1,17 +1,12 @@
-"""The decoding loop: where it ends, what it reports, and how often the host waits for the device."""
+"""The decoding loop: where it ends and what it reports."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from traceback import walk_stack
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
@@ -64,76 +59,6 @@ def _generate(target: Target, prompt: list[int], **options: Any) -> list[int]:
     output = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
-
-
-# Operations that make the host wait for the device: values that Python reads, and shapes that depend on values.
-_WAITING = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2"}
-
-
-class _Waits(TorchDispatchMode):
-    """Counts the operations that wait, under ``transformers`` if its code calls them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in _WAITING:
-            callers = (frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_stack(None))
-            self.counts[next(name for name in callers if name in ("layerskip", "transformers"))] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Count waits, and calls of ``tolist``, which read many values in one wait."""
-    read = torch.Tensor.tolist
-    with monkeypatch.context() as patch, _Waits() as waits:
-
-        def tolist(tensor: torch.Tensor) -> Any:
-            waits.counts["tolist"] += 1
-            return read(tensor)
-
-        patch.setattr(torch.Tensor, "tolist", tolist)
-        yield waits.counts
-
-
-@pytest.mark.parametrize("static_shapes", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize(
-    "sampling", [GREEDY, Sampling(1.0), Sampling(0.8, 5, 0.9, 0.02, 1.2)], ids=["greedy", "plain", "warped"]
-)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("token_recycling", "lookahead")])
-def test_a_round_waits_for_the_device_once(
-    target: Target, monkeypatch: pytest.MonkeyPatch, kind: str, sampling: Sampling, static_shapes: bool
-) -> None:
-    drafter = _drafter(kind, target)
-    if static_shapes:  # the first run also compares every recorded pass with the computed one
-        decode(target, drafter, PROMPT, sampling, 20, seed=0, static_shapes=True)
-    with _counted(monkeypatch) as waits:
-        result = decode(target, drafter, PROMPT, sampling, 20, seed=0, static_shapes=static_shapes)
-    assert waits == {"tolist": 1 + len(result.stats.rounds)}
-    assert (result.stats.drafted > 0) == (kind != "none")
-
-
-@pytest.mark.parametrize("kind", ["token_recycling", "lookahead"])
-def test_a_round_that_learns_from_logits_waits_twice(target: Target, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    drafter = _drafter(kind, target)
-    with _counted(monkeypatch) as waits:
-        result = decode(target, drafter, PROMPT, GREEDY, 20, static_shapes=False)
-    # The last round is not observed.
-    assert waits == {"tolist": 2 * len(result.stats.rounds)}
-    assert result.stats.drafted > 0
-
-
-def test_reading_a_confidence_counts_as_a_wait(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above prove nothing unless the confidence that a stop rule reads is counted."""
-    stop = StopRule(kind="threshold", threshold=0.0)
-    drafter = DraftModel(target.model, target.layers, 3, stop)
-    with _counted(monkeypatch) as waits:
-        result = decode(target, drafter, PROMPT, GREEDY, 20, static_shapes=False)
-    # The last token of a draft needs no confidence; here the rounds draft 3 tokens, the last one 2.
-    assert waits == {"tolist": 1 + 5, "layerskip": 4 * 2 + 1}
-    assert len(result.stats.rounds) == 5
 
 
 @pytest.mark.parametrize("family", SKIPPABLE)

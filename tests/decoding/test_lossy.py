@@ -10,7 +10,7 @@ import torch
 
 from layerskip.config import AcceptRule, ConfigError, SpeculativeConfig
 from layerskip.decoding.decode import decode
-from layerskip.decoding.draft import Draft
+from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.lossy import accept_lossy
 from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.registry import build_drafter
@@ -51,6 +51,23 @@ def test_the_deepest_branch_of_a_tree_is_accepted() -> None:
     rows = torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.05, 0.85, 0.05, 0.05], [0.1, 0.1, 0.5, 0.3], *[[0.25] * 4] * 3])
     verdict = accept_lossy(tree, rows.argmax(-1), rows.log(), AcceptRule("threshold", 0.2))
     assert (verdict.path, verdict.committed[:2]) == ((1, 4), [1, 2])
+    # The same with a shape on the device, filled up with a likely token that does not count.
+    shape = DeviceTree(torch.tensor([-1, -1, 0, 1, 1, -1]), torch.tensor([5]), 2, 2)
+    filled, more = Draft(torch.tensor([0, 1, 0, 3, 2, 0]), shape), torch.cat((rows, rows[:1]))
+    late = [torch.tensor([7])]
+    again = accept_lossy(filled, more.argmax(-1), more.log(), AcceptRule("threshold", 0.2), late=late)
+    assert (again, again.late) == (verdict, [[7]])
+
+
+def test_a_lossy_rule_accepts_the_same_of_trees_that_grow_on_the_device() -> None:
+    target, accept = target_of("llama"), AcceptRule("threshold", 0.1)
+    config = SpeculativeConfig("layer_skip", 3, mask="layers:1", siblings=2, least_probability=0.05, accept=accept)
+    for prompt in PROMPTS[:3]:
+        one, other = (
+            decode(target, build_drafter(config, target), prompt, GREEDY, LENGTH, accept=accept, static_shapes=static)
+            for static in (False, True)
+        )
+        assert one == other and one.stats.accepted
 
 
 @pytest.mark.parametrize("kind", ["layer_skip", "token_recycling"])

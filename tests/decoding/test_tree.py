@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
+from layerskip.decoding.draft import DeviceTree, Draft
+from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.tree import depths_and_ancestors, path_to, tree_model
+from layerskip.decoding.tree import depths_and_ancestors, path_to, tree_model, tree_shape
 from layerskip.decoding.verify import Verdict, verify
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
@@ -101,9 +101,24 @@ P = torch.tensor([[0.1, 0.3, 0.6], [0.5, 0.2, 0.3], [0.2, 0.5, 0.3], [0.6, 0.3, 
 Q = torch.tensor([[0.7, 0.2, 0.1], [0.3, 0.4, 0.3], [0.1, 0.1, 0.8], [0.2, 0.3, 0.5]])
 
 
+def _on_device(parents: Sequence[int], more: int, width: int) -> DeviceTree:
+    """The shape that the device knows alone, filled up with tokens that do not count."""
+    depth = max(len(path_to(node, parents)) for node in range(len(parents)))
+    return DeviceTree(torch.tensor([*parents, *(-1,) * more]), torch.tensor([len(parents)]), depth, width)
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_a_shape_on_the_device_equals_that_on_the_host(more: int) -> None:
+    for parents in itertools.product(*(range(-1, node) for node in range(5))):
+        expected = depths_and_ancestors((*parents, *(-1,) * more), torch.device("cpu"))
+        found = tree_shape(_on_device(parents, 0, 5), torch.device("cpu"), more)
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("kind", ["drawn", "without replacement", "deterministic"])
 @pytest.mark.parametrize("seed", range(3))
-def test_tokens_committed_from_a_tree_follow_the_target(kind: str, seed: int) -> None:
+def test_tokens_committed_from_a_tree_follow_the_target(kind: str, seed: int, on_device: bool) -> None:
     """Two siblings, the first with two children: every committed token follows the row of its parent."""
     parents = (-1, -1, 0, 0)
     p, q = P.roll(seed, 1), Q.roll(seed, 1)
@@ -125,7 +140,13 @@ def test_tokens_committed_from_a_tree_follow_the_target(kind: str, seed: int) ->
                     probs[node] /= probs[node].sum()
                 tokens[node] = probs[node].multinomial(1, generator=source)[0]
             draft = Draft(tokens, parents, probs)
-        verdict = verify(draft, p, generator)
+        if on_device:  # with one more child of the root that is likely and does not count
+            more, more_probs = torch.cat((draft.tokens, p[0].argmax()[None])), torch.cat((probs, q[:1]))
+            known = None if draft.probs is None else more_probs
+            verdict = verify(Draft(more, _on_device(parents, 1, 2), known), torch.cat((p, p[:1])), generator)
+            assert (verdict.parents, verdict.drafted) == (parents, tuple(draft.tokens.tolist()))
+        else:
+            verdict = verify(draft, p, generator)
         committed = verdict.committed
         assert verdict.path is not None and len(committed) == verdict.accepted + 1
         first.append(committed[0])
@@ -153,6 +174,10 @@ def test_greedy_trees_accept_the_longest_matching_branch() -> None:
             path.append(node)
         assert (verdict.path, verdict.next_token) == (tuple(path), int(target[node + 1]))
         assert verdict.last.tolist() == [verdict.next_token]
+        filled = torch.tensor([*drafted, target[0]]), torch.cat((target, target[:1]))  # the last token does not count
+        late = verify(Draft(filled[0], _on_device(parents, 1, 2)), filled[1], late=[torch.tensor([0.1, 7.0])])
+        assert late == verdict
+        assert late.late == [torch.tensor([0.1, 7.0]).tolist()]
 
 
 class Bush:
@@ -189,9 +214,12 @@ class Bush:
     def observe(self, verdict: Verdict) -> None:
         self.drafted = list(verdict.drafted)
 
-    def observe_logits(self, output: VerifyOutput) -> None:
-        assert output.block.tolist()[1:] == self.drafted
-        assert output.logits.shape == (len(self.drafted) + 1, self.vocabulary)
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
+        assert output.logits.shape == (output.block.shape[0], self.vocabulary)
+        return (LateRead(output.block, self._check), LateRead(output.logits, lambda *_: None))
+
+    def _check(self, verdict: Verdict, block: list[int]) -> None:
+        assert block[1:] == self.drafted == list(verdict.drafted)
 
 
 class TestDrawnTrees(DrafterContract):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from layerskip.decoding.decode import DecodeResult, decode
-from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, CrossPromptState, Drafter, FeatureReader, VerifyOutput
+from layerskip.decoding.draft import DeviceTree, Draft
+from layerskip.decoding.drafter import Context, CrossPromptState, Drafter, FeatureReader, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.stats import DecodeStats
 from layerskip.decoding.tree import path_to
@@ -111,7 +111,9 @@ class Recorder:
     def draft(self, context: Context, limit: int) -> Draft:
         length = self.cache.length
         draft = self.drafter.draft(context, limit)
-        tokens, parents = draft.tokens.tolist(), draft.parents
+        known = draft.read_shape()
+        tokens, parents = known.tokens.tolist(), known.parents
+        assert not isinstance(parents, DeviceTree)
         assert len(tokens) <= (limit if parents is None else self.tree_tokens)
         branches = [path_to(node, parents or range(-1, len(tokens) - 1)) for node in range(len(tokens))]
         assert all(len(branch) <= limit for branch in branches)
@@ -134,8 +136,8 @@ class Recorder:
     def observe(self, verdict: Verdict) -> None:
         self.drafter.observe(verdict)
 
-    def observe_logits(self, output: VerifyOutput) -> None:
-        self.drafter.observe_logits(output)
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
+        return self.drafter.observe_logits(output)
 
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -9,8 +9,8 @@ import torch
 
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, Lookup, VerifyOutput
+from layerskip.decoding.draft import DeviceTree, Draft
+from layerskip.decoding.drafter import Context, Drafter, LateRead, Lookup, VerifyOutput
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import path_to
 from layerskip.decoding.verify import Verdict
@@ -96,8 +96,9 @@ class Member:
     def observe(self, verdict: Verdict) -> None:
         self.calls.append("observe")
 
-    def observe_logits(self, output: VerifyOutput) -> None:
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         self.calls.append("observe_logits")
+        return ()
 
 
 class ScriptedMember(Member):
@@ -150,6 +151,7 @@ class Trees(Member):
 
 def branches_of(draft: Draft) -> list[list[int]]:
     tokens = draft.tokens.tolist()
+    assert not isinstance(draft.parents, DeviceTree)
     parents = draft.parents or range(-1, len(tokens) - 1)
     return [[tokens[at] for at in path_to(node, parents)] for node in range(len(tokens))]
 

@@ -10,6 +10,7 @@ import torch
 from layerskip.config import StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter, NoDraft
+from layerskip.drafters import eagle
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.priced_cascade import PricedCascade
@@ -50,6 +51,14 @@ class TestTree(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         return _eagle(target, eagle_head(family_of(target)), candidates=3, tree_tokens=7, least_probability=0.01)
+
+
+class TestTreeOnTheDevice(TestTree):
+    """Trees whose shape the host reads with the verdict, as on a GPU."""
+
+    @pytest.fixture(autouse=True)
+    def on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(eagle, "reads_while_growing", lambda cache, device: False)
 
 
 class TestThreeLayersOfFewTokens(DrafterContract):
@@ -192,8 +201,8 @@ def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth
         born = {}
         for branch in front:
             probs = readout(think_of(branch)).softmax(-1)
-            for place in probs.argsort(descending=True)[:width].tolist():
-                born[*branch, readout.token(place)] = chances[branch] * float(probs[place])
+            for place in probs.argsort(descending=True)[:width]:
+                born[*branch, int(readout.tokens_at(place))] = chances[branch] * float(probs[place])
         chances |= born
         front = sorted(born, key=lambda branch: -born[branch])[:width]
     del chances[()]

@@ -11,6 +11,7 @@ from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
+from layerskip.drafters import layer_skip
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
@@ -65,6 +66,14 @@ class TestSiblings(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         return _drafter(target, "attention:1;mlp:2", "mlp:0", draft_length=3, siblings=2, least_probability=0.05)
+
+
+class TestSiblingsOnTheDevice(TestSiblings):
+    """Trees whose shape the host reads with the verdict, as on a GPU."""
+
+    @pytest.fixture(autouse=True)
+    def on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(layer_skip, "reads_while_growing", lambda cache, device: False)
 
 
 def _bridged(target: Target, mask: str, kind: str, rank: int = 0, width: int = 0, **fields: Any) -> Drafter:

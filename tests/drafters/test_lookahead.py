@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from layerskip.config import SpeculativeConfig
+from layerskip.decoding.draft import DeviceTree
 from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
 from layerskip.decoding.tree import path_to
+from layerskip.decoding.verify import Verdict
 from layerskip.drafters.lookahead import Lookahead
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.target import Target
@@ -32,8 +34,14 @@ def _context(*tokens: int) -> Context:
 def _branches(drafter: Lookahead, context: Context, limit: int) -> list[tuple[int, ...]]:
     draft = drafter.draft(context, limit)
     tokens = draft.tokens.tolist()
+    assert not isinstance(draft.parents, DeviceTree)
     parents = draft.parents or range(-1, len(tokens) - 1)
     return [tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))]
+
+
+def _observe(drafter: Lookahead, output: VerifyOutput) -> None:
+    for late in drafter.observe_logits(output):
+        late.receive(Verdict(tuple(output.block.tolist()[1:]), 0, 0, output.block[:1]), late.values.tolist())
 
 
 def _pass_output(drafter: Lookahead, context: Context, follows: dict[int, int]) -> VerifyOutput:
@@ -51,10 +59,10 @@ def test_columns_of_the_window_become_ngrams() -> None:
     follows = {token: token + 1 for token in range(39)}
     # No n-gram begins with 30: the window alone, a chain of guesses from the prompt.
     assert _branches(drafter, context, 99) == [(10,), (10, 11), (10, 11, 12)]
-    drafter.observe_logits(_pass_output(drafter, context, follows))
+    _observe(drafter, _pass_output(drafter, context, follows))
     rows = [(10,), (10, 11), (10, 11, 12), (10, 11), (10, 11, 12), (10, 11, 12, 13)]
     assert _branches(drafter, context, 99) == rows
-    drafter.observe_logits(_pass_output(drafter, context, {token: token + 20 for token in range(13)} | {13: 33, 30: 0}))
+    _observe(drafter, _pass_output(drafter, context, {token: token + 20 for token in range(13)} | {13: 33, 30: 0}))
     # The guesses 10, 11, 12; then the target's tokens after each of them, and after those.
     ngrams = {token: _branches(drafter, _context(token), 2) for token in (10, 11, 12, 13)}
     assert ngrams == {10: [(11,), (11, 31), (11, 12)], 11: [(12,), (12, 32), (12, 13)], 12: [(13,), (13, 33)], 13: []}
@@ -70,7 +78,7 @@ def test_a_window_is_left_out_only_while_it_exceeds_the_limit(limit: int) -> Non
     assert (3,) in branches
     assert all(len(branch) <= limit for branch in branches)
     if limit < 3:
-        drafter.observe_logits(VerifyOutput(torch.tensor([2, 3]), torch.zeros(2, 40)))  # of a pass that it asked nothing in
+        _observe(drafter, VerifyOutput(torch.tensor([2, 3]), torch.zeros(2, 40)))  # of a pass that it asked nothing in
     assert (1, 2, 3) in _branches(drafter, context, 99)
 
 
@@ -81,5 +89,5 @@ def test_a_pass_that_verified_another_draft_teaches_nothing(verified: tuple[int,
     drafter.start((10, 11, 12, 13), None, None)  # type: ignore[arg-type]
     window = _branches(drafter, context, 99)
     block = torch.tensor([30, *verified])
-    drafter.observe_logits(VerifyOutput(block, torch.nn.functional.one_hot(block, 40).float()))
+    _observe(drafter, VerifyOutput(block, torch.nn.functional.one_hot(block, 40).float()))
     assert _branches(drafter, context, 99) == window

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter
+from layerskip.drafters import medusa
 from layerskip.drafters.medusa import Medusa
 from layerskip.heads.feature_store import TextFeatures, read_features
 from layerskip.heads.readout import Readout
@@ -20,6 +22,14 @@ class TestMedusa(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         return Medusa(medusa_heads(family_of(target)), Readout(target, None), 3, 4, 84, 0.01)
+
+
+class TestMedusaOnTheDevice(TestMedusa):
+    """Trees whose shape the host reads with the verdict, as on a GPU."""
+
+    @pytest.fixture(autouse=True)
+    def on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(medusa, "reads_while_growing", lambda cache, device: False)
 
 
 def test_drafts_equal_the_predictions_of_training() -> None:

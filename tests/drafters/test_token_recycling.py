@@ -12,6 +12,7 @@ from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter, VerifyOutput
 from layerskip.decoding.sampling import Sampling
+from layerskip.decoding.verify import Verdict
 from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.token_recycling import TokenRecycling
 from layerskip.models.target import Target
@@ -46,7 +47,8 @@ def _taught(tree_tokens: int = 9, least: float = 0.0) -> TokenRecycling:
     drafter = TokenRecycling(3, tree_tokens, 2, least)
     probs = torch.tensor([[0.0, 0.6, 0.4], [0.0, 0.0, 1.0], [0.9, 0.1, 0.0]])
     block = torch.tensor([0, 1, 2])
-    drafter.observe_logits(VerifyOutput(block, probs.log()))
+    (late,) = drafter.observe_logits(VerifyOutput(block, probs.log()))
+    late.receive(Verdict((1, 2), 0, 0, block[:1]), late.values.tolist())
     return drafter
 
 

@@ -36,7 +36,7 @@ def _predicted(head: EagleHead, tokens: list[int]) -> list[int]:
     embedded = EMBEDDINGS(torch.tensor([tokens]))
     hidden = head(head.with_lookback(embedded, len(tokens) - 1), torch.randn(1, len(tokens) - 1, SHAPE.hidden))
     readout = Readout(TARGET, head.tokens)
-    return [readout.token(place) for place in readout(hidden[0]).argmax(-1).tolist()]
+    return readout.tokens_at(readout(hidden[0]).argmax(-1)).tolist()
 
 
 def _copied(head: EagleHead, drafted: torch.Tensor) -> float:

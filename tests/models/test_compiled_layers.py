@@ -152,8 +152,6 @@ def test_a_compiled_layer_launches_few_kernels(family: str, most: int, monkeypat
     ]
     assert launches
     assert max(launches) <= most
-    found = decoder_layers(view)
-    assert found is not None
     set_compiling(view, "off")
     release_cache(model, cache)
     cache, _ = _caches(model, view, 12)
