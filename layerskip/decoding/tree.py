@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from layerskip.decoding.draft import Draft
 from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
-from layerskip.models.architecture import UnsupportedModel, architecture
+from layerskip.models.architecture import UnsupportedModel, architecture, hidden_states
 from layerskip.models.cache import KVCache
 from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
+from layerskip.models.placement import input_device
 from layerskip.models.skip_view import OncePerModel, shared_copy
 
 _PROBE = 6  # tokens before the tree of the self-check
@@ -53,7 +54,7 @@ class TreeModel:
         self.view = shared_copy(model)
         self._shape: tuple[Tensor, Tensor, Tensor] | None = None  # of the running pass: depths, ancestors, cache columns
         self._keys = 0  # columns of its mask
-        self._masks: dict[int, tuple[Any, Tensor]] = {}
+        self._masks: dict[tuple[int, torch.device], tuple[Any, Tensor]] = {}
         blocks = self.view.get_submodule(found.path)
         for index, block in enumerate(found.blocks):
             for name in block.attention:
@@ -66,15 +67,17 @@ class TreeModel:
             if "attention_mask" not in kwargs:
                 raise self._refusal("its attention takes no attention_mask by name")
             mask = kwargs["attention_mask"]
-            if id(mask) not in self._masks:  # layers share masks; keeping the original alive keeps its id unique
-                self._masks[id(mask)] = mask, self._tree_mask(mask)
-            return original(*args, **kwargs | {"attention_mask": self._masks[id(mask)][1]})
+            device = hidden_states(args, kwargs).device
+            key = id(mask), device  # layers share masks; keeping the original alive keeps its id unique
+            if key not in self._masks:
+                self._masks[key] = mask, self._tree_mask(mask, device)
+            return original(*args, **kwargs | {"attention_mask": self._masks[key][1]})
 
         return forward
 
-    def _tree_mask(self, mask: Tensor | None) -> Tensor:
+    def _tree_mask(self, mask: Tensor | None, device: torch.device) -> Tensor:
         assert self._shape is not None
-        depths, ancestors, columns = self._shape
+        depths, ancestors, columns = (part.to(device) for part in self._shape)
         if mask is None:  # plain causal attention
             mask = (torch.arange(self._keys, device=depths.device) <= columns[:, None])[None, None]
         rows = mask.index_select(2, depths)
@@ -127,10 +130,10 @@ class TreeModel:
         """Check that a branch gives the logits of the same tokens in a chain."""
         # From the middle of the vocabulary: special tokens are at its ends, and on untrained tokens half precision is far
         # off.
-        size = _vocabulary(model)
-        tokens = (size // 3 + 17 * torch.arange(_PROBE + 1 + len(_PROBE_PARENTS), device=model.device)) % size
+        size, device = _vocabulary(model), input_device(model)
+        tokens = (size // 3 + 17 * torch.arange(_PROBE + 1 + len(_PROBE_PARENTS), device=device)) % size
         prompt, block = tokens[:_PROBE], tokens[_PROBE:]
-        cache = KVCache(self._layers, tokens.shape[0], device=model.device)
+        cache = KVCache(self._layers, tokens.shape[0], device=device)
         forward(model, prompt, cache, last=1)
         cache.length = _PROBE
         try:
