@@ -97,6 +97,9 @@ def check_rewind(model: PreTrainedModel) -> None:
     }
     if kinds:
         raise _refusal(model, f"it has layers of type {', '.join(sorted(kinds))}, whose state cannot rewind")
+    if (layer := rows_depend(model)) is not None:
+        reason = "gives a token another result beside other tokens, so drafting would change the output"
+        raise UnsupportedModel(f"target.quantization: {layer} of {type(model).__name__} {reason}")
     device = input_device(model)
     tokens = torch.arange(_PROBE_LENGTH, device=device) % _config(model).vocab_size
     layers, half = _config(model).num_hidden_layers, _PROBE_LENGTH // 2
@@ -116,11 +119,6 @@ def check_rewind(model: PreTrainedModel) -> None:
         raise _refusal(model, "it does not store keys and values in the cache it is given, so it cannot rewind")
     if not nearly_equal(rewound, expected):
         raise _refusal(model, "its cache does not rewind: rejected tokens change later logits")
-    if (dependent := rows_depend(model)) is not None:
-        raise UnsupportedModel(
-            f"target.quantization: {dependent} of {type(model).__name__} gives a token another result beside other tokens, so "
-            "drafting would change the output"
-        )
     _rewinds.add(model)
 
 

@@ -93,10 +93,10 @@ def _weight_addresses(*models: nn.Module) -> Hashable | None:
 
     It cannot with wrapper tensors, as in torchao, whose addresses are unknown, nor on several devices.
     """
-    parts = [part for model in models for part in (*model.parameters(), *model.buffers())]
-    places = tuple((part.data_ptr(), part.dtype) for part in parts)
     if any(map(is_split, models)):
         return None
+    parts = [part for model in models for part in (*model.parameters(), *model.buffers())]
+    places = tuple((part.data_ptr(), part.dtype) for part in parts)
     return None if any(part.numel() and not address for part, (address, _) in zip(parts, places, strict=True)) else places
 
 

@@ -43,8 +43,8 @@ def load_target(
     Args:
         name: ``smollm2`` or ``gemma3`` (from their wheels), a local folder, a ``.gguf`` file, or a hub id.
         revision: branch, tag or commit of a hub id.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 where the processor supports it, else float16 on a
-            GPU and float32 on a CPU).
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 where the processor supports it, else float16 on
+            a GPU and float32 on a CPU).
         device: a torch device name, or ``auto`` (CUDA if available, else the CPU).
         trust_remote_code: whether code from the model's repository may run.
         pack_weights: see :class:`~layerskip.models.target.Target`.
@@ -172,7 +172,7 @@ def _load(
     if info["missing_keys"]:  # transformers would initialise them randomly
         raise TargetError(f"target: {name} has no weights for {min(info['missing_keys'])}")
     linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    if "quantization_config" in placed and all(is_dense(layer, model.dtype) for layer in linear):
+    if "quantization_config" in placed and all(is_dense(layer) for layer in linear):
         raise TargetError(f"target.quantization: no layer of {name} could be quantised; their sizes may not fit")
     return tokenizer, model if placed else model.to(device)
 
@@ -191,8 +191,7 @@ def _device(device: str) -> torch.device:
 
 def _numbered(device: torch.device) -> torch.device:
     """Return a device with its number, which some integrations of quantised weights need."""
-    numbered = device.index is not None or device.type != "cuda"
-    return device if numbered else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def _dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -211,7 +210,7 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype:
 def _card_has_bfloat16(device: torch.device) -> bool:
     """Return whether a CUDA device multiplies bfloat16 in hardware, as from Ampere on."""
     with torch.cuda.device(device):  # torch asks the current device
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _processor_has_bfloat16() -> bool:

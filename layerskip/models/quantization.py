@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError
 
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = 8
 _OUTLIER = 100.0  # times the other rows
 
@@ -81,10 +82,10 @@ def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from plain_tensors(f"{name}.{part}", getattr(tensor, part))
 
 
-def is_dense(layer: nn.Module | None, dtype: torch.dtype) -> bool:
-    """Return whether a layer has a ``weight`` of plain numbers in a dtype, whose rows can be read."""
+def is_dense(layer: nn.Module | None) -> bool:
+    """Return whether a layer has a ``weight`` of plain numbers, whose rows can be read."""
     weight = getattr(layer, "weight", None)
-    return isinstance(weight, Tensor) and not hasattr(weight, "__tensor_flatten__") and weight.dtype == dtype
+    return isinstance(weight, Tensor) and not hasattr(weight, "__tensor_flatten__") and weight.dtype in _PLAIN
 
 
 def check_dense(layer: nn.Module | None, model: PreTrainedModel, what: str) -> None:
@@ -98,7 +99,7 @@ def check_dense(layer: nn.Module | None, model: PreTrainedModel, what: str) -> N
     Raises:
         ConfigError: they are quantised.
     """
-    if getattr(model, "is_quantized", False) and not is_dense(layer, model.dtype):
+    if getattr(model, "is_quantized", False) and not is_dense(layer):
         raise ConfigError(f"target.quantization: {what} read rows of the output layer, which is quantised")
 
 
@@ -111,10 +112,11 @@ def rows_depend(model: PreTrainedModel) -> str | None:
     if not getattr(model, "is_quantized", False):
         return None
     seen: set[object] = set()
+    layer: Any
     for name, layer in model.named_modules():
         weight, width = getattr(layer, "weight", None), getattr(layer, "in_features", None)
         kind = type(layer), type(weight), getattr(weight, "dtype", None)
-        if not isinstance(width, int) or is_dense(layer, model.dtype) or kind in seen or _has_offloaded(layer):
+        if not isinstance(width, int) or is_dense(layer) or kind in seen or _has_offloaded(layer):
             continue
         seen.add(kind)
         place = next((part.device for part in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
@@ -123,7 +125,7 @@ def rows_depend(model: PreTrainedModel) -> str | None:
         changed = torch.cat((rows[: _ROWS // 2], _OUTLIER * rows[_ROWS // 2 :]))
         before, after = (layer(some.to(place, model.dtype)[None])[0, : _ROWS // 2] for some in (rows, changed))
         if not torch.equal(before, after):
-            return name
+            return str(name)
     return None
 
 
@@ -136,6 +138,8 @@ def _bitsandbytes_4bit(dtype: torch.dtype) -> Any:
 
 
 def _bitsandbytes_8bit(dtype: torch.dtype) -> Any:
+    if dtype != torch.float16:
+        raise ConfigError("target.quantization: bitsandbytes-8bit multiplies in float16; set target.dtype=float16")
     # Without a threshold there are no outliers, which would make tokens of a pass depend on each other.
     return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
