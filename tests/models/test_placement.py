@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import backend_registration
 
 from layerskip import ConfigError, SpeculativeConfig, Target, TargetError, generate, load_target
 from layerskip.heads.readout import Readout
@@ -105,9 +109,8 @@ def test_an_environment_names_the_places_of_a_split_target(folders: dict[str, Pa
     [
         ({"device_map": "auto", "device": "cpu"}, "target.device=cpu"),
         ({"device_map": "nonsense"}, "nonsense"),
-        ({"device_map": {"model.layers": "cpu"}}, "model.layers"),
     ],
-    ids=["with a device", "unknown", "incomplete"],
+    ids=["with a device", "unknown"],
 )
 def test_a_useless_map_is_refused(tiny_folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(TargetError, match=r"^target\.device_map: [^\n]*$") as error:
@@ -117,9 +120,6 @@ def test_a_useless_map_is_refused(tiny_folder: Path, options: dict[str, Any], wo
 
 def test_a_view_does_not_keep_a_placed_model(folders: dict[str, Path]) -> None:
     """Accelerate replaces methods of a placed model by functions that hold it."""
-    import gc
-    import weakref
-
     target = load_target(str(folders["llama"]), dtype="float32", device_map=OFFLOADED["a layer"])
     generate(target, PROMPT, SpeculativeConfig.from_dict(CONFIGS[2]), max_new_tokens=4)
     model = weakref.ref(target.model)
@@ -129,8 +129,14 @@ def test_a_view_does_not_keep_a_placed_model(folders: dict[str, Path]) -> None:
 
 
 def test_every_pass_of_a_split_model_stays_on_its_devices() -> None:
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch has no devices without a kernel")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.split_passes"], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        [sys.executable, "-m", "tests.models.split_passes"],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "LAYERSKIP_TEST_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
