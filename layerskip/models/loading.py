@@ -36,7 +36,7 @@ def load_target(
     trust_remote_code: bool = False,
     pack_weights: bool | None = None,
     device_map: str | Mapping[str, Any] | None = None,
-    quantization: str | Mapping[str, Any] | Any | None = None,
+    quantization: Any = None,
 ) -> Target:
     """Load a model for decoding.
 

@@ -19,7 +19,7 @@ from layerskip.config import ConfigError
 def input_device(model: PreTrainedModel) -> torch.device:
     """Return the device of a model's input embeddings, on which tokens enter and logits come out."""
     embeddings: Any = model.get_input_embeddings()
-    device: torch.device = embeddings.weight.device
+    device: torch.device = next(embeddings.parameters()).device
     if device.type == "meta":  # offloaded: its device is that of its hook
         device = torch.empty(0, device=embeddings._hf_hook.execution_device).device
     return device

@@ -24,6 +24,7 @@ from layerskip.config import ConfigError
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = 8
 _OUTLIER = 100.0  # times the other rows
+_NOISE = 4.0  # times the difference of two equal runs, which is 0 unless a kernel adds in any order
 
 
 def quantization_config(quantization: object, dtype: torch.dtype, device: torch.device) -> Any:
@@ -106,8 +107,8 @@ def check_dense(layer: nn.Module | None, model: PreTrainedModel, what: str) -> N
 def rows_depend(model: PreTrainedModel) -> str | None:
     """Return the name of a quantised linear layer whose result for a row depends on other rows; None if there is none.
 
-    One layer of each type is run twice on rows of the same shape, so the same kernels run. The last rows become outliers;
-    the results of the first ones must stay the same bit by bit.
+    One layer of each type runs on rows of the same shape, so the same kernels run. The last rows become outliers; the
+    results of the first ones must stay the same bit by bit, or as near as when the same rows run twice.
     """
     if not getattr(model, "is_quantized", False):
         return None
@@ -123,8 +124,9 @@ def rows_depend(model: PreTrainedModel) -> str | None:
         source = torch.Generator().manual_seed(0)
         rows = torch.randn(_ROWS, width, generator=source, device="cpu")
         changed = torch.cat((rows[: _ROWS // 2], _OUTLIER * rows[_ROWS // 2 :]))
-        before, after = (layer(some.to(place, model.dtype)[None])[0, : _ROWS // 2] for some in (rows, changed))
-        if not torch.equal(before, after):
+        runs = (layer(some.to(place, model.dtype)[None])[0, : _ROWS // 2].float() for some in (rows, rows, changed))
+        first, again, beside = runs
+        if not (first - beside).abs().max() <= _NOISE * (first - again).abs().max():  # NaN fails too
             return str(name)
     return None
 
