@@ -1,5 +1,6 @@
 """Programs that search, measure and verify. Environment variables of libraries are set before these are imported."""
 
+import logging
 import os
 import sys
 
@@ -13,3 +14,6 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 if not sys.stderr.isatty():
     os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries
+# Transformers imports torchao where it is installed, which then reports the kernels that this machine cannot load.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
-from layerskip.models.architecture import UnsupportedModel, architecture
+from layerskip.models.architecture import UnsupportedModel, architecture, hidden_states
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only
 from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
+from layerskip.models.placement import input_device
 from layerskip.models.skip_view import OncePerModel, shared_copy
 
 _PROBE = 6  # tokens before the tree of the self-check
@@ -55,7 +56,7 @@ class TreeModel:
         self.view = shared_copy(model)
         self._shape: tuple[Tensor, Tensor, Tensor] | None = None  # of the running pass: depths, ancestors, cache columns
         self._keys = 0  # columns of its mask
-        self._masks: dict[int, tuple[Any, Tensor]] = {}
+        self._masks: dict[tuple[int, torch.device], tuple[Any, Tensor]] = {}
         blocks = self.view.get_submodule(found.path)
         for index, block in enumerate(found.blocks):
             for name in block.attention:
@@ -67,18 +68,20 @@ class TreeModel:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if "attention_mask" not in kwargs:
                 raise self._refusal("its attention takes no attention_mask by name")
-            return original(*args, **kwargs | {"attention_mask": self._cached_tree_mask(kwargs["attention_mask"])})
+            mask = self._cached_tree_mask(kwargs["attention_mask"], hidden_states(args, kwargs).device)
+            return original(*args, **kwargs | {"attention_mask": mask})
 
         return eager_only(forward)
 
-    def _cached_tree_mask(self, mask: Tensor | None) -> Tensor:
-        if id(mask) not in self._masks:  # layers share masks; keeping the original alive keeps its id unique
-            self._masks[id(mask)] = mask, self._tree_mask(mask)
-        return self._masks[id(mask)][1]
+    def _cached_tree_mask(self, mask: Tensor | None, device: torch.device) -> Tensor:
+        key = id(mask), device  # layers share masks; keeping the original alive keeps its id unique
+        if key not in self._masks:
+            self._masks[key] = mask, self._tree_mask(mask, device)
+        return self._masks[key][1]
 
-    def _tree_mask(self, mask: Tensor | None) -> Tensor:
+    def _tree_mask(self, mask: Tensor | None, device: torch.device) -> Tensor:
         assert self._shape is not None
-        depths, ancestors, columns = self._shape
+        depths, ancestors, columns = (part.to(device) for part in self._shape)
         if mask is None:  # plain causal attention
             mask = (torch.arange(self._keys, device=depths.device) <= columns[:, None])[None, None]
         rows = mask.index_select(2, depths)
@@ -109,7 +112,8 @@ class TreeModel:
             filled = torch.cat((block, block[:1].expand(wide - size)))
             inputs = filled, *tree_shape(parents, block.device, wide - size)
             compute = functools.partial(self._pass, cache, features)
-            found = cache.replay(self.view, features.modules, inputs, compute, mask_of=self._cached_tree_mask)
+            mask_of = functools.partial(self._cached_tree_mask, device=block.device)
+            found = cache.replay(self.view, features.modules, inputs, compute, mask_of=mask_of)
             logits, *parts = (part[..., :size, :] for part in found)
             features.parts = tuple(parts)
             return logits
@@ -133,10 +137,10 @@ class TreeModel:
         """Check that a branch gives the logits of the same tokens in a chain."""
         # From the middle of the vocabulary: special tokens are at its ends, and on untrained tokens half precision is far
         # off.
-        size = _vocabulary(model)
-        tokens = (size // 3 + 17 * torch.arange(_PROBE + 1 + len(_PROBE_PARENTS), device=model.device)) % size
+        size, device = _vocabulary(model), input_device(model)
+        tokens = (size // 3 + 17 * torch.arange(_PROBE + 1 + len(_PROBE_PARENTS), device=device)) % size
         prompt, block = tokens[:_PROBE], tokens[_PROBE:]
-        cache = KVCache(self._layers, tokens.shape[0], device=model.device)
+        cache = KVCache(self._layers, tokens.shape[0], device=device)
         forward(model, prompt, cache, last=1)
         cache.length = _PROBE
         try:

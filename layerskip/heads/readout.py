@@ -8,6 +8,7 @@ section 3). While a text is continued, :mod:`layerskip.models.output_rows` adds 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch.nn.functional import linear
 
 from layerskip.models.output_rows import OutputRows
 from layerskip.models.packing import multiply, uses_packing
+from layerskip.models.placement import check_not_split
+from layerskip.models.quantization import check_dense
 from layerskip.models.target import Target
 
 
@@ -27,10 +30,15 @@ class Readout:
 
     Attributes:
         scale: factor of the logits.
+
+    Raises:
+        ConfigError: the output layer is quantised, or the target is on several devices.
     """
 
     def __init__(self, target: Target, tokens: Tensor | None) -> None:
-        layer = target.model.get_output_embeddings()
+        layer: Any = target.model.get_output_embeddings()
+        check_not_split(target.model, "heads")
+        check_dense(layer, target.model, "heads")
         bias = getattr(layer, "bias", None)
         config = target.model.config.get_text_config(decoder=True)
         self.scale = float(getattr(config, "logit_scale", None) or 1.0)

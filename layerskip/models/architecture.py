@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from layerskip.device.tolerance import nearly_equal
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
+from layerskip.models.placement import input_device
+from layerskip.models.quantization import rows_depend
 
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "moe")
@@ -81,7 +83,7 @@ def architecture(model: PreTrainedModel) -> Architecture:
 
 @torch.inference_mode()
 def check_rewind(model: PreTrainedModel) -> None:
-    """Check that a model decodes on a :class:`KVCache` and that rejected tokens leave no trace in it.
+    """Check that a model decodes on a :class:`KVCache` and that rejected and later tokens do not change its logits.
 
     Raises:
         UnsupportedModel: the check fails.
@@ -95,13 +97,17 @@ def check_rewind(model: PreTrainedModel) -> None:
     }
     if kinds:
         raise _refusal(model, f"it has layers of type {', '.join(sorted(kinds))}, whose state cannot rewind")
-    tokens = torch.arange(_PROBE_LENGTH, device=model.device) % _config(model).vocab_size
+    if (layer := rows_depend(model)) is not None:
+        reason = "gives a token another result beside other tokens, so drafting would change the output"
+        raise UnsupportedModel(f"target.quantization: {layer} of {type(model).__name__} {reason}")
+    device = input_device(model)
+    tokens = torch.arange(_PROBE_LENGTH, device=device) % _config(model).vocab_size
     layers, half = _config(model).num_hidden_layers, _PROBE_LENGTH // 2
     try:
-        cache = KVCache(layers, _PROBE_LENGTH, device=model.device)
+        cache = KVCache(layers, _PROBE_LENGTH, device=device)
         expected = forward(model, tokens, cache, last=half)
         written = cache.is_written
-        cache = KVCache(layers, _PROBE_LENGTH, device=model.device)
+        cache = KVCache(layers, _PROBE_LENGTH, device=device)
         forward(model, tokens[:half], cache, last=1)
         cache.length = half
         forward(model, tokens.flip(0)[:half], cache, last=1)  # a rejected draft
@@ -183,8 +189,9 @@ def _record_calls(
     ]
     hooks = [module.register_forward_hook(record, with_kwargs=True) for module in watched]
     try:
-        cache = KVCache(len(layers), _PROBE_LENGTH, device=model.device)
-        forward(model, torch.arange(2, device=model.device) % _config(model).vocab_size, cache, last=1)
+        device = input_device(model)
+        cache = KVCache(len(layers), _PROBE_LENGTH, device=device)
+        forward(model, torch.arange(2, device=device) % _config(model).vocab_size, cache, last=1)
     finally:
         for hook in hooks:
             hook.remove()
@@ -207,13 +214,17 @@ def _check_identity(model: PreTrainedModel, index: int, layer: nn.Module, block:
 @contextmanager
 def _zeroed(layer: nn.Module, block: Block) -> Iterator[None]:
     children = [layer.get_submodule(name) for name in block.child_forms]
+    replaced = [vars(child).get("forward") for child in children]  # by a hook of accelerate
     try:
         for name, child in zip(block.child_forms, children, strict=True):
             replace_forward(child, block.child_forms[name], torch.zeros_like)
         yield
     finally:
-        for child in children:
-            del child.__dict__["forward"]
+        for child, forward in zip(children, replaced, strict=True):
+            if forward is None:
+                del child.__dict__["forward"]
+            else:
+                child.forward = forward
 
 
 def replace_forward(module: nn.Module, form: Form, function: Callable[[Tensor], Tensor]) -> None:

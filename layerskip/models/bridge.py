@@ -21,6 +21,7 @@ from torch.nn.functional import rms_norm, silu
 from layerskip.config import ConfigError
 from layerskip.mask import Gap, MaskError, SkipMask
 from layerskip.models.packing import multiply, pack_matrices, uses_packing
+from layerskip.models.placement import check_not_split
 from layerskip.models.target import Target
 from layerskip.models.trained_module import load_trained, save_trained
 from layerskip.rules import check_integer
@@ -235,8 +236,10 @@ def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = Non
         mask: the mask that they must belong to; None for any.
 
     Raises:
-        ConfigError: the folder has no bridges, they are damaged, or they belong to another target or mask.
+        ConfigError: the folder has no bridges, they are damaged, they belong to another target or mask, or the target is on
+            several devices.
     """
+    check_not_split(target.model, "bridges")
     fields, weights = load_trained(folder, _KIND, target, "bridge")
     try:
         shape = BridgeShape(**fields)

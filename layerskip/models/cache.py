@@ -215,6 +215,7 @@ class KVCache(Cache):
         begin, end = self._length, self._length + positions.shape[0]
         for keys, values in self.states()[:layers]:
             if keys is not None and values is not None:
+                positions = positions.to(keys.device)  # layers may be on several devices
                 keys[:, :, begin:end] = keys.index_select(2, positions)
                 values[:, :, begin:end] = values.index_select(2, positions)
 

@@ -13,6 +13,7 @@ from layerskip.device.memory import on_memory_release
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import prepare_compiling
 from layerskip.models.graph_capture import CapturingCache
+from layerskip.models.placement import is_split
 
 _MIN_LENGTH = 512  # positions; from here on lengths are powers of two, so that most prompts find a cache
 _LARGE = 4096  # from here on eighths of powers of two, because masked positions are read too
@@ -92,7 +93,12 @@ def _rounded(positions: int) -> int:
 
 
 def _weight_addresses(*models: nn.Module) -> Hashable | None:
-    """Return addresses and dtypes of all weights, which captured passes read; None for wrapper tensors, as in torchao."""
+    """Return addresses and dtypes of all weights, which captured passes read; None if a pass cannot be captured.
+
+    It cannot with wrapper tensors, as in torchao, whose addresses are unknown, nor on several devices.
+    """
+    if any(map(is_split, models)):
+        return None
     parts = [part for model in models for part in (*model.parameters(), *model.buffers())]
     places = tuple((part.data_ptr(), part.dtype) for part in parts)
     return None if any(part.numel() and not address for part, (address, _) in zip(parts, places, strict=True)) else places

@@ -21,6 +21,7 @@ from layerskip.mask import MaskError, SkipMask
 from layerskip.models.architecture import UnsupportedModel, architecture
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
+from layerskip.models.placement import check_not_split
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 
@@ -40,11 +41,15 @@ def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) ->
 
     Raises:
         MaskError: the mask skips only one sub-layer of a layer, or all layers.
-        UnsupportedModel: the saved model does not compute the same as the skipped view.
+        UnsupportedModel: the target is quantised, or the saved model does not compute the same as the skipped view.
+        ConfigError: the target is on several devices.
         FileExistsError: the folder is not empty.
     """
     if not mask.is_whole_layers:
         raise MaskError("mask: a checkpoint of kept layers needs both sub-layers of a layer skipped together")
+    if getattr(target.model, "is_quantized", False):
+        raise UnsupportedModel("target.quantization: no checkpoint can be cut out of a quantised model")
+    check_not_split(target.model, "checkpoints of kept layers")
     kept = [i for i in range(mask.layers) if not mask.attention[i]]
     if not kept:
         raise MaskError("mask: skips every layer, so no layer is left to save")

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from layerskip.config import ConfigError
 from layerskip.models.output_rows import OutputRows
 from layerskip.models.packing import uses_packing
+from layerskip.models.placement import check_not_split
+from layerskip.models.quantization import check_dense
 from layerskip.models.target import Target
 from layerskip.models.trained_module import load_trained, save_trained
 
@@ -28,13 +30,16 @@ class DraftHead:
         vocabulary: V: only tokens below it are drafted; the model's vocabulary may be larger than the target's.
 
     Raises:
-        ConfigError: a token is not in the model's vocabulary, or the model has no linear output layer.
+        ConfigError: a token is not in the model's vocabulary, the model has no linear output layer or a quantised one, or it
+            is on several devices.
     """
 
     def __init__(self, model: PreTrainedModel, tokens: Tensor, vocabulary: int) -> None:
         layer = model.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
             raise ConfigError(f"draft_head: {type(model).__name__} has no linear output layer")
+        check_not_split(model, "draft heads")
+        check_dense(layer, model, "draft heads")
         size = min(layer.out_features, vocabulary)
         if not tokens.numel() or int(tokens.max()) >= size:
             raise ConfigError("draft_head: has no tokens, or tokens outside the model's vocabulary")

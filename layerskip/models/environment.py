@@ -24,10 +24,12 @@ def environment(target: Target) -> dict[str, Any]:
 
 def machine(target: Target) -> dict[str, Any]:
     """Return the values that times depend on: ``device``, ``device_name``, ``threads``, ``packed_weights``, ``versions``."""
-    device = target.device
+    device, places = target.device, vars(target.model).get("hf_device_map", {}).values()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    used = sorted({str(place) for place in places})
     return {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device_name": name if len(used) < 2 else f"{name} ({', '.join(used)})",  # where the weights are, if split
         "threads": torch.get_num_threads(),
         "packed_weights": uses_packing(target.model),
         "versions": {"python": platform.python_version()} | _versions(),

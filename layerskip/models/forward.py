@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel
 
 from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.graph_capture import CapturingCache, padded_count
+from layerskip.models.placement import is_split
 
 
 def forward(
@@ -81,7 +82,8 @@ def _forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, position
     options: dict[str, Any] = {}
     if last < size and _has_logits_to_keep(type(model)):  # type: ignore[arg-type]
         # An int becomes a slice, for which torch copies the whole output layer where that needs no gradient.
-        options["logits_to_keep"] = torch.arange(size - last, size, device=tokens.device)
+        # The output layer of a split model is elsewhere, and indices on the CPU fit everywhere.
+        options["logits_to_keep"] = torch.arange(size - last, size, device="cpu" if is_split(model) else tokens.device)
     if positions is not None:
         options["position_ids"] = positions[None]
     output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **options)

@@ -6,20 +6,26 @@ allows it.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from layerskip.config import ConfigError
+from layerskip.models.quantization import as_recorded, is_dense, quantization_config
 from layerskip.models.target import Target, TargetError
 from layerskip.models.tokenizer import load_tokenizer
 from layerskip.models.wheels import WHEELS, WheelError, find_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_log = logging.getLogger(__name__)
 
 
 def load_target(
@@ -29,27 +35,37 @@ def load_target(
     device: str = "auto",
     trust_remote_code: bool = False,
     pack_weights: bool | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization: Any = None,
 ) -> Target:
     """Load a model for decoding.
 
     Args:
         name: ``smollm2`` or ``gemma3`` (from their wheels), a local folder, a ``.gguf`` file, or a hub id.
         revision: branch, tag or commit of a hub id.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the fastest that the processor supports).
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 where the processor supports it, else float16 on
+            a GPU and float32 on a CPU).
         device: a torch device name, or ``auto`` (CUDA if available, else the CPU).
         trust_remote_code: whether code from the model's repository may run.
         pack_weights: see :class:`~layerskip.models.target.Target`.
+        device_map: ``auto``, another strategy of accelerate, or a mapping of modules to devices, for a model that one device
+            cannot hold; None for ``device``.
+        quantization: ``bitsandbytes-4bit``, ``bitsandbytes-8bit``, ``torchao-int8``, ``torchao-int4``, ``fp8``, or a
+            quantisation configuration of transformers; None keeps the weights as they are stored, quantised or not.
 
     Raises:
-        TargetError: the model does not exist, or it cannot be loaded.
+        TargetError: the model does not exist, or it cannot be loaded as requested.
     """
     if not isinstance(trust_remote_code, bool):  # "no" would be true
         raise TargetError(f"trust_remote_code: {trust_remote_code!r} is neither true nor false")
     if pack_weights is not None and not isinstance(pack_weights, bool):
         raise TargetError(f"pack_weights: {pack_weights!r} is not true, false or null")
+    if device_map is not None and device != "auto":
+        raise TargetError(f"target.device_map: the places of the weights are given, so target.device={device} has no effect")
     torch_device = _device(device)
     torch_dtype = _dtype(dtype, torch_device)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    placed: dict[str, Any] = {}
     if name in WHEELS:
         try:
             weights = find_weights(name)
@@ -67,8 +83,20 @@ def load_target(
     else:
         source = name
         options["revision"] = revision
-    tokenizer, model = _load(name, source, torch_dtype, options)
-    return Target(model.to(torch_device).eval(), tokenizer, name, revision, pack_weights)  # type: ignore[arg-type]
+    if quantization is not None:
+        if "gguf_file" in options:
+            raise TargetError(
+                f"target.quantization: {name} is a GGUF file, whose weights are unpacked; use a safetensors folder"
+            )
+        try:
+            placed["quantization_config"] = quantization_config(quantization, torch_dtype, torch_device)
+        except ConfigError as error:
+            raise TargetError(str(error)) from error
+        quantization = as_recorded(quantization)
+    if device_map is not None:
+        placed["device_map"] = dict(device_map) if isinstance(device_map, Mapping) else device_map
+    tokenizer, model = _load(name, source, torch_dtype, torch_device, options, placed)
+    return Target(model.eval(), tokenizer, name, revision, pack_weights, quantization)
 
 
 def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target:
@@ -99,7 +127,19 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
     return draft
 
 
-def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, PreTrainedModel]:
+def _load(
+    name: str, source: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any], placed: dict[str, Any]
+) -> tuple[Any, PreTrainedModel]:
+    """Load tokenizer and model.
+
+    Args:
+        name: for errors.
+        source: a folder or a hub id.
+        dtype: of the model.
+        device: of the model, if ``placed`` has no ``device_map``.
+        options: of every part: ``trust_remote_code``, ``revision`` or ``gguf_file``.
+        placed: ``device_map`` and ``quantization_config``, where they were requested.
+    """
     weights: dict[str, Any] = {"use_safetensors": True}
     if "gguf_file" in options:
         # Transformers without GgufConfig always unpack GGUF files into dense weights.
@@ -109,15 +149,21 @@ def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -
     transformers.utils.logging.disable_progress_bar()
     model: Any
     info: dict[str, Any]
+    field = "target"
     try:
-        tokenizer = load_tokenizer(source, options)
-        options |= weights | {"dtype": dtype, "output_loading_info": True}
-        model, info = AutoModelForCausalLM.from_pretrained(source, **options)  # type: ignore[misc]
+        tokenizer = load_tokenizer(source, dict(options))
+        if "gguf_file" not in options:
+            config = AutoConfig.from_pretrained(source, **options)
+            if placed or getattr(config, "quantization_config", None) is not None:
+                field = "target.device_map" if placed.keys() == {"device_map"} else "target.quantization"
+                placed = {"device_map": {"": _numbered(device)}} | placed  # quantised weights cannot be moved in every case
+        weights |= options | placed | {"dtype": dtype, "output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(source, **weights)  # type: ignore[misc]
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each library involved raises errors of its own
         reason = " ".join(str(error).split())[:300]
-        raise TargetError(f"target: cannot load {name}: {reason}") from error
+        raise TargetError(f"{field}: cannot load {name}: {reason}") from error
     finally:
         if not quiet:
             transformers.utils.logging.enable_progress_bar()
@@ -125,7 +171,10 @@ def _load(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -
         raise TargetError(f"target: {name} is {type(model).__name__}, an encoder-decoder; decoders only")
     if info["missing_keys"]:  # transformers would initialise them randomly
         raise TargetError(f"target: {name} has no weights for {min(info['missing_keys'])}")
-    return tokenizer, model
+    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    if "quantization_config" in placed and all(is_dense(layer) for layer in linear):
+        raise TargetError(f"target.quantization: no layer of {name} could be quantised; their sizes may not fit")
+    return tokenizer, model if placed else model.to(device)
 
 
 def _device(device: str) -> torch.device:
@@ -140,14 +189,28 @@ def _device(device: str) -> torch.device:
     return parsed
 
 
+def _numbered(device: torch.device) -> torch.device:
+    """Return a device with its number, which some integrations of quantised weights need."""
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
 def _dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+            if _card_has_bfloat16(device):
+                return torch.bfloat16
+            _log.warning("target.dtype=auto is float16: %s has no bfloat16", torch.cuda.get_device_name(device))
+            return torch.float16
         return torch.bfloat16 if _processor_has_bfloat16() else torch.float32
     if dtype not in DTYPES:
         raise TargetError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
+
+
+def _card_has_bfloat16(device: torch.device) -> bool:
+    """Return whether a CUDA device multiplies bfloat16 in hardware, as from Ampere on."""
+    with torch.cuda.device(device):  # torch asks the current device
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _processor_has_bfloat16() -> bool:

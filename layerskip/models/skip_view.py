@@ -25,6 +25,8 @@ from layerskip.models.compiled_layers import compile_like
 from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
 
 T = TypeVar("T")
+_SHARED = ("AlignDevicesHook", "SequentialHook", "MatmulLtState", "QuantState")
+"""Attributes of modules, by type, that hold weights: hooks of accelerate, and states of bitsandbytes."""
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
@@ -114,7 +116,11 @@ def _hooks_and_adapters(model: PreTrainedModel) -> list[object]:
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a second tree of modules over the model's own tensors, with attention and linear layers for verification."""
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    parts = (part for module in model.modules() for part in vars(module).values())
+    shared |= {id(part): part for part in parts if type(part).__name__ in _SHARED}
     view = copy.deepcopy(model, shared)
+    for name in ("to", "cuda"):
+        view.__dict__.pop(name, None)  # replaced by accelerate on a model with hooks; they hold the model
     use_grouped_attention(view)
     compile_like(model, view)
     return pack_like(model, view)

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.packing import set_packing
+from layerskip.models.placement import input_device, stored_weights
+from layerskip.models.quantization import plain_tensors
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
@@ -35,12 +37,14 @@ class Target:
     """A loaded model and its identity.
 
     Args:
-        model: in evaluation mode, on one device.
+        model: in evaluation mode.
         tokenizer: None for a target that reads and writes token ids only.
         name: the name that it was loaded by.
         revision: the revision on the hub; None for other sources.
         pack_weights: whether to pack the weights for a CPU (:mod:`layerskip.models.packing`); None: if the packed copy takes
             at most a quarter of the memory, or as already set for this model.
+        quantization: how its weights were quantised on loading, as :func:`~layerskip.models.loading.load_target` accepts it;
+            None if they were not.
         drafts: draft models that were loaded for it, by name.
         compile: whether the layers of captured passes are compiled (:mod:`layerskip.models.compiled_layers`): ``auto``: on
             CUDA; ``on`` or ``off``.
@@ -54,6 +58,7 @@ class Target:
     name: str = "model"
     revision: str | None = None
     pack_weights: bool | None = None
+    quantization: str | Mapping[str, Any] | None = None
     drafts: dict[str, Target] = field(default_factory=dict, repr=False)
     compile: str = "auto"
 
@@ -77,8 +82,9 @@ class Target:
     @property
     def vocabulary(self) -> int:
         """V, the width of its logits."""
-        head = self.model.get_output_embeddings()
-        return int(head.weight.shape[0])
+        head: Any = self.model.get_output_embeddings()
+        width = getattr(head, "out_features", None)  # a quantised weight may have another shape
+        return int(head.weight.shape[0] if width is None else width)
 
     @property
     def hidden(self) -> int:
@@ -92,18 +98,22 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
-        return self.model.device
+        """The device on which tokens enter and logits come out."""
+        return input_device(self.model)
 
     def describe(self) -> dict[str, Any]:
-        """Return name, revision, architecture, layers and dtype, as stored in exports and with trained modules."""
-        return {
+        """Return name, revision, architecture, layers and dtype, as stored in exports and with trained modules.
+
+        ``quantization`` is part of it where the weights were quantised on loading.
+        """
+        described = {
             "name": self.name,
             "revision": self.revision,
             "architecture": self.architecture,
             "layers": self.layers,
             "dtype": self.dtype,
         }
+        return described if self.quantization is None else described | {"quantization": self.quantization}
 
     @functools.cached_property
     def digest(self) -> str:
@@ -114,10 +124,11 @@ class Target:
         config = {k: v for k, v in self.model.config.to_dict().items() if k not in _NOT_IDENTITY}
         identity = [self.architecture, self.dtype, sorted(self.eos_ids), config]
         hashed = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
-        for name, weight in self.model.state_dict().items():
-            flat = weight.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
-            hashed.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
+        for whole, stored in stored_weights(self.model):
+            for name, weight in plain_tensors(whole, stored):
+                flat = weight.detach().flatten()
+                sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
+                hashed.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
         return hashed.hexdigest()
 
     @functools.cached_property
@@ -132,7 +143,9 @@ class Target:
         return _two_of_each(weights[:: max(1, len(weights) // _SAMPLED_WEIGHTS)])
 
     def _weights(self) -> list[Tensor]:
-        return [weight.detach().flatten() for weight in self.model.state_dict().values() if weight.is_floating_point()]
+        """Return all plain floating-point tensors, flat; of a quantised weight, these are its scales."""
+        plain = (part for name, stored in stored_weights(self.model) for _, part in plain_tensors(name, stored))
+        return [part.detach().flatten() for part in plain if part.is_floating_point()]
 
     @functools.cached_property
     def tokenizer_digest(self) -> str | None:

@@ -22,6 +22,7 @@ from layerskip.models.bridge import Bridge, Bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import forward
+from layerskip.models.placement import input_device, is_split
 from layerskip.models.skip_view import shared_copy
 
 
@@ -29,10 +30,12 @@ class RowModel:
     """A target that runs passes over independent rows.
 
     Raises:
-        UnsupportedModel: its sub-layers cannot be skipped, or its attention takes no mask by name.
+        UnsupportedModel: its sub-layers cannot be skipped, its attention takes no mask by name, or it is on several devices.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        if is_split(model):
+            raise UnsupportedModel("target.device_map: scans need a target on one device")
         self.model, self.architecture = model, architecture(model)
         self.layers = len(self.architecture.blocks)
         self._model_copy = shared_copy(model)
@@ -54,7 +57,7 @@ class RowModel:
     @property
     def device(self) -> torch.device:
         """The model's device."""
-        return self.model.device
+        return input_device(self.model)
 
     def _replace_forwards(self) -> None:
         """Replace the ``forward`` of the copy's layers and sub-layers."""

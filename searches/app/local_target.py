@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from layerskip import Target, TargetError, load_target
 
 
 def load_local(
-    path: str, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False, pack_weights: bool | None = None
+    path: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    pack_weights: bool | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization: Any = None,
 ) -> Target:
     """Load a target as :func:`layerskip.load_target` does, from a folder or a ``.gguf`` file, never from the hub.
 
@@ -18,7 +26,9 @@ def load_local(
         device: ``cpu``, ``cuda``, another device of torch, or ``auto``.
         trust_remote_code: whether code in the folder may run.
         pack_weights: whether weights are packed for the CPU; None decides by the machine.
+        device_map: places the weights on several devices; None for ``device``.
+        quantization: how to quantise the weights; None keeps them as they are stored.
     """
     if not os.path.exists(path):
         raise TargetError(f"target.path: there is no folder or file {path}")
-    return load_target(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, pack_weights=pack_weights)
+    return load_target(path, None, dtype, device, trust_remote_code, pack_weights, device_map, quantization)

@@ -77,7 +77,7 @@ class Peer:
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
         """Generate, and record the length of the output after every round."""
         model = self.target.model
-        inputs: Any = torch.tensor([list(prompt)], device=model.device)
+        inputs: Any = torch.tensor([list(prompt)], device=self.target.device)
         recorder = _RoundRecorder(len(prompt), on_prefill, _CALLS_ON_DRAFTS and self.method != "plain")
         torch.manual_seed(task.seed)
         with self._assistant() as options:

@@ -19,7 +19,8 @@ def differences(export: Export, conditions: Mapping[str, Any]) -> list[dict[str,
         "evidence": {"prompts_digest": conditions["prompts"]["digest"], "max_new_tokens": conditions["max_new_tokens"]},
     }
     evidence = {name: export.evidence[name] for name in now["evidence"] if name in export.evidence}
-    before = {"target": export.target, "environment": export.environment, "evidence": evidence}
+    exported = {"quantization": None} | dict(export.target)
+    before = {"target": exported, "environment": export.environment, "evidence": evidence}
     return [{"field": name, "exported": str(old), "now": str(new)} for name, old, new in _differing(before, now)]
 
 

@@ -161,6 +161,8 @@ def _load_target(fields: DictConfig, export: Export) -> Target:
         dtype=fields.dtype,
         device=fields.device,
         trust_remote_code=fields.trust_remote_code,
+        device_map=fields.device_map,
+        quantization=export.target.get("quantization"),
     )
 
 

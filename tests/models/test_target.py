@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,30 @@ def test_auto_selects_a_dtype_and_a_device(tiny_folder: Path) -> None:
     assert target.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert target.dtype in loading.DTYPES
     assert len(generate(target, "hello", max_new_tokens=4).tokens) == 4
+
+
+@pytest.mark.parametrize(("cards", "dtype"), [([True, False], torch.float16), ([False, True], torch.bfloat16)])
+def test_a_card_without_bfloat16_has_float16(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cards: list[bool], dtype: torch.dtype
+) -> None:
+    """Torch asks the current device, which need not be the one that was named."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def select(device: torch.device) -> Iterator[None]:
+        current.append(0 if device.index is None else device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", select)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or cards[current[-1]]
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Turing")
+    assert loading._dtype("auto", torch.device("cuda:1")) == dtype
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == (["target.dtype=auto is float16: Turing has no bfloat16"] if dtype == torch.float16 else [])
+    assert loading._dtype("bfloat16", torch.device("cuda:1")) == torch.bfloat16  # as asked
 
 
 def test_smollm2_is_loaded_from_its_wheel(smollm2: Target) -> None:

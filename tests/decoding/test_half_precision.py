@@ -1,0 +1,55 @@
+"""Decoding in half precision: transformers' own tokens, except where rounding decides between equally likely ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip import Sampling, SpeculativeConfig, Target, generate, load_target
+from layerskip.measure.losslessness import find_divergence
+from tests.accelerator import DEVICE
+from tests.tiny import save_tiny
+
+LENGTH = 24
+PROMPTS = ([7, 8, 9, 7, 8, 9, 7, 8, 10], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51], [200])
+CONFIGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "prompt_lookup": {"ngram_min": 1},
+    "layer_skip": {"mask": "attention:1;mlp:2", "draft_length": 3},
+    "token_recycling": {"least_probability": 0.0},
+    "retrieval": {"least_probability": 0.0},
+    "lookahead": {"window": 2, "draft_length": 2},
+    "cascade": {"members": [{"kind": "prompt_lookup"}, {"kind": "layer_skip", "mask": "layers:1", "siblings": 2}]},
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("half") / request.param, request.param, idle=[1])
+
+
+@pytest.fixture(scope="module", params=["float16", "bfloat16"])
+def target(request: pytest.FixtureRequest, folder: Path) -> Target:
+    return load_target(str(folder), dtype=request.param, device=DEVICE)
+
+
+def _expected(target: Target, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt], device=DEVICE)
+    output = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=LENGTH, eos_token_id=None
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_outputs_differ_at_near_ties_only(target: Target, kind: str) -> None:
+    config = SpeculativeConfig.from_dict({"kind": kind} | CONFIGS[kind])
+    for prompt in PROMPTS:
+        found, expected = generate(target, prompt, config, max_new_tokens=LENGTH), _expected(target, prompt)
+        divergence = find_divergence(target, "p", prompt, expected, found.tokens, Sampling())
+        assert divergence is None or divergence.near_tie
+        assert kind not in ("layer_skip", "cascade") or found.stats.tokens_per_round > 1

@@ -1,0 +1,146 @@
+"""Targets that accelerate places: with offloaded weights the same output, on two devices every tensor on the right one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import backend_registration
+
+from layerskip import ConfigError, SpeculativeConfig, Target, TargetError, generate, load_target
+from layerskip.heads.readout import Readout
+from layerskip.models.environment import machine
+from tests.families import build
+from tests.tiny import save_tiny
+
+PROMPT = [7, 8, 9, 7, 8, 9, 7, 8, 10]
+LENGTH = 24
+CONFIGS: list[dict[str, Any]] = [
+    {"kind": "none"},
+    {"kind": "prompt_lookup", "ngram_min": 1},
+    {"kind": "layer_skip", "mask": "attention:1;mlp:2", "draft_length": 3},
+    {"kind": "layer_skip", "mask": "layers:1", "draft_length": 3, "siblings": 2},
+    {"kind": "token_recycling", "least_probability": 0.0},
+    {"kind": "cascade", "members": [{"kind": "prompt_lookup"}, {"kind": "layer_skip", "mask": "layers:1"}]},
+]
+ON_CPU = dict.fromkeys(
+    [
+        "model.embed_tokens",
+        "model.rotary_emb",
+        "model.layers.0",
+        "model.layers.1",
+        "model.layers.2",
+        "model.norm",
+        "lm_head",
+    ],
+    "cpu",
+)
+OFFLOADED = {
+    "a layer": ON_CPU | {"model.layers.1": "disk"},
+    "both ends": ON_CPU | {"model.embed_tokens": "disk", "model.layers.2": "disk", "lm_head": "disk"},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("placed")
+    return {family: save_tiny(base / family, family, idle=[1]) for family in ("llama", "gemma3_text")}
+
+
+def _expected(target: Target) -> list[int]:
+    ids = torch.tensor([PROMPT])
+    output = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=LENGTH, eos_token_id=None
+    )
+    tokens: list[int] = output[0, len(PROMPT) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("places", OFFLOADED)
+def test_offloaded_weights_give_the_same_tokens(folders: dict[str, Path], family: str, places: str) -> None:
+    folder = str(folders[family])
+    whole = load_target(folder, dtype="float32", device="cpu")
+    target = load_target(folder, dtype="float32", device_map=OFFLOADED[places])
+    assert any(weight.is_meta for weight in target.model.parameters())
+    expected = _expected(whole)
+    for fields in CONFIGS:
+        found = generate(target, PROMPT, SpeculativeConfig.from_dict(fields), max_new_tokens=LENGTH)
+        assert found.tokens == expected, fields
+        assert fields["kind"] not in ("layer_skip", "cascade") or found.stats.tokens_per_round > 1
+    assert (target.device, target.dtype) == (torch.device("cpu"), "float32")
+    assert (target.digest, target.weights_sample) == (whole.digest, whole.weights_sample)
+    assert _expected(target) == expected  # the views left the model and its hooks as they were
+
+
+@pytest.mark.parametrize("places", ["auto", {"": "cpu"}])
+def test_a_model_that_fits_is_loaded_as_without_a_map(
+    folders: dict[str, Path], places: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = str(folders["llama"])
+    target = load_target(folder, dtype="float32", device_map=places)
+    whole = load_target(folder, dtype="float32", device="cpu")
+    assert (target.device, target.digest) == (whole.device, whole.digest)
+    assert generate(target, PROMPT, max_new_tokens=LENGTH).tokens == _expected(whole)
+
+
+def test_heads_on_offloaded_weights_are_refused(folders: dict[str, Path]) -> None:
+    target = load_target(str(folders["llama"]), dtype="float32", device_map=OFFLOADED["both ends"])
+    with pytest.raises(ConfigError, match=r"^target\.device_map: heads need a target whose weights are all on one device$"):
+        Readout(target, None)
+
+
+def test_an_environment_names_the_places_of_a_split_target(folders: dict[str, Path]) -> None:
+    whole = load_target(str(folders["llama"]), dtype="float32", device="cpu")
+    target = load_target(str(folders["llama"]), dtype="float32", device_map=OFFLOADED["a layer"])
+    assert machine(target)["device_name"] == f"{machine(whole)['device_name']} (cpu, disk)"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device_map": "auto", "device": "cpu"}, "target.device=cpu"),
+        ({"device_map": "nonsense"}, "nonsense"),
+    ],
+    ids=["with a device", "unknown"],
+)
+def test_a_useless_map_is_refused(tiny_folder: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TargetError, match=r"^target\.device_map: [^\n]*$") as error:
+        load_target(str(tiny_folder), dtype="float32", **options)
+    assert words in str(error.value)
+
+
+def test_a_view_does_not_keep_a_placed_model(folders: dict[str, Path]) -> None:
+    """Accelerate replaces methods of a placed model by functions that hold it."""
+    target = load_target(str(folders["llama"]), dtype="float32", device_map=OFFLOADED["a layer"])
+    generate(target, PROMPT, SpeculativeConfig.from_dict(CONFIGS[2]), max_new_tokens=4)
+    model = weakref.ref(target.model)
+    del target
+    gc.collect()
+    assert model() is None
+
+
+def test_every_pass_of_a_split_model_stays_on_its_devices() -> None:
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch has no devices without a kernel")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.split_passes"],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "LAYERSKIP_TEST_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_model_on_one_device_is_not_split() -> None:
+    target = Target(build("llama"))
+    assert Readout(target, None).weight is target.model.get_output_embeddings().weight

@@ -1,0 +1,234 @@
+"""Quantised targets: the same output as transformers' generate of the same model, and one line for what cannot work.
+
+The packages are optional: the extra ``quantised`` installs torchao, which quantises on a CPU, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from layerskip import ConfigError, Export, SpeculativeConfig, Target, TargetError, UnsupportedModel, generate, load_target
+from layerskip.drafters.eagle import Eagle
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.heads.readout import Readout
+from layerskip.models import quantization
+from layerskip.models.draft_head import DraftHead
+from layerskip.models.packing import uses_packing
+from layerskip.models.skip_view import decoding_view
+from layerskip.rules import StopRule
+from tests.tiny import VOCABULARY, save_gguf, save_tiny
+
+PROMPT = [7, 8, 9, 7, 8, 9, 7, 8, 10]
+LENGTH = 24
+CONFIGS: dict[str, dict[str, Any]] = {
+    "none": {"kind": "none"},
+    "prompt_lookup": {"kind": "prompt_lookup", "ngram_min": 1},
+    "layer_skip": {"kind": "layer_skip", "mask": "attention:1;mlp:2", "draft_length": 3},
+    "siblings": {"kind": "layer_skip", "mask": "layers:1", "draft_length": 3, "siblings": 2},
+    "token_recycling": {"kind": "token_recycling", "least_probability": 0.0},
+    "lookahead": {"kind": "lookahead", "window": 2, "draft_length": 2},
+    "cascade": {"kind": "cascade", "members": [{"kind": "prompt_lookup"}, {"kind": "layer_skip", "mask": "layers:1"}]},
+}
+DRAFTED = ("layer_skip", "siblings", "cascade")
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+PER_PASS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+def _int8(**changes: Any) -> Any:
+    ao = pytest.importorskip("torchao.quantization")
+    config = ao.Int8WeightOnlyConfig(set_inductor_config=False, version=2)
+    return transformers.TorchAoConfig(config, **changes)
+
+
+def _int4_on_cpu() -> Any:
+    """The CPU layout of four bits, a prototype that not every version of torchao has."""
+    found = pytest.importorskip("torchao.prototype.quantization.int4")
+    if not hasattr(found, "Int4WeightOnlyOpaqueTensorConfig"):
+        pytest.skip("this torchao has no four-bit layout for a CPU")
+    return transformers.TorchAoConfig(found.Int4WeightOnlyOpaqueTensorConfig(group_size=32, set_inductor_config=False))
+
+
+def _per_pass() -> Any:
+    """Eight-bit activations with one scale for all tokens of a pass."""
+    ao = pytest.importorskip("torchao.quantization")
+    config = ao.Int8DynamicActivationInt8WeightConfig(granularity=ao.PerTensor(), set_inductor_config=False, version=2)
+    return transformers.TorchAoConfig(config)
+
+
+def _named(name: str) -> Callable[[], str]:
+    def make() -> str:
+        pytest.importorskip(name.partition("-")[0])
+        return name
+
+    return make
+
+
+def _load(folder: Path, how: Any, dtype: str = "float32") -> Target:
+    return load_target(str(folder), dtype=dtype, device="cpu", quantization=how)
+
+
+def _expected(target: Target) -> list[int]:
+    ids = torch.tensor([PROMPT])
+    output = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=LENGTH, eos_token_id=None
+    )
+    tokens: list[int] = output[0, len(PROMPT) :].tolist()
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models without and with sliding windows, shorter than prompt and output."""
+    base = tmp_path_factory.mktemp("dense")
+    return {family: save_tiny(base / family, family, idle=[1], **SIZES) for family in ("llama", "gemma3_text")}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    "how",
+    [_named("torchao-int8"), _int4_on_cpu, _named("bitsandbytes-4bit")],
+    ids=["torchao-int8", "int4", "bitsandbytes-4bit"],
+)
+def test_a_quantised_target_decodes_as_in_transformers(
+    folders: dict[str, Path], family: str, how: Callable[[], Any]
+) -> None:
+    target = _load(folders[family], how())
+    expected = _expected(target)
+    for name, fields in CONFIGS.items():
+        found = generate(target, PROMPT, SpeculativeConfig.from_dict(fields), max_new_tokens=LENGTH)
+        assert found.tokens == expected, name
+        assert name not in DRAFTED or found.stats.tokens_per_round > 1, name
+
+
+def test_weights_are_quantised_and_the_views_share_them(folders: dict[str, Path]) -> None:
+    target = _load(folders["llama"], _named("torchao-int8")())
+    weight = target.model.get_submodule("model.layers.1.mlp.up_proj").weight
+    assert weight.qdata.dtype == torch.int8
+    dense = load_target(str(folders["llama"]), dtype="float32", device="cpu")
+    own = dense.model.get_submodule("model.layers.1.mlp.up_proj").weight.detach()
+    assert 0 < float((weight.dequantize() - own).abs().max()) <= float(own.abs().max()) / 127
+    assert decoding_view(target.model).get_submodule("model.layers.1.mlp.up_proj").weight is weight
+    assert (target.vocabulary, target.hidden, target.dtype) == (VOCABULARY, 64, "float32")
+
+
+def test_quantised_layers_are_not_packed(folders: dict[str, Path]) -> None:
+    """Where packing is asked for, the dense output layer alone may be packed."""
+    target = _load(folders["llama"], _named("torchao-int8")())
+    packed = Target(target.model, pack_weights=True)
+    assert generate(packed, PROMPT, max_new_tokens=LENGTH).tokens == _expected(target)
+    view = decoding_view(packed.model)
+    kinds = {type(layer) for layer in view.get_submodule("model").modules() if isinstance(layer, nn.Linear)}
+    assert kinds == {nn.Linear}
+    assert (type(view.get_output_embeddings()) is not nn.Linear) == uses_packing(packed.model)
+
+
+def test_a_head_reads_the_dense_output_layer(folders: dict[str, Path]) -> None:
+    target = _load(folders["llama"], _named("torchao-int8")())
+    torch.manual_seed(0)
+    head = EagleHead(EagleShape.of(target)).eval()
+    drafter = Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
+    assert generate(target, PROMPT, max_new_tokens=LENGTH, drafter=drafter).tokens == _expected(target)
+
+
+def test_rows_of_a_quantised_output_layer_are_refused(folders: dict[str, Path]) -> None:
+    target = _load(folders["llama"], _int8(include_input_output_embeddings=True))
+    assert generate(target, PROMPT, max_new_tokens=LENGTH).tokens == _expected(target)
+    with pytest.raises(ConfigError, match=r"^target\.quantization: heads read rows of the output layer"):
+        Readout(target, None)
+    with pytest.raises(ConfigError, match=r"^target\.quantization: draft heads read rows of the output layer"):
+        DraftHead(target.model, torch.arange(3, 60), target.vocabulary)
+
+
+@pytest.mark.parametrize("kind", ["none", "prompt_lookup", "layer_skip", "token_recycling"])
+@pytest.mark.parametrize("how", [_per_pass, lambda: _named("bitsandbytes")() and PER_PASS], ids=["torchao", "bitsandbytes"])
+def test_scales_of_a_whole_pass_are_refused(folders: dict[str, Path], how: Callable[[], Any], kind: str) -> None:
+    """A token's result would depend on the tokens that are verified with it."""
+    target = _load(folders["llama"], how(), "float16" if how is not _per_pass else "float32")
+    with pytest.raises(UnsupportedModel, match=r"^target\.quantization: .*q_proj .* beside other tokens") as error:
+        generate(target, PROMPT, SpeculativeConfig.from_dict(CONFIGS[kind]), max_new_tokens=4)
+    assert "\n" not in str(error.value)
+
+
+def test_a_scale_for_each_token_is_accepted(folders: dict[str, Path]) -> None:
+    ao = pytest.importorskip("torchao.quantization")
+    config = ao.Int8DynamicActivationInt8WeightConfig(granularity=ao.PerRow(), set_inductor_config=False, version=2)
+    target = _load(folders["llama"], transformers.TorchAoConfig(config))
+    config = SpeculativeConfig.from_dict(CONFIGS["prompt_lookup"])
+    assert generate(target, PROMPT, config, max_new_tokens=LENGTH).tokens == _expected(target)
+
+
+def test_an_export_tells_a_quantised_target_apart_and_loads_it_again(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = folders["llama"]
+    dense = load_target(str(folder), dtype="float32", device="cpu")
+    for how in (_named("torchao-int8")(), _int8()):
+        target = _load(folder, how)
+        Export(Export.describe(target), SpeculativeConfig()).save(tmp_path / "best.json")
+        stored = json.loads((tmp_path / "best.json").read_text())["target"]
+        assert {name for name in stored if stored[name] != dense.describe().get(name)} == {"quantization"}
+        again = _load(folder, stored["quantization"])
+        assert again.describe() == stored
+        assert again.digest == target.digest != dense.digest
+    assert "quantization" not in dense.describe()
+
+
+def test_a_checkpoint_that_is_quantised_needs_no_setting(folders: dict[str, Path], tmp_path: Path) -> None:
+    target = _load(folders["llama"], _named("torchao-int8")())
+    target.model.save_pretrained(tmp_path)
+    assert target.tokenizer is not None
+    target.tokenizer.save_pretrained(tmp_path)
+    stored = _load(tmp_path, None)
+    assert stored.model.get_submodule("model.layers.0.mlp.up_proj").weight.qdata.dtype == torch.int8
+    assert stored.weights_sample == target.weights_sample
+    config = SpeculativeConfig.from_dict(CONFIGS["layer_skip"])
+    assert generate(stored, PROMPT, config, max_new_tokens=LENGTH).tokens == _expected(target)
+
+
+def _refused(folder: Path, how: Any, **options: Any) -> str:
+    with pytest.raises(TargetError, match=r"^target\.quantization: ") as error:
+        load_target(str(folder), **{"dtype": "float32", "device": "cpu"} | options, quantization=how)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(tiny_folder: Path) -> None:
+    message = _refused(tiny_folder, "int3")
+    assert all(name in message for name in quantization.NAMES)
+
+
+@pytest.mark.parametrize("name", ["torchao-int8", "bitsandbytes-4bit"])
+def test_a_missing_package_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda _: None)
+    assert f"the package {name.partition('-')[0]}" in _refused(tiny_folder, name)
+
+
+def test_a_package_of_a_checkpoint_is_named(tiny_folder: Path) -> None:
+    """The error of transformers names the package, which is not installed for tests."""
+    message = _refused(tiny_folder, {"quant_method": "hqq", "nbits": 4})
+    assert "hqq" in message
+
+
+@pytest.mark.parametrize("name", ["fp8", "torchao-int4"])
+def test_a_device_without_kernels_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda _: object())
+    assert "CUDA" in _refused(tiny_folder, name)
+
+
+def test_a_dtype_without_kernels_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda _: object())
+    assert "target.dtype=float16" in _refused(tiny_folder, "bitsandbytes-8bit")
+
+
+def test_a_gguf_file_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    assert "GGUF" in _refused(save_gguf(tiny_folder, tmp_path / "tiny.gguf"), "torchao-int8")
+
+
+def test_a_model_of_which_nothing_is_quantised_is_refused(tiny_folder: Path) -> None:
+    assert "no layer" in _refused(tiny_folder, _int8(modules_to_not_convert=["model", "lm_head"]))
