@@ -32,6 +32,7 @@ _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "emulate_precision_casts": True,  # rounds where the uncompiled layer does
     "triton.cudagraphs": False,
 }
+COMPILE_MODES = ("auto", "on", "off")
 _EAGER_ONLY = "eager_only"
 
 MaskOf = Callable[[Any], Any]
@@ -164,11 +165,8 @@ def set_compiling(model: nn.Module, mode: str) -> None:
         model: the model.
         mode: ``auto``: on CUDA; ``on``: on any device, where passes are captured; ``off``.
 
-    Raises:
-        ValueError: another mode.
     """
-    if mode not in ("auto", "on", "off"):
-        raise ValueError(f"compile: {mode!r} is not auto, on or off")
+    assert mode in COMPILE_MODES
     _modes[model] = mode
 
 

@@ -37,6 +37,7 @@ def load_target(
     pack_weights: bool | None = None,
     device_map: str | Mapping[str, Any] | None = None,
     quantization: Any = None,
+    compile: str = "auto",
 ) -> Target:
     """Load a model for decoding.
 
@@ -52,6 +53,7 @@ def load_target(
             cannot hold; None for ``device``.
         quantization: ``bitsandbytes-4bit``, ``bitsandbytes-8bit``, ``torchao-int8``, ``torchao-int4``, ``fp8``, or a
             quantisation configuration of transformers; None keeps the weights as they are stored, quantised or not.
+        compile: see :class:`~layerskip.models.target.Target`.
 
     Raises:
         TargetError: the model does not exist, or it cannot be loaded as requested.
@@ -96,7 +98,7 @@ def load_target(
     if device_map is not None:
         placed["device_map"] = dict(device_map) if isinstance(device_map, Mapping) else device_map
     tokenizer, model = _load(name, source, torch_dtype, torch_device, options, placed)
-    return Target(model.eval(), tokenizer, name, revision, pack_weights, quantization)
+    return Target(model.eval(), tokenizer, name, revision, pack_weights, quantization, compile=compile)
 
 
 def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target:
@@ -112,7 +114,8 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
     """
     if name not in target.drafts:
         try:
-            draft = load_target(name, dtype=target.dtype, device=str(target.device), pack_weights=target.pack_weights)
+            options: dict[str, Any] = {"pack_weights": target.pack_weights, "compile": target.compile}
+            draft = load_target(name, dtype=target.dtype, device=str(target.device), **options)
         except TargetError as error:
             reason = str(error).removeprefix("target: ").removeprefix("target.path: ")
             raise TargetError(f"draft: {reason}") from error.__cause__

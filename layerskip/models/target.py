@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from layerskip.models.compiled_layers import set_compiling
+from layerskip.models.compiled_layers import COMPILE_MODES, set_compiling
 from layerskip.models.packing import set_packing
 from layerskip.models.placement import input_device, stored_weights
 from layerskip.models.quantization import plain_tensors
@@ -64,10 +64,9 @@ class Target:
 
     def __post_init__(self) -> None:
         set_packing(self.model, self.pack_weights)
-        try:
-            set_compiling(self.model, self.compile)
-        except ValueError as error:
-            raise TargetError(str(error)) from None
+        if self.compile not in COMPILE_MODES:
+            raise TargetError(f"compile: {self.compile!r} is not {', '.join(COMPILE_MODES)}")
+        set_compiling(self.model, self.compile)
 
     @property
     def architecture(self) -> str:

@@ -17,6 +17,7 @@ def load_local(
     pack_weights: bool | None = None,
     device_map: str | Mapping[str, Any] | None = None,
     quantization: Any = None,
+    compile: str = "auto",
 ) -> Target:
     """Load a target as :func:`layerskip.load_target` does, from a folder or a ``.gguf`` file, never from the hub.
 
@@ -28,7 +29,8 @@ def load_local(
         pack_weights: whether weights are packed for the CPU; None decides by the machine.
         device_map: places the weights on several devices; None for ``device``.
         quantization: how to quantise the weights; None keeps them as they are stored.
+        compile: whether decoder layers are compiled: ``auto`` (on CUDA), ``on`` or ``off``.
     """
     if not os.path.exists(path):
         raise TargetError(f"target.path: there is no folder or file {path}")
-    return load_target(path, None, dtype, device, trust_remote_code, pack_weights, device_map, quantization)
+    return load_target(path, None, dtype, device, trust_remote_code, pack_weights, device_map, quantization, compile)

@@ -209,5 +209,5 @@ def test_a_single_row_is_multiplied_as_several_are(bias: bool) -> None:
 def test_layers_are_compiled_on_cuda_alone_by_default() -> None:
     model = build("llama")
     assert (compiled_layers(model) is not None) == (TORCH_DEVICE.type == "cuda")
-    with pytest.raises(TargetError, match=r"^compile: 'maybe' is not auto, on or off$"):
+    with pytest.raises(TargetError, match=r"^compile: 'maybe' is not auto, on, off$"):
         Target(model, compile="maybe")
