@@ -130,7 +130,7 @@ def _check(config: DictConfig) -> None:
     check_whole("context", config.context)
     check_whole("tests.workers", config.tests.workers, 0)
     check_list("tests.paths", config.tests.paths, or_empty=False)
-    check_list("study", config.study)
+    check_list("study_overrides", config.study_overrides)
     check_list("tokens", config.tokens, or_empty=False)
     for count in config.tokens:
         check_whole("tokens", count)

@@ -81,7 +81,7 @@ def read_bytes(model: Any) -> int:
     """
     embedding: nn.Parameter = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
-    return sum(weight.nbytes for weight in model.parameters()) - (0 if tied else embedding.nbytes)
+    return sum(int(weight.nbytes) for weight in model.parameters()) - (0 if tied else embedding.nbytes)
 
 
 def floor_tokens_per_second(floor: Known, context: float, bandwidth: float) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from layerskip import Measurement, PromptSet, Sampling, Target, UnsupportedModel
 from layerskip.costs.verify_timing import VerifyPass
@@ -28,8 +28,9 @@ def measure_drafters(config: DictConfig, known: Known, report: Report) -> None:
     """Report one row per contender, each decoded in turns with plain decoding, so that one cannot stop the others."""
     target: Target = instantiate(config.target)
     prompts: PromptSet = instantiate(config.prompts).take(config.measure.prompts)
-    config = config.copy()
-    config.update(config=None, peers={}, allow_lossy=False, tree={"context": config.context})  # fields of a benchmark
+    of_benchmark = {"config": None, "peers": {}, "allow_lossy": False, "tree": {"context": config.context}}
+    config = DictConfig(OmegaConf.to_container(config))
+    config.update(of_benchmark)
     fill_defaults(config, target)
     lengths = [len(target.encode(item.messages())) for item in prompts]
     context = statistics.mean(lengths) + config.measure.max_new_tokens / 2

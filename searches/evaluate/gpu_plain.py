@@ -30,7 +30,7 @@ Make = Callable[[], tuple[Target, list[int]]]
 OURS, EAGER, COMPILED = "layerskip", "transformers", "transformers_static"
 _STAGES = ((OURS, EAGER), (COMPILED,))
 """What is measured of every model, stage by stage: compilation takes longest and comes last."""
-_LARGE: Mapping[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8}
+_LARGE: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama_1b": _LARGE
     | {
@@ -76,7 +76,7 @@ def _measure_model(
     made = functools.cache(make)  # within the first row, which then has the error
 
     def measure(decoding: str) -> Row:
-        row = {"model": name, "decoding": decoding} | _row(*made(), decoding, config, known)
+        row: Row = {"model": name, "decoding": decoding} | _row(*made(), decoding, config, known)
         if decoding == OURS:
             ours[name] = row["tokens_per_second"]
         return row | {"over_plain": row["tokens_per_second"] / ours[name] if name in ours else None}

@@ -41,7 +41,7 @@ def run_tests(config: DictConfig, known: Known, report: Report) -> None:
     start, counts, failures, last = time.monotonic(), Counter[str](), list[str](), ""
 
     def row() -> Row:
-        kinds = {kind: counts[kind] for kind in ("passed", "failed", "error", "skipped")}
+        kinds = {kind: counts[kind] for kind in ("passed", "failed", "skipped")} | {"errors": counts["error"]}
         return kinds | {"failures": failures[:_SHOWN], "seconds": time.monotonic() - start}
 
     report.step("collecting")
@@ -65,7 +65,7 @@ def run_tests(config: DictConfig, known: Known, report: Report) -> None:
 def run_study(config: DictConfig, known: Known, report: Report) -> None:
     """Run a small study of the target, and report the speedup of its export, its trials and its seconds."""
     outputs, name = Path(config.outputs) / "gpu-study", time.strftime("%Y%m%d-%H%M%S")  # an earlier one would be resumed
-    command = [sys.executable, "-m", "searches.layerskip", *_target_overrides(config.target), *config.study]
+    command = [sys.executable, "-m", "searches.layerskip", *_target_overrides(config.target), *config.study_overrides]
     command += [f"outputs={_quoted(str(outputs))}", f"study.name={_quoted(name)}"]
     start, last = time.monotonic(), ""
     report.step(_STUDY)
@@ -90,11 +90,11 @@ def run_study(config: DictConfig, known: Known, report: Report) -> None:
 
 def _lines(command: Sequence[str], variables: Mapping[str, str], folder: Path) -> Iterator[str]:
     """Run a program and yield the lines of its output and of its errors."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with subprocess.Popen(
         command,
         cwd=folder,
-        env=environment | variables,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,

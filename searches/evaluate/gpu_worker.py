@@ -10,10 +10,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from time import monotonic
 from typing import Any
 
 import torch
@@ -86,12 +86,12 @@ def run_part(name: str, part: Part, config: DictConfig, known: Known, seconds: f
     receiver, sender = context.Pipe(duplex=False)
     fields = OmegaConf.to_container(config)
     process: BaseProcess = context.Process(target=_work, args=(part, fields, dict(known), sender))
-    deadline, doing = time.monotonic() + seconds, "its start"
+    deadline, doing = monotonic() + seconds, "its start"
     process.start()
     sender.close()
     try:
         while True:
-            if not receiver.poll(max(0.0, deadline - time.monotonic())):
+            if not receiver.poll(max(0.0, deadline - monotonic())):
                 yield "error", f"seconds.{name}: {seconds:g} seconds were over during {doing}"
                 return
             try:
