@@ -53,7 +53,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 def measure_plain(config: DictConfig, known: Known, report: Report) -> None:
     """Report one row per model and decoding: tokens/s, share of the floor, start-up, and speed over our plain decoding."""
-    models: dict[str, Make] = {"target": functools.partial(_target, config)}
+    models: dict[str, Make] = {"target": functools.cache(functools.partial(_target, config))}  # loading takes seconds
     shapes = config.shapes
     if shapes is None:
         shapes = SHAPES if known["type"] == "cuda" else {}  # a CPU takes minutes for them

@@ -38,6 +38,7 @@ def run_tests(config: DictConfig, known: Known, report: Report) -> None:
     parallel = config.tests.workers and importlib.util.find_spec("xdist") is not None
     options = ["-n", str(config.tests.workers), "--dist", "loadfile"] if parallel else []
     command = [sys.executable, "-m", "pytest", "-vv", "--tb=line", "-p", "no:cacheprovider", *options, *config.tests.paths]
+    device = known["type"] if config.target.device == "auto" else config.target.device
     start, counts, failures, last = time.monotonic(), Counter[str](), list[str](), ""
 
     def row() -> Row:
@@ -45,7 +46,7 @@ def run_tests(config: DictConfig, known: Known, report: Report) -> None:
         return kinds | {"failures": failures[:_SHOWN], "seconds": time.monotonic() - start}
 
     report.step("collecting")
-    for line in _lines(command, {"LAYERSKIP_TEST_DEVICE": known["device"]}, _ROOT):
+    for line in _lines(command, {"LAYERSKIP_TEST_DEVICE": str(device)}, _ROOT):
         last = line or last
         match = next((match for pattern in _OUTCOMES if (match := pattern.match(line))), None)
         if match is None:

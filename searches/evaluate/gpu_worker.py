@@ -29,6 +29,7 @@ Message = tuple[str, Any]
 """``step`` with what begins, ``row`` with a name and a row, ``error`` or ``refused`` with one line, or ``end``."""
 Part = Callable[[DictConfig, Known, "Report"], None]
 
+_EXIT_SECONDS = 10  # that a process may take to exit
 _LONGEST_LINE = 300  # characters of an error
 
 
@@ -81,7 +82,7 @@ def run_part(name: str, part: Part, config: DictConfig, known: Known, seconds: f
     """
     # A process that was forked after a library has asked for the number of GPUs cannot use them. Without a GPU, forking
     # saves the seconds that imports take.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload([part.__module__])
     receiver, sender = context.Pipe(duplex=False)
     fields = OmegaConf.to_container(config)
@@ -97,10 +98,11 @@ def run_part(name: str, part: Part, config: DictConfig, known: Known, seconds: f
             try:
                 message = receiver.recv()
             except EOFError:
-                process.join(5)
+                process.join(_EXIT_SECONDS)
                 yield "error", f"the process ended with code {process.exitcode} during {doing}"
                 return
             if message[0] == "end":
+                process.join(_EXIT_SECONDS)
                 return
             if message[0] == "step":
                 doing = message[1]

@@ -209,8 +209,8 @@ def test_has_an_error(broken): pass
 @pytest.mark.parametrize("workers", [0, 2])
 def test_tests_are_counted(workers: int, tmp_path: Path, known: Row) -> None:
     (tmp_path / "test_some.py").write_text(SOME_TESTS, encoding="utf-8")
-    config = compose_config("gpu", [f"tests.paths=[{tmp_path}]", f"tests.workers={workers}"])
-    row = _rows(run_tests, config, known | {"device": "cuda:1"})["tests"]
+    config = compose_config("gpu", [f"tests.paths=[{tmp_path}]", f"tests.workers={workers}", "target.device=cuda:1"])
+    row = _rows(run_tests, config, known)["tests"]
     assert [row[kind] for kind in ("passed", "failed", "skipped", "errors")] == [2, 1, 1, 1]
     assert sorted(name.rpartition("::")[2] for name in row["failures"]) == ["test_fails", "test_has_an_error"]
     assert row["error"] == "2 tests fail"
