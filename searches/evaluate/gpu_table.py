@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from searches.evaluate.gpu_worker import Row
-
 Record = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 _FIGURES = (
     ("tokens_per_second", "{:.1f} tokens/s"),
@@ -36,20 +35,25 @@ def describe_row(name: str, row: Row) -> str:
 
 def table(record: Record) -> str:
     """Return all parts of a record as Markdown, and the conditions."""
-    lines: list[str] = []
-    for name, part in record["parts"].items():
-        lines += ["", *_TABLES[name](part["rows"])]
-        bad = [describe_row(key, row) for key, row in part["rows"].items() if row.keys() & {"error", "left_out"}]
-        lines += [f"- {line}" for line in bad]
-        lines += [f"- ERROR: {part['error']}"] if "error" in part else []
     device, versions = record["device"], record["environment"]["versions"]
-    lines += [
-        "",
+    conditions = (
         f"{record['target']['name']} in {device['dtype']} on {record['environment']['device_name']}, "
         f"{device['bandwidth'] / 1e9:.0f} GB/s, torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"{record['date']}.",
-    ]
-    return "\n".join(lines)
+        f"{record['date']}."
+    )
+    return "\n".join([*tables(record), "", conditions])
+
+
+def tables(record: Record) -> list[str]:
+    """Return all parts of a record as lines of Markdown, with what was left out and the errors below each."""
+    lines: list[str] = []
+    for name, part in record["parts"].items():
+        bad = [describe_row(key, row) for key, row in part["rows"].items() if row.keys() & {"error", "left_out"}]
+        bad += [f"ERROR: {part['error']}"] if "error" in part else []
+        found = _TABLES[name](part["rows"])
+        for block in (found, [f"- {name}: {line}" for line in bad]):
+            lines += ["", *block] if block else []
+    return lines
 
 
 def rates(rows: Mapping[str, Row]) -> list[str]:
@@ -64,7 +68,7 @@ def rates(rows: Mapping[str, Row]) -> list[str]:
         cells = ["", "", "", ""]
         if "tokens_per_second" in ours:
             size = ours["weight_bytes"] + ours["cache_bytes"] * ours["context"]
-            cells = [f"{ours['tokens_per_second']:.1f}", f"{ours['share_of_floor']:.0%}", f"{size / 1e9:.3f} GB"]
+            cells = [f"{ours['tokens_per_second']:.1f}", f"{100 * ours['share_of_floor']:.0f} %", f"{size / 1e9:.3f} GB"]
             cells.append(f"{ours['startup_seconds']:.1f} s")
         cells += [f"{1 / row['over_plain']:.2f}" if row.get("over_plain") else "" for row in (eager, static)]
         lines.append(f"| {model} | {' | '.join(cells)} |")
@@ -100,7 +104,7 @@ def verification(rows: Mapping[str, Row]) -> list[str]:
 
 def lines_of(rows: Mapping[str, Row]) -> list[str]:
     """Return one line per row."""
-    return [describe_row(name, row) for name, row in rows.items() if not row.keys() & {"error", "left_out"}]
+    return [f"- {describe_row(name, row)}" for name, row in rows.items() if not row.keys() & {"error", "left_out"}]
 
 
 _DECODINGS = ("layerskip", "transformers", "transformers_static")
