@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +92,24 @@ def _run(
     record["parts"][name] = found
     start = clock.seconds()
     clock.say(f"{name}: at most {config.seconds[name]:g} s")
-    for kind, value in run_part(name, part, config, known, config.seconds[name]):
-        if kind == "step":
-            clock.say(f"{name}: {value} ...")
-        elif kind == "row":
-            row, fields = value
-            found["rows"][row] = fields
-            clock.say(f"{name}: {describe_row(row, fields)}")
-        elif kind == "refused" and path is None:
-            raise InputError(value)
-        else:
-            found["error"] = value
-            clock.say(f"{name}: ERROR: {value}")
-        found["seconds"] = clock.seconds() - start
-        if path is not None:
-            write_json(path, record)
+    messages = run_part(name, part, config, known, config.seconds[name])
+    # A generator that nobody closes would leave the process running after Ctrl-C.
+    with closing(messages):
+        for kind, value in messages:
+            if kind == "step":
+                clock.say(f"{name}: {value} ...")
+            elif kind == "row":
+                row, fields = value
+                found["rows"][row] = fields
+                clock.say(f"{name}: {describe_row(row, fields)}")
+            elif kind == "refused" and path is None:
+                raise InputError(value)
+            else:
+                found["error"] = value
+                clock.say(f"{name}: ERROR: {value}")
+            found["seconds"] = clock.seconds() - start
+            if path is not None:
+                write_json(path, record)
     return found
 
 

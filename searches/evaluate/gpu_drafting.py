@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import random
 import statistics
-from collections.abc import Callable
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from layerskip import Measurement, PromptSet, Sampling, Target, UnsupportedModel
+from layerskip import Measurement, PromptSet, Sampling, Target
 from layerskip.costs.verify_timing import VerifyPass
 from layerskip.decoding.tree import path_to
 from layerskip.device.clock import now
@@ -80,43 +78,39 @@ def _drafter(name: str, config: DictConfig, target: Target, prompts: PromptSet, 
 def measure_verification(config: DictConfig, known: Known, report: Report) -> None:
     """Report the median seconds of the target's pass over each number of tokens, as a chain and as a binary tree.
 
-    The tree is verified and its last branch moved into place in the cache, as after accepting it.
+    Each is timed in turns with the pass over one token. The tree is verified and its last branch moved into place in the
+    cache, as after accepting it.
     """
     target: Target = instantiate(config.target)
-    chains = {f"chain of {count}": functools.partial(_chain, count) for count in config.tokens}
-    trees = {f"tree of {count}": functools.partial(_tree, count) for count in config.tokens if count > 1}
     passes = VerifyPass(target, config.context, max(config.tokens), seed=config.seed)
-    capturing, runs = capture_seconds(), dict[str, Callable[[], None]]()
-    for name, run in (chains | trees).items():  # the first passes, which capture and compile
-        report.step(name)
-        try:
-            run(passes)
-            runs[name] = functools.partial(run, passes)
-        except UnsupportedModel as error:
-            report.row(name, {"left_out": str(error)})
-    captured, order, times = (
-        capture_seconds() - capturing,
-        random.Random(config.seed),
-        {name: list[float]() for name in runs},
-    )
-    report.step("timing")
-    for _ in range(_TIMINGS):
-        for name in order.sample(list(runs), len(runs)):
-            start = now(target.device)
-            runs[name]()
-            times[name].append(now(target.device) - start)
-    one = statistics.median(times["chain of 1"])
-    for name, found in times.items():
-        shape, _, count = name.partition(" of ")
-        seconds = statistics.median(found)
-        report.row(name, {"shape": shape, "tokens": int(count), "seconds": seconds, "over_one_token": seconds / one})
-    report.row("all", {"context": passes.context, "capture_seconds": captured})
+    for count in sorted(config.tokens):
+        report.attempt(f"chain of {count}", functools.partial(_pass, passes, "chain", count, target.device))
+        if count > 1:
+            report.attempt(f"tree of {count}", functools.partial(_pass, passes, "tree", count, target.device))
 
 
-def _chain(count: int, passes: VerifyPass) -> None:
-    passes.chain(count - 1)
-
-
-def _tree(count: int, passes: VerifyPass) -> None:
+def _pass(passes: VerifyPass, shape: str, count: int, device: torch.device) -> Row:
     parents = tuple(node // 2 - 1 for node in range(count - 1))
-    passes.tree(parents, [0, *(node + 1 for node in path_to(count - 2, parents))])
+
+    def run() -> None:
+        if shape == "chain":
+            passes.chain(count - 1)
+        else:
+            passes.tree(parents, [0, *(node + 1 for node in path_to(count - 2, parents))])
+
+    capturing, times = capture_seconds(), (list[float](), list[float]())
+    for turn in range(_TIMINGS + 1):  # the first one captures and compiles
+        for found, verify in zip(times, (run, functools.partial(passes.chain, 0)), strict=True):
+            start = now(device)
+            verify()
+            if turn:
+                found.append(now(device) - start)
+    seconds, one = map(statistics.median, times)
+    return {
+        "shape": shape,
+        "tokens": count,
+        "seconds": seconds,
+        "over_one_token": seconds / one,
+        "context": passes.context,
+        "capture_seconds": capture_seconds() - capturing,
+    }

@@ -81,16 +81,21 @@ def drafters(rows: Mapping[str, Row]) -> list[str]:
     for name, row in rows.items():
         if "tokens_per_second" in row:
             lines.append(
-                f"| {name} | {row['tokens_per_second']:.1f} | {row['over_plain']:.2f} "
-                f"| {row['over_plain_low']:.2f} to {row['over_plain_high']:.2f} | {row['tokens_per_round']:.2f} "
+                f"| {name} | {row['tokens_per_second']:.1f} | {row['over_plain']:.2f} | {_interval(row)} "
+                f"| {row['tokens_per_round']:.2f} "
                 f"| {row['acceptance_rate']:.2f} | {row['losslessness']['verdict'].replace('_', '-')} |"
             )
     return lines if len(lines) > 2 else []
 
 
+def _interval(row: Row) -> str:
+    limits = row["over_plain_low"], row["over_plain_high"]
+    return " to ".join("unknown" if limit is None else f"{limit:.2f}" for limit in limits)
+
+
 def verification(rows: Mapping[str, Row]) -> list[str]:
     """Return the table of passes: milliseconds and multiples of a pass over one token, by number of tokens."""
-    timed = [row for row in rows.values() if "seconds" in row]
+    timed = [row for row in rows.values() if "over_one_token" in row]
     counts = list(dict.fromkeys(row["tokens"] for row in timed))
     lines = [f"| tokens of a pass | {' | '.join(map(str, counts))} |", "|" + "---|" * (1 + len(counts))]
     for shape in dict.fromkeys(row["shape"] for row in timed):

@@ -7,10 +7,11 @@ nothing runs any more. Rows arrive one by one, so those before the end are kept.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from time import monotonic
@@ -49,7 +50,7 @@ class Report:
 
     def row(self, name: str, row: Row) -> None:
         """Report a row, which replaces an earlier one of that name."""
-        self._send(("row", (name, row)))
+        self._send(("row", (name, _finite(row))))
 
     def attempt(self, name: str, measure: Callable[[], Row]) -> Row:
         """Measure and report one row. An error becomes the row, and what it held is freed.
@@ -70,7 +71,7 @@ class Report:
         return row
 
 
-def run_part(name: str, part: Part, config: DictConfig, known: Known, seconds: float) -> Iterator[Message]:
+def run_part(name: str, part: Part, config: DictConfig, known: Known, seconds: float) -> Generator[Message, None, None]:
     """Run a part in a new process and yield its messages. It ends with the part, with its seconds, or with the generator.
 
     Args:
@@ -129,6 +130,13 @@ def _end(process: BaseProcess) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()  # it may not have become the leader of its group
     process.join()
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None in place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def one_line(error: BaseException) -> str:

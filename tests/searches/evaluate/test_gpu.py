@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from layerskip import Sampling, Target
@@ -136,10 +137,33 @@ def test_every_drafter_has_a_row_and_one_that_fails_leaves_the_others(tmp_path: 
 
 def test_passes_are_timed_as_chains_and_trees(tiny_folder: Path, known: Row) -> None:
     rows = _rows(measure_verification, compose_config("gpu", _overrides(tiny_folder)), known)
-    assert rows.pop("all")["context"] == 16
     assert set(rows) == {"chain of 1", "chain of 2", "chain of 4", "tree of 2", "tree of 4"}
-    for row in rows.values():
-        assert row["over_one_token"] == pytest.approx(row["seconds"] / rows["chain of 1"]["seconds"])
+    assert {row["context"] for row in rows.values()} == {16}
+    for name, row in rows.items():
+        assert name == f"{row['shape']} of {row['tokens']}"
+        assert row["over_one_token"] > 0
+
+
+def test_a_pass_runs_over_as_many_tokens_as_its_row_says(
+    tiny_folder: Path, known: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+    config = compose_config("gpu", _overrides(tiny_folder, "tokens=[1,4]"))
+    target = instantiate(config.target)
+    monkeypatch.setattr("searches.evaluate.gpu_drafting.instantiate", lambda _: target)
+    target.model.get_input_embeddings().register_forward_hook(lambda module, ids, out: widths.append(ids[0].shape[1]))
+    _rows(measure_verification, config, known)
+    alone, *rest = widths[1:]  # the first is the prompt
+    assert alone == 1
+    assert set(rest[: rest.index(4)]) == {1}
+    assert set(rest[rest.index(4) :: 2]) == {4}  # in turns with the pass over one token
+    assert set(rest[rest.index(4) + 1 :: 2]) == {1}
+
+
+def test_numbers_that_json_has_not_are_left_out() -> None:
+    messages: list[Message] = []
+    Report(messages.append).row("a", {"high": float("inf"), "low": 1.0, "inner": {"x": float("nan")}})
+    assert messages == [("row", ("a", {"high": None, "low": 1.0, "inner": {"x": None}}))]
 
 
 def _hang(config: DictConfig, known: Known, report: Report) -> None:
