@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Callable
 
 import torch
 from hydra.utils import instantiate
@@ -98,9 +99,10 @@ def _pass(passes: VerifyPass, shape: str, count: int, device: torch.device) -> R
         else:
             passes.tree(parents, [0, *(node + 1 for node in path_to(count - 2, parents))])
 
+    runs: tuple[Callable[[], None], ...] = (run, functools.partial(passes.chain, 0))
     capturing, times = capture_seconds(), (list[float](), list[float]())
     for turn in range(_TIMINGS + 1):  # the first one captures and compiles
-        for found, verify in zip(times, (run, functools.partial(passes.chain, 0)), strict=True):
+        for found, verify in zip(times, runs, strict=True):
             start = now(device)
             verify()
             if turn:
