@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from searches.evaluate.gpu_table import tables
+
 Record = Mapping[str, Any]
 
 RECORDS = Path(__file__).resolve().parents[1] / "notebooks" / "records"
@@ -531,6 +533,16 @@ def _bridges(names: Sequence[str]) -> list[str]:
     return lines
 
 
+def _gpus(names: Sequence[str]) -> list[str]:
+    """The tables of each card."""
+    lines = []
+    for name in names:
+        record = load(name)
+        bandwidth = f"{record['device']['bandwidth'] / 1e9:.0f} GB/s copied"
+        lines += [*tables(record), *_conditions([name], bandwidth, f"{record['seconds']:.0f} s in all")]
+    return lines
+
+
 def _heads(names: Sequence[str]) -> list[str]:
     (name,) = names
     heads = load(name)
@@ -588,6 +600,9 @@ def _with_eagle(head: str) -> str:
     lookups = [_contender("lookup_of_cascade", LOOKUP), _contender("lookup_then_eagle", LOOKUP, _eagle(head))]
     return " ".join([f"eagle_head={head}", _contender("eagle_chain", _eagle(head, chain=True)), *lookups])
 
+
+GPUS = sorted(path.name for path in RECORDS.glob("gpu-*.json"))
+"""One record per card that was measured."""
 
 SECTIONS = (
     Section(
@@ -650,6 +665,24 @@ SECTIONS = (
             " reading of the"
             " prompt as decoding.",
         ],
+    ),
+    *(
+        [
+            Section(
+                "Decoding on GPUs",
+                "Plain decoding beside the memory's bandwidth and transformers, every drafter, verification and a study.",
+                GPUS,
+                _gpus,
+                ["searches.evaluate.gpu record=notebooks/records/gpu-mine.json"],
+                [
+                    "*Share of the floor* is the time of reading all weights and the cache once, at the bandwidth of a copy,"
+                    " divided by the time of a token.",
+                    "`llama_*` are random weights in the shapes of Llama 3.2 1B and 3B and Llama 3.1 8B.",
+                ],
+            )
+        ]
+        if GPUS
+        else []
     ),
     Section(
         "Cascades beside their members",

@@ -28,7 +28,7 @@ from searches.app.checks import InputError
 # is a later one.
 _verify = getattr(generation, "_speculative_sampling", None)
 _CALLS_ON_DRAFTS = _verify is not None and "is_done_candidate" in inspect.signature(_verify).parameters
-METHODS = ("plain", "prompt_lookup", "early_exit", "assistant", "universal")
+METHODS = ("plain", "static", "prompt_lookup", "early_exit", "assistant", "universal")
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Peer:
 
     Args:
         target: the target.
-        method: ``plain``, ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``),
-            ``assistant`` (``assistant_model``) or ``universal`` (the same with two tokenizers).
+        method: ``plain``, ``static`` (``cache_implementation="static"``, which compiles the passes on CUDA),
+            ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``), ``assistant``
+            (``assistant_model``) or ``universal`` (the same with two tokenizers).
         draft_length: tokens drafted per round; None keeps transformers' default.
         ngram_max: longest n-gram of ``prompt_lookup``.
         exit_layer: number of layers that the draft of ``early_exit`` keeps.
@@ -78,7 +79,7 @@ class Peer:
         """Generate, and record the length of the output after every round."""
         model = self.target.model
         inputs: Any = torch.tensor([list(prompt)], device=self.target.device)
-        recorder = _RoundRecorder(len(prompt), on_prefill, _CALLS_ON_DRAFTS and self.method != "plain")
+        recorder = _RoundRecorder(len(prompt), on_prefill, _CALLS_ON_DRAFTS and self.method not in ("plain", "static"))
         torch.manual_seed(task.seed)
         with self._assistant() as options:
             output: Any = model.generate(  # type: ignore[operator]
@@ -102,6 +103,8 @@ class Peer:
         """Yield the arguments of ``generate`` for this method, with the pinned parameters in place."""
         if self.method == "plain":
             yield {}
+        elif self.method == "static":
+            yield {"cache_implementation": "static"}
         elif self.method == "prompt_lookup":
             yield {"prompt_lookup_num_tokens": self.draft_length or 10, "max_matching_ngram_size": self.ngram_max}
         elif self.method == "early_exit":

@@ -61,6 +61,29 @@ def test_a_stale_page_is_reported_in_one_line(tmp_path: Path) -> None:
     assert "stale" in done.stderr
 
 
+def test_a_record_of_a_gpu_gets_a_section(tmp_path: Path) -> None:
+    shutil.copytree(RECORDS, tmp_path / "notebooks" / "records")
+    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
+    rows = {
+        f"llama_8b {decoding}": {
+            "model": "llama_8b", "tokens_per_second": 150.0, "share_of_floor": 0.815, "over_plain": over_plain,
+            "weight_bytes": 15_000_000_000, "cache_bytes": 100_000, "context": 300.0, "startup_seconds": 12.34,
+        }
+        for decoding, over_plain in (("layerskip", 1.0), ("transformers", 0.25), ("transformers_static", 0.8))
+    }  # fmt: skip
+    benchmark = _record("benchmark-h100-smollm2.json")
+    record = {name: benchmark[name] for name in ("date", "target", "environment")} | {
+        "device": {"bandwidth": 2.5e12}, "seconds": 321.0, "parts": {"plain": {"rows": rows, "error": "over"}},
+    }  # fmt: skip
+    (tmp_path / "notebooks" / "records" / "gpu-h100.json").write_text(json.dumps(record), encoding="utf-8")
+    command = [sys.executable, str(tmp_path / "docs" / "build_results.py")]
+    assert subprocess.run(command, check=False).returncode == 0
+    page = (tmp_path / "docs" / "results.md").read_text(encoding="utf-8")
+    assert "| llama_8b | 150.0 | 82 % | 15.030 GB | 12.3 s | 4.00 | 1.25 |" in page
+    assert "- plain: ERROR: over" in page
+    assert "2500 GB/s copied" in page
+
+
 def test_every_record_is_on_the_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert [path.name for path in RECORDS.iterdir() if path.name not in page] == []
