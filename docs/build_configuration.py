@@ -228,6 +228,8 @@ def shared(program: str) -> Iterator[str]:
         for name, value in values.items():
             if value != usual.get(name) and not isinstance(value, dict) and OmegaConf.select(own, f"{part}.{name}") is None:
                 other.append(f"`{part}.{name}=`{shown(value)}".replace("``", ""))
+    if not parts:
+        return
     yield f"Fields above: {', '.join(f'`{part}.*`' for part in parts)}."
     if other:
         yield f"Other defaults than there: {', '.join(other)}."

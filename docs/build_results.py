@@ -25,6 +25,7 @@ WIDTH = 116  # of a line of a command
 
 # What a measurement aims at. Records of calibration hold their own aims.
 LEAST_CORRELATION, MOST_ERROR = 0.9, 0.03  # of predicted speedups
+MOST_LONG_ERROR = 0.05  # of speedups at a long context, from costs at other ones
 MOST_TRIALS = 4.0  # whole trials that 64 scans may cost
 MOST_SHARE = 0.05  # of another strategy's seconds, to be as good as its result
 LEAST_BRIDGED, LEAST_OVER_EMPTY = 1.15, 1.2  # speedup over plain decoding, and over the best empty skip
@@ -418,6 +419,45 @@ def _predictions(names: Sequence[str]) -> list[str]:
     ]
 
 
+def _long_context(names: Sequence[str]) -> list[str]:
+    (name,) = names
+    record = load(name)
+    lines: list[str] = []
+    for model, rows in record["rows"].items():
+        shown = [
+            [
+                f"{row['tokens']:,}",
+                f"{row['prefill_seconds']:.2f} s",
+                f"{1e6 * row['prefill_seconds'] / row['tokens']:.0f} µs",
+                f"{1000 * row['step_seconds']:.2f} ms",
+                f"{row['peak_bytes'] / 2**20:.0f} MB",
+                f"{row['peak_bytes'] / row['tokens'] / 2**10:.1f} KB",
+            ]
+            for row in rows
+        ]
+        head = ["prompt, tokens", "prefill", "per prompt token", "per new token", "peak memory", "per prompt token"]
+        lines += ["", f"Model `{model}`:", "", *_table(head, shown)]
+    contexts = " and ".join(f"{context:,}" for context in record["profiled_contexts"])
+    head = ["model", "skipped", "measured", "predicted", "error", f"with the costs of {min(record['profiled_contexts']):,}"]
+    every = [(model, point) for model, points in record["points"].items() for point in points]
+    errors = [point["predicted"] / point["measured"] - 1 for _, point in every]
+    shown = []
+    for (model, point), error in zip(every, errors, strict=True):
+        speedups = [f"{point[key]:.3f}" for key in ("measured", "predicted", "from_shortest")]
+        shown.append([f"`{model}`", f"`{point['mask']}`", *speedups[:2], f"{100 * error:+.1f} %", speedups[2]])
+    missed = ["the error"] if max(map(abs, errors)) > MOST_LONG_ERROR else []
+    what = f"{record['new_tokens']} new tokens, medians of {record['repeats']} decodings, drafts of {record['draft_length']}"
+    return [
+        *lines[1:],
+        "",
+        f"Speedups at a context of {record['predicted_context']:,}, predicted from costs at {contexts}:",
+        "",
+        *_table(head, shown),
+        *_conditions(names, what),
+        f"- The aim is an error of at most {_percent(MOST_LONG_ERROR)}. {_aims(missed)}",
+    ]
+
+
 def _aims(missed: Sequence[str]) -> str:
     return f"**Missed:** {', '.join(missed)}." if missed else "All are met."
 
@@ -736,6 +776,19 @@ SECTIONS = (
         _predictions,
         [f"OMP_NUM_THREADS=1 searches.evaluate.predictions target.dtype={dtype}" for dtype in ("bfloat16", "float32")],
         ["*Rounds known* is the error where the real rounds are given. It is the error of the cost profile alone."],
+    ),
+    Section(
+        "Long contexts",
+        "Time and peak memory of prompts of several lengths on two small random models, one of them with a window of 1,024"
+        " tokens in every other layer; and speedups of layer skipping predicted between two measured contexts.",
+        ["long-context-2-cores.json"],
+        _long_context,
+        ["searches.evaluate.long_context"],
+        [
+            "Peak memory is that of all tensors beside the weights, two thirds or more of it the cache. It grows with the"
+            " prompt, not with its square.",
+            "Rounds are those of real decoding, so that the error is that of the costs.",
+        ],
     ),
     Section(
         "Search strategies on planted decoders",

@@ -17,6 +17,7 @@ from layerskip.device.clock import now
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.forward import forward
+from layerskip.models.prefill import run_prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 
@@ -46,8 +47,7 @@ class VerifyPass:
         self.tokens = copy_to_device([token % target.vocabulary for token in range(self.context)], target.device)
         self.chooser = Chooser(sampling, target.vocabulary, target.device, seed)
         self._model, self._plain = target.model, decoding_view(target.model)
-        self.logits = forward(self._plain, self.tokens, self.cache, last=1)
-        self.cache.length = self.context
+        self.logits = run_prefill(self._plain, self.tokens, self.cache)
         # Like the drafts of sampled decoding, these carry the distribution that they were drawn from.
         self._uniform: Tensor | None = None
         if not sampling.greedy:

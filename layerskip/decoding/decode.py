@@ -25,7 +25,7 @@ from layerskip.models.cache_pool import acquire_cache, generation_lock, release_
 from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.forward import forward
 from layerskip.models.positions import check_rope_scaling
-from layerskip.models.prefill import Prefill
+from layerskip.models.prefill import Prefill, run_prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from layerskip.rules import EXACT, AcceptRule
@@ -149,11 +149,10 @@ class _Loop:
         chooser.observe(prompt)
         block = copy_to_device(prompt, self._device)
         if known is None or self._reader is not None:
-            logits = forward(self._view, block, cache, last=1, features=self._features)
+            logits = run_prefill(self._view, block, cache, features=self._features)
         else:
             logits = known.restore(cache)
         verdict = verify(Draft.empty(self._device), chooser.distribution(logits, block[-1:]), chooser.generator)
-        cache.length = len(prompt)
         self.context = Context(list(prompt), verdict.last)
         committed = self._end.commit(self.context.tokens, [verdict.next_token])
         if self._end.reason is None:

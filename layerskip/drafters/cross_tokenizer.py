@@ -29,9 +29,10 @@ from layerskip.drafters.token_translation import Translation, UnalignedTokenizer
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.draft_head import DraftHead
-from layerskip.models.forward import clamp_tokens, forward
+from layerskip.models.forward import clamp_tokens
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.positions import max_positions
+from layerskip.models.prefill import run_prefill
 from layerskip.models.target import Target
 
 _MOST_GROWTH = 4  # draft tokens per target token that the cache has capacity for; beyond that nothing is drafted
@@ -81,8 +82,7 @@ class CrossTokenizer(StopRuleDrafter):
         self._cache = acquire_cache(self.model, self.layers, room, device, recorded, self)
         self._fed = self._known[:-1] if len(self._known) <= room else []
         if self._fed:
-            forward(self.model, clamp_tokens(self.model, copy_to_device(self._fed, device)), self._cache, last=1)
-        self._cache.length = len(self._fed)
+            run_prefill(self.model, clamp_tokens(self.model, copy_to_device(self._fed, device)), self._cache)
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Re-encode the committed tokens, feed the new ones, draft, and translate the draft into the target's tokens."""

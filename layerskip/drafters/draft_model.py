@@ -23,9 +23,10 @@ from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.draft_head import DraftHead
-from layerskip.models.forward import clamp_tokens, forward
+from layerskip.models.forward import clamp_tokens
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.positions import max_positions
+from layerskip.models.prefill import run_prefill
 from layerskip.models.target import Target
 
 
@@ -58,7 +59,7 @@ class DraftModel(StopRuleDrafter):
         recorded = isinstance(cache, CapturingCache)
         self._cache = acquire_cache(self.model, self.layers, cache.capacity, self._device, recorded, self)
         if self._reach(len(prompt)) > 0:
-            forward(self.model, clamp_tokens(self.model, copy_to_device(prompt, self._device)), self._cache, last=1)
+            run_prefill(self.model, clamp_tokens(self.model, copy_to_device(prompt, self._device)), self._cache)
         self._cache.length = self._verified = len(prompt)
         self.stopper.start()
 

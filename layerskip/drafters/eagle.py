@@ -30,6 +30,7 @@ from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.graph_capture import CapturingCache
+from layerskip.models.prefill import parts_of
 from layerskip.models.target import Target
 
 
@@ -84,10 +85,9 @@ class Eagle(StopRuleDrafter):
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Feed the committed tokens to the head and draft from there."""
-        verified = self._cache.length
         self.readout.follow(context.tokens)
-        features = self.head.fuse(torch.cat(self._pending))
-        count = features.shape[0]
+        features = self._feed_early(context.tokens, torch.cat(self._pending))
+        verified, count = self._cache.length, features.shape[0]
         known = count + self.head.shape.lookback
         tokens = context.last if known == 1 else copy_to_device(context.tokens[-known:], context.last.device)
         depth = min(limit, self.draft_length)
@@ -100,6 +100,20 @@ class Eagle(StopRuleDrafter):
             return self._grow(context.last, tokens, count, depth)
         finally:
             self._cache.length = verified + count
+
+    def _feed_early(self, text: Sequence[int], features: Tensor) -> Tensor:
+        """Feed all but the last part of the hidden states ``[n, F]`` before the last n tokens, and return that part, fused.
+
+        Only a long prompt has more than one part.
+        """
+        *parts, end = parts_of(features.shape[0])
+        for part in parts:
+            stop = len(text) - features.shape[0] + part.stop
+            start = max(0, stop - (part.stop - part.start) - self.head.shape.lookback)
+            self._step.run(copy_to_device(text[start:stop], features.device), self.head.fuse(features[part]), self._cache)
+            self._cache.length += part.stop - part.start
+        fused: Tensor = self.head.fuse(features[end])
+        return fused
 
     def observe(self, verdict: Verdict) -> None:
         """Adapt the stop rule."""

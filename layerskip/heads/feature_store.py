@@ -20,7 +20,7 @@ from layerskip.heads.readout import Readout
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
 from layerskip.models.features import Features
-from layerskip.models.forward import forward
+from layerskip.models.prefill import run_prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from layerskip.texts.training_texts import TrainingText
@@ -173,9 +173,8 @@ def read_features(target: Target, tokens: tuple[int, ...], modules: tuple[str, .
 
 def _read(target: Target, tokens: Tensor, modules: tuple[str, ...], last: int) -> tuple[Tensor, Tensor]:
     """Return the hidden states of tokens ``[n]`` int64, and the last logits ``[last, V]`` of the pass."""
-    features, view = Features(modules), decoding_view(target.model)
-    with features.collect(view):
-        logits = forward(view, tokens, KVCache(target.layers, tokens.shape[0], device=target.device), last)
+    features, cache = Features(modules), KVCache(target.layers, tokens.shape[0], device=target.device)
+    logits = run_prefill(decoding_view(target.model), tokens, cache, last, features)
     return features.read(), logits
 
 

@@ -17,7 +17,7 @@ import torch
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
-from layerskip.models.forward import forward
+from layerskip.models.prefill import run_prefill
 from layerskip.models.target import Target
 
 NEAR_TIE_ULPS = 4
@@ -126,7 +126,7 @@ def find_divergence(
         return Divergence(prompt_id, position, _ENDS, 0.0)  # one output ends before the other
     block = copy_to_device([*prompt, *expected[:position]], target.device)
     cache = KVCache(target.layers, len(block), device=target.device)
-    logits = forward(target.model, block, cache, last=1).float()
+    logits = run_prefill(target.model, block, cache).float()
     chooser = Chooser(sampling, target.vocabulary, target.device)
     chooser.observe(block.tolist())
     scores = chooser.penalise(logits, block[-1:])[0]

@@ -27,7 +27,7 @@ PLAIN = "layerskip_plain"
 """Transformers' own attention, with a mask that is made without synchronising with the device."""
 
 _MAX_QUERIES = 64
-"""With more queries, the copy is cheap compared with the attention itself."""
+"""With more queries, a call for each head of a group is cheap compared with the attention itself."""
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:
@@ -62,6 +62,8 @@ def _runs(positions: Tensor) -> list[slice]:
 
 def _select(states: Tensor, runs: Sequence[slice]) -> Tensor:
     """Return some runs of the m keys or values of ``[B, heads, m, d]``."""
+    if len(runs) == 1:
+        return states[:, :, runs[0]]
     return torch.cat([states[:, :, run] for run in runs], 2) if runs else states[:, :, :0]
 
 
@@ -86,7 +88,11 @@ def _attend(
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
     needs_gradient = shared_mask and query.requires_grad and query.dtype == torch.bfloat16 and query.device.type == "cpu"
     grouped = heads > groups and (maskless or (shared_mask and count <= _MAX_QUERIES))
-    if kwargs.get("position_bias") is not None or not (grouped or needs_gradient):
+    biased = kwargs.get("position_bias") is not None
+    long = count > _MAX_QUERIES and heads > groups and query.device.type == "cpu" and not query.requires_grad
+    if long and not biased and attention_mask is not None and attention_mask.shape[1] == 1:
+        return _attend_by_member(query, key, value, attention_mask, kwargs.get("scaling")), None
+    if biased or not (grouped or needs_gradient):
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
     rows = heads // groups * count
@@ -113,6 +119,29 @@ def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mappin
     return fits and (torch.compiler.is_compiling() or has_kernel(query))
 
 
+def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Return attention of a long block, ``[B, n, heads, d]``: one call for the first head of every group, and so on.
+
+    Neither keys and values nor the mask are copied, of which a part of a long prompt has many.
+    """
+    heads, members = query.shape[1], query.shape[1] // key.shape[1]
+    bias = _group_bias(mask, 1, query.dtype)
+    output = query.new_empty(query.shape[0], query.shape[2], heads, value.shape[-1])
+    for member in range(members):
+        part = scaled_dot_product_attention(query[:, member::members], key, value, attn_mask=bias, scale=scale)
+        output[:, :, member::members] = part.transpose(1, 2)
+    return output
+
+
+def _local_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return transformers' mask; attention under one of a window leaves out the keys before the first query's window."""
+    mask, size, start = _mask(*args, **kwargs), kwargs.get("local_size"), kwargs.get("q_offset")
+    if mask is not None and size is not None and isinstance(start, int) and start >= size:
+        seen = slice(start + 1 - size, None)
+        _parts[mask] = [(0, mask.shape[2], [seen], mask[..., seen].contiguous())]
+    return mask
+
+
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return transformers' mask, without its check for an empty cache, which would synchronise with the device."""
     if isinstance(kwargs.get("q_offset"), Tensor):
@@ -130,7 +159,7 @@ def _group_bias(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         bias = mask
         if mask.dtype == torch.bool:
             bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -float("inf"))
-        cached = bias.repeat(1, 1, heads, 1)
+        cached = bias if heads == 1 else bias.repeat(1, 1, heads, 1)
         _biases[mask] = cached
     return cached
 
@@ -140,5 +169,5 @@ _parts: Any = WeakIdKeyDictionary()
 
 AttentionInterface.register(NAME, _attend)
 AttentionInterface.register(PLAIN, sdpa_attention_forward)
-AttentionMaskInterface.register(NAME, _mask)
+AttentionMaskInterface.register(NAME, _local_mask)
 AttentionMaskInterface.register(PLAIN, _mask)

@@ -46,6 +46,11 @@ def check_rope_scaling(model: PreTrainedModel, prompt: int, length: int) -> None
             )
 
 
+def scaling_depends_on_length(model: PreTrainedModel, length: int) -> bool:
+    """Return whether passes over parts of a text of ``length`` tokens would encode positions unlike one pass over it."""
+    return any(length > threshold for _, threshold in _thresholds(model))
+
+
 def _thresholds(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     config = model.config.get_text_config(decoder=True)
     for fields in _ropes(getattr(config, "rope_parameters", None) or {}):

@@ -1,18 +1,68 @@
-"""The keys, values and logits of a prompt, kept for several decodings of the same prompt."""
+"""The pass over a prompt, in parts that bound its memory; and its result, kept for several decodings of the same prompt.
+
+A pass over n tokens needs memory for its mask, n by n with sliding windows, and for the activations of all n tokens. Several
+passes over parts of the prompt, each on the cache that the earlier ones filled, give the same keys, values and logits.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
+from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.forward import forward
+from layerskip.models.positions import scaling_depends_on_length
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
+
+_PART = 1024
+"""Most tokens of a pass. Smaller parts read the weights more often; larger ones have larger masks."""
+
+
+def parts_of(count: int) -> list[slice]:
+    """Split ``count`` tokens into slices of at most 1024 and nearly equal sizes.
+
+    Equal sizes leave no small rest, whose pass a GPU would capture like one of decoding.
+    """
+    parts = max(1, -(-count // _PART))
+    ends = [count * part // parts for part in range(parts + 1)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+
+
+def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1, features: Features = NO_FEATURES) -> Tensor:
+    """Read a prompt: fill the cache after its length, advance the length, and return the logits of the last tokens.
+
+    Args:
+        model: a Hugging Face causal language model, or a view of one.
+        tokens: ``[n]`` int64.
+        cache: the model's cache.
+        last: the number of tokens to return logits for, at most 512 of a long prompt.
+        features: collected for all tokens.
+
+    Returns:
+        ``[last, V]`` in the model's dtype.
+    """
+    count = tokens.shape[0]
+    # A model that chooses its position scaling by the last position of a pass has another encoding in each part.
+    one_pass = isinstance(model, PreTrainedModel) and scaling_depends_on_length(model, cache.length + count)
+    *parts, end = [slice(0, count)] if one_pass else parts_of(count)
+    collected = []
+    for part in parts:
+        forward(model, tokens[part], cache, last=1, features=features)
+        collected.append(features.parts)
+        cache.length += part.stop - part.start
+    logits = forward(model, tokens[end], cache, last=last, features=features)
+    cache.length += end.stop - end.start
+    if collected:
+        features.parts = tuple(torch.cat(states, 1) for states in zip(*collected, features.parts, strict=True))
+    return logits
 
 
 @dataclass(frozen=True)
@@ -32,8 +82,7 @@ class Prefill:
     def of(cls, target: Target, prompt: Sequence[int]) -> Prefill:
         """Run the prefill of a prompt of token ids."""
         cache = KVCache(target.layers, len(prompt), device=target.device)
-        logits = forward(decoding_view(target.model), copy_to_device(prompt, target.device), cache, last=1)
-        cache.length = len(prompt)
+        logits = run_prefill(decoding_view(target.model), copy_to_device(prompt, target.device), cache)
         return cls(cache, logits)
 
     def restore(self, cache: KVCache) -> Tensor:

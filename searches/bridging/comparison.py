@@ -30,6 +30,7 @@ from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.app.checks import InputError
 from searches.app.resume_log import ResultLog
 from searches.bridging.short_skips import short_skips
+from searches.predict.contexts import ContextCosts
 from searches.predict.predictor import DraftChoices
 from searches.predict.preparation import ScanSettings, cost_profile, make_scanner
 from searches.predict.scan_predictor import ScanPredictor
@@ -110,7 +111,7 @@ class BridgePoints:
                 self.heads[len(tokens)] = tokens
         longest, branching = max(int(config.depth), _SIBLING_DEPTH * (1 + siblings)), scanner.runners > 0
         profiled = target, self.scanned, longest, sampling, scanning, outputs, True, branching
-        self.profile: CostProfile = cost_profile(*profiled, add_shared)
+        self.profile: CostProfile = ContextCosts(cost_profile(*profiled, add_shared), self.scanned).average
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = DraftChoices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
         identity = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,12 +26,12 @@ from layerskip.texts.continuations import Continuation, ReportCost, continue_pro
 from searches.app.checks import check_flag, check_list, check_number, check_whole
 from searches.app.file_lock import exclusive
 from searches.app.memory import within_memory
+from searches.predict.contexts import timed_contexts
 from searches.predict.predictor import DraftChoices
 from searches.predict.proposals import ProposalSettings
 from searches.predict.scan_predictor import ScanPredictor, masks_at_once
 from searches.space.search_space import SearchSpace
 
-_CONTEXT_STEP = 64  # contexts are rounded to multiples of it, so that similar prompt sets share a cost profile
 _SCAN_VERSION = 2  # of the counts; those of another version are scanned again
 _PROFILE_VERSION = 2  # of stored profiles; version 1 lacked the seconds that they took
 _LEAST_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
@@ -221,11 +220,11 @@ def cost_profile(
     branching: bool = False,
     report_cost: ReportCost = lambda *_: None,
 ) -> CostProfile:
-    """Return the cost profile of a target at the mean context of its continuations; measure it if it is not stored.
+    """Return the cost profile of a target at the contexts of its continuations; measure it if it is not stored.
 
     Args:
         target: the target.
-        continuations: their mean length is the timed context.
+        continuations: their lengths give the timed contexts.
         longest: the most drafted tokens whose verification is timed.
         sampling: of the target's tokens.
         settings: the number of repeats and the tolerated error.
@@ -235,15 +234,16 @@ def cost_profile(
         report_cost: called with the name and the seconds of the profile.
     """
     repeats, error = settings.profile_repeats, float(settings.profile_error)
-    mean = statistics.fmean(len(continuation.prompt) + len(continuation.tokens) / 2 for continuation in continuations)
-    context = _CONTEXT_STEP * max(1, round(mean / _CONTEXT_STEP))
-    identity = {
+    contexts = timed_contexts(continuations)
+    several = {"contexts": contexts} if len(contexts) > 1 else {}
+    identity = several | {
         "target": target.digest,
-        "context": context,
+        "context": contexts[0],
         "longest": longest,
         "repeats": repeats,
         "error": error,
-        "parts": [field.name for field in dataclasses.fields(CostProfile)],  # profiles of earlier versions have other parts
+        # Profiles of earlier versions have other parts; but for ``others``, those of one context are the same.
+        "parts": [field.name for field in dataclasses.fields(CostProfile) if field.name != "others"],
         "sampling": sampling.to_dict(),
         "machine": machine(target),
         "bridged": bridged,
@@ -258,18 +258,22 @@ def cost_profile(
             report_cost(f"profile {name}", float(stored["seconds"]), 0.0)
             return CostProfile.from_dict(stored["profile"])
         start = time.monotonic()
-        with tqdm(total=repeats + 1, unit="repeat", desc="cost profile", disable=None) as bar:
-            profile = profile_costs(
-                target,
-                context,
-                longest,
-                sampling,
-                repeats,
-                error,
-                on_repeat=bar.update,
-                bridged=bridged,
-                branching=branching,
+        with tqdm(total=(repeats + 1) * len(contexts), unit="repeat", desc="cost profile", disable=None) as bar:
+            profile, *others = (
+                profile_costs(
+                    target,
+                    context,
+                    longest,
+                    sampling,
+                    repeats,
+                    error,
+                    on_repeat=bar.update,
+                    bridged=bridged,
+                    branching=branching,
+                )
+                for context in contexts
             )
+        profile = dataclasses.replace(profile, others=tuple(others))
         seconds = time.monotonic() - start
         write_json(file, {"asked": identity, "profile": profile.to_dict(), "seconds": seconds})
     report_cost(f"profile {name}", seconds, seconds)

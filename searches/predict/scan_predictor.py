@@ -25,6 +25,7 @@ from layerskip.scan.scan import Scan, Scanner
 from layerskip.scan.trace import Branching
 from searches.app.resume_log import ResultLog
 from searches.predict.bridged_drafts import BridgedDrafts
+from searches.predict.contexts import ContextCosts
 from searches.predict.predictor import DraftChoice, DraftChoices, Prediction
 from searches.predict.stability import Stability, stability
 from searches.space.bridge_spec import BridgeSpec
@@ -40,13 +41,14 @@ class ScanPredictor:
     Args:
         scanner: of the tune prompts' continuations.
         screen: of few of their positions, for :meth:`agreements`.
-        profile: the costs.
+        profile: the costs, at one or several contexts.
         choices: the draft lengths, stop rules and siblings to predict.
         folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
         bridge_spec: the bridges and the draft head of every mask; None for none.
         bridge_store: the source of bridges and draft heads; None for none.
 
     Attributes:
+        profile: the costs at the contexts of all continuations on average.
         screening_seconds: that this process spent in :meth:`agreements`.
     """
 
@@ -63,7 +65,9 @@ class ScanPredictor:
         self.bridge_spec = bridge_spec or BridgeSpec()
         self._drafts = BridgedDrafts(self.bridge_spec, bridge_store)
         self._folder = folder
-        self._scanner, self._screen, self.profile, self._choices = scanner, screen, profile, choices
+        self._scanner, self._screen, self._choices = scanner, screen, choices
+        self._costs = ContextCosts(profile, scanner.continuations)
+        self.profile = self._costs.average
         names = ("agreements", "counts", "others", "similar", "trained")
         logs = (ResultLog(folder / f"{name}.jsonl") for name in names)
         self._agreements, self._counts, self._others, self._similar, self._trained = logs
@@ -123,13 +127,13 @@ class ScanPredictor:
         """Predict a configuration's speedup from the counts of its rounds; scans its mask if it is new."""
         if config.kind == "prompt_lookup":
             drafter = PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
-            counts = _sum(count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations)
-            return self.profile.lookup_speedup(counts)
+            counts = [count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations]
+            return self._costs.speedup(counts, CostProfile.lookup_seconds)
         mask = SkipMask.parse(config.mask, self.layers)
-        known = self._totals(self._counts[mask.format()]["counts"]) if mask.format() in self._counts else {}
+        known = self._parse(self._counts[mask.format()]["counts"]) if mask.format() in self._counts else {}
         choice = config.draft_length, config.stop, Branching(config.siblings, config.least_probability)
         counts = known[choice] if choice in known else self._count(mask, *choice)
-        return self.profile.speedup(counts, mask, config.stop, self.extras(mask), choice[2])
+        return self._choice_speedup(counts, choice, mask, self.extras(mask))
 
     def extras(self, mask: SkipMask) -> DraftExtras:
         """Return the bridges and the draft head of a mask's draft, as costs count them."""
@@ -150,11 +154,11 @@ class ScanPredictor:
         name = digest([folder.name, training_record(folder), config.draft_length, config.stop.to_dict(), astuple(own[2])])
         if name not in self._trained:
             (scan,) = self._scanner.scan([mask], bridges=[bridges], tokens=self._drafts.tokens)
-            counts = _sum(self._scanner.counts(scan, *own, warmed=True))
-            self._trained.add(name, [self._all_counts(scan), counts.to_list()])
+            counts = self._scanner.counts(scan, *own, warmed=True)
+            self._trained.add(name, [self._all_counts(scan), [each.to_list() for each in counts]])
         others, own_counts = self._trained[name]
-        totals = self._totals(others) | {own: Counts.from_list(own_counts)}
-        (length, stop, branching), _ = self._fastest(totals, mask, self._drafts.trained_extras(bridges))
+        every = self._parse(others) | {own: _counts_of(own_counts)}
+        (length, stop, branching), _ = self._fastest(every, mask, self._drafts.trained_extras(bridges))
         siblings, least = astuple(branching)
         return replace(config, draft_length=length, stop=stop, siblings=siblings, least_probability=least)
 
@@ -162,7 +166,9 @@ class ScanPredictor:
         """Return a predictor for another bridge spec that shares the texts and their passes."""
         bridge = f"{bridge_spec.bridge}{bridge_spec.width or ''}"
         folder = self._folder / f"{bridge}-{bridge_spec.rank}-{bridge_spec.tokens}-{bridge_store.digest[:12]}"
-        return ScanPredictor(self._scanner, self._screen, self.profile, self._choices, folder, bridge_spec, bridge_store)
+        return ScanPredictor(
+            self._scanner, self._screen, self._costs.profile, self._choices, folder, bridge_spec, bridge_store
+        )
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""
@@ -187,8 +193,9 @@ class ScanPredictor:
             best = self._best(mask).config
             branching = Branching(best.siblings)
             counts = self._parse(self._counts[mask.format()]["counts"])[best.draft_length, best.stop, branching]
-            seconds.append([self.profile.seconds(part, mask, best.stop, self.extras(mask), branching) for part in counts])
-            baseline = [part.tokens * self.profile.verify_seconds[0] for part in counts]
+            pairs, extras = list(zip(self._costs.profiles, counts, strict=True)), self.extras(mask)
+            seconds.append([profile.seconds(part, mask, best.stop, extras, branching) for profile, part in pairs])
+            baseline = [part.tokens * profile.verify_seconds[0] for profile, part in pairs]
         return stability(masks, np.array(seconds), np.array(baseline), sublayers)
 
     def similar_masks(self, skippable: Collection[int]) -> list[SkipMask]:
@@ -216,16 +223,16 @@ class ScanPredictor:
                 result = {"agreement": scan.agreement, "counts": counts, "seconds": mask_seconds}
                 self._counts.add(scan.mask.format(), result, self._drafts.reproducible(scan.mask))
 
-    def _count(self, mask: SkipMask, draft_length: int, stop: StopRule, branching: Branching) -> Counts:
-        """Return the counts of a choice that is not among those every mask is combined with."""
+    def _count(self, mask: SkipMask, draft_length: int, stop: StopRule, branching: Branching) -> list[Counts]:
+        """Return each continuation's counts of a choice that is not among those every mask is combined with."""
         name = json.dumps([mask.format(), draft_length, stop.to_dict(), *astuple(branching)])
         if name not in self._others:
             if mask not in self._scans:
                 (scan,) = self._drafts.scan(self._scanner, [mask])
                 self._cache(scan)
             counts = self._scanner.counts(self._scans[mask], draft_length, stop, branching, warmed=True)
-            self._others.add(name, _sum(counts).to_list(), self._drafts.reproducible(mask))
-        return Counts.from_list(self._others[name])
+            self._others.add(name, [each.to_list() for each in counts], self._drafts.reproducible(mask))
+        return _counts_of(self._others[name])
 
     def _cache(self, scan: Scan) -> None:
         self._scans[scan.mask] = scan
@@ -256,12 +263,9 @@ class ScanPredictor:
             for length, rule, siblings, parts in rows
         }
 
-    def _totals(self, rows: Sequence[Sequence[Any]]) -> dict[DraftChoice, Counts]:
-        return {choice: _sum(parts) for choice, parts in self._parse(rows).items()}
-
     def _best(self, mask: SkipMask) -> Prediction:
         known = self._counts[mask.format()]
-        (length, stop, branching), speedup = self._fastest(self._totals(known["counts"]), mask, self.extras(mask))
+        (length, stop, branching), speedup = self._fastest(self._parse(known["counts"]), mask, self.extras(mask))
         bridge, head = self._drafts.folders(mask)
         config = SpeculativeConfig(
             "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, bridge=bridge, draft_head=head
@@ -269,19 +273,23 @@ class ScanPredictor:
         return Prediction(config, speedup, float(known["agreement"]))
 
     def _fastest(
-        self, counts: Mapping[DraftChoice, Counts], mask: SkipMask, extras: DraftExtras
+        self, counts: Mapping[DraftChoice, Sequence[Counts]], mask: SkipMask, extras: DraftExtras
     ) -> tuple[DraftChoice, float]:
         """Return a mask's best choice and its predicted speedup."""
-        speedups = {
-            choice: self.profile.speedup(total, mask, choice[1], extras, choice[2]) for choice, total in counts.items()
-        }
+        speedups = {choice: self._choice_speedup(parts, choice, mask, extras) for choice, parts in counts.items()}
         return max(speedups.items(), key=lambda pair: pair[1])
+
+    def _choice_speedup(self, parts: Sequence[Counts], choice: DraftChoice, mask: SkipMask, extras: DraftExtras) -> float:
+        return self._costs.speedup(
+            parts, lambda profile, counts: profile.seconds(counts, mask, choice[1], extras, choice[2])
+        )
+
+
+def _counts_of(stored: Sequence[Any]) -> list[Counts]:
+    """Return stored counts: a list for each continuation, or one for the sum over all, of an earlier version."""
+    return [Counts.from_list(part) for part in (stored if isinstance(stored[0], list) else [stored])]
 
 
 def masks_at_once(rows: int) -> int:
     """Return how many masks are scanned together in passes of this many rows."""
     return max(1, rows // _ROWS_PER_MASK)
-
-
-def _sum(parts: Iterable[Counts]) -> Counts:
-    return sum(parts, Counts())

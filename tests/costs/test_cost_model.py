@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -90,3 +91,32 @@ def test_a_profile_has_a_cost_for_everything(family: str, monkeypatch: pytest.Mo
     )  # no draft has siblings
     assert profile_costs(target, context=12, longest=3, repeats=1, branching=True).tree_seconds >= 0
     assert 0 <= profile.token_seconds * target.vocabulary <= profile.head_seconds
+
+
+def test_costs_between_measured_contexts_are_interpolated() -> None:
+    """The second attention has a window, so that its cost stops growing at the second measured context."""
+    longer = replace(PROFILE, context=30, attention_seconds=(4.0, 6.0), verify_seconds=(25.0, 27.0, 32.0))
+    longest = replace(longer, context=50, attention_seconds=(6.0, 6.0), verify_seconds=(27.0, 29.0, 36.0))
+    profile = replace(PROFILE, others=(longer, longest))
+    for context, attention, verified in (
+        (0, (2.0, 3.0), (20.0, 21.0, 24.0)),
+        (10, (2.0, 3.0), (20.0, 21.0, 24.0)),
+        (15, (2.5, 3.75), (21.25, 22.5, 26.0)),
+        (30, (4.0, 6.0), (25.0, 27.0, 32.0)),
+        (40, (5.0, 6.0), (26.0, 28.0, 34.0)),
+        (80, (6.0, 6.0), (27.0, 29.0, 36.0)),
+    ):
+        found = profile.at(context)
+        assert found.context == min(50, max(10, context))
+        assert found.attention_seconds == pytest.approx(attention)
+        assert found.verify_seconds == pytest.approx(verified)
+        assert (found.mlp_seconds, found.others) == (pytest.approx(PROFILE.mlp_seconds), ())
+    assert PROFILE.at(99) is PROFILE
+    assert CostProfile.mean([PROFILE, longer], [1, 3]).verify_seconds == pytest.approx((23.75, 25.5, 30.0))
+
+
+def test_a_profile_of_one_context_is_stored_as_before() -> None:
+    assert "others" not in PROFILE.to_dict()
+    several = replace(PROFILE, others=(replace(PROFILE, context=30),))
+    assert CostProfile.from_dict(json.loads(json.dumps(several.to_dict()))) == several
+    assert CostProfile.from_dict(json.loads(json.dumps(PROFILE.to_dict()))) == PROFILE

@@ -25,7 +25,7 @@ from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.drafters.siblings import SiblingCollector
 from layerskip.models.architecture import architecture
 from layerskip.models.bridge import Bridge
-from layerskip.models.cache import KVCache
+from layerskip.models.cache import KVCache, _Layer
 from layerskip.models.output_rows import OutputRows
 from layerskip.models.skip_view import skip_view
 from layerskip.scan.replay import count
@@ -39,6 +39,7 @@ PASS, TOKEN, ROW = 7.0, 0.02, 0.5  # of the output layer: fixed, per token of th
 BLOCK, ROUND, CONFIDENCE = 1.0, 4.0, 0.25
 BRIDGE, MAP, NUMBER = 2.0, 0.75, 1e-3
 LOOK, TREE = 0.75, 1.5
+FULL, KEYS = ("full_attention",), 0.5
 
 
 class Clock:
@@ -177,6 +178,23 @@ def test_predicted_seconds_of_counts_equal_the_decodings(siblings: int, monkeypa
     assert profile.seconds(count(found.stats.rounds), mask, StopRule(), branching=branching) == pytest.approx(
         clock.seconds - began[0]
     )
+
+
+def test_costs_between_two_contexts_are_those_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 64 keys in the cache add to the time of an attention; those of the first layer, up to a window of 192."""
+    clock = Clock(monkeypatch)
+    target = _priced(clock, "gemma3_text", (3.0, 4.5, 4.5, 4.5), (5.0,) * 4, layer_types=("sliding_attention",) + FULL * 3)
+
+    def keys(layer: _Layer, *_: Any) -> float:
+        length = layer._owner.length // 64
+        return KEYS * (min(length, 3) if layer is layer._owner.layers[0] else length)
+
+    clock.charge(_Layer, "update", keys)
+    short, between, middle, beyond, long = (profile_costs(target, 64 * many, LONGEST, repeats=1) for many in (1, 2, 3, 5, 8))
+    assert long.attention_seconds == pytest.approx((3.0 + 3 * KEYS, *(4.5 + 8 * KEYS,) * 3))
+    profile = replace(short, others=(middle, long))
+    _assert_close(profile.at(128), between)
+    _assert_close(profile.at(5 * 64), beyond)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])

@@ -20,7 +20,7 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.measure.measure import measure
 from layerskip.scan.replay import Counts, count
 from layerskip.scan.scan import Scan, Scanner
-from layerskip.texts.continuations import continue_prompts
+from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.app.resume_log import ResultLog
 from searches.predict.predictor import DraftChoices
 from searches.predict.preparation import ScanSettings, prepare_predictor
@@ -121,6 +121,7 @@ def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path
         target: Target = tiny_target
         depth: int = 4
         max_rows: int = 256
+        continuations: Sequence[Continuation] = scanner.continuations
 
         def scan(self, masks: list[SkipMask], **options: Any) -> Any:
             self.scanned += masks

@@ -1,0 +1,158 @@
+"""Memory and time of long contexts on small random models, and predictions between measured contexts.
+
+Usage: ``python -m searches.evaluate.long_context [field=value]``
+
+Reads prompts of several lengths and decodes plainly after each. Peak memory is that of all tensors beside the weights, the
+cache included; memory inside kernels is not seen. Then a cost profile of two contexts predicts speedups of layer skipping at
+a third one, from the rounds of real decoding, so that the remaining error is that of the costs. Random weights suffice:
+neither memory nor time depends on them.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, build_drafter
+from layerskip.costs.cost_model import CostProfile
+from layerskip.costs.profile import profile_costs
+from layerskip.decoding.decode import decode
+from layerskip.decoding.stats import DecodeStats
+from layerskip.device.clock import now
+from layerskip.device.memory import AllocationCounter, release_memory
+from layerskip.files import write_json
+from layerskip.models.prefill import Prefill
+from layerskip.scan.replay import count
+from searches.app.application import run
+from searches.app.checks import InputError, check_list, check_seed, check_whole
+from searches.app.record_header import record_header
+
+_SCHEMA = "layerskip.long_context/1"
+_ERROR = 0.02  # standard error of timed parts, as in a search
+
+
+def measure_long_contexts(config: DictConfig) -> dict[str, Any]:
+    """Measure and return the record. See ``conf/long_context.yaml``."""
+    check_seed(config.seed)
+    for name in ("new_tokens", "repeats", "predicted", "draft_length"):
+        check_whole(name, config[name])
+    for name in ("lengths", "profiled", "masks"):
+        check_list(name, config[name], or_empty=False)
+    if not min(config.profiled) < config.predicted < max(config.profiled):
+        raise InputError(f"predicted: {config.predicted} is not between the contexts of profiled")
+    targets = {name: _random_target(name, fields, config) for name, fields in config.models.items()}
+    rows = {
+        name: [_measured(target, length, config) for length in sorted(config.lengths)] for name, target in targets.items()
+    }
+    points = {name: _predictions(target, config) for name, target in targets.items()}
+    record = record_header(_SCHEMA, next(iter(targets.values()))) | {
+        "models": OmegaConf.to_container(config.models),
+        "sizes": OmegaConf.to_container(config.sizes),
+        "new_tokens": config.new_tokens,
+        "repeats": config.repeats,
+        "rows": rows,
+        "predicted_context": config.predicted,
+        "profiled_contexts": list(config.profiled),
+        "draft_length": config.draft_length,
+        "points": points,
+    }
+    path = Path(config.record or Path(config.outputs) / "long-context.json")
+    write_json(path, record)
+    print(f"wrote {path}")
+    return record
+
+
+def _random_target(name: str, fields: DictConfig, config: DictConfig) -> Target:
+    settings = AutoConfig.for_model(**instantiate(config.sizes, _convert_="all"), **instantiate(fields, _convert_="all"))
+    torch.manual_seed(config.seed)
+    model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype))
+    return Target(model.to(config.device).eval(), name=name)
+
+
+def _prompt(target: Target, length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, target.vocabulary), k=length)
+
+
+def _measured(target: Target, length: int, config: DictConfig) -> dict[str, Any]:
+    """Return the seconds of reading a prompt and of a step after it, and the peak memory of both."""
+    prompt = _prompt(target, length, config.seed)
+    release_memory()
+    with AllocationCounter([target.model]) as counter:
+        start = now(target.device)
+        prefill = Prefill.of(target, prompt)
+        seconds = now(target.device) - start
+    steps = [_decoded(target, prompt, prefill, SpeculativeConfig(), config)[0] for _ in range(config.repeats)]
+    step = statistics.median(steps) / config.new_tokens
+    memory = f"{counter.peak / 2**20:.0f} MiB"
+    print(f"{target.name}, {length} tokens: read in {seconds:.2f} s, then {step * 1000:.2f} ms per new token; {memory}")
+    return {"tokens": length, "prefill_seconds": seconds, "step_seconds": step, "peak_bytes": counter.peak}
+
+
+def _decoded(
+    target: Target, prompt: Sequence[int], prefill: Prefill, drafting: SpeculativeConfig, config: DictConfig
+) -> tuple[float, DecodeStats]:
+    """Return the seconds of decoding after the prompt, and the rounds."""
+    began: list[float] = []
+    result = decode(
+        target,
+        build_drafter(drafting, target),
+        prompt,
+        Sampling(),
+        config.new_tokens + 1,
+        on_prefill=lambda _: began.append(now(target.device)),
+        eos_ids=frozenset(),
+        prefill=prefill,
+    )
+    return now(target.device) - began[0], result.stats
+
+
+def _predictions(target: Target, config: DictConfig) -> list[dict[str, Any]]:
+    """Return measured and predicted speedups of every mask after a prompt of ``predicted`` tokens."""
+    profile, *others = (
+        profile_costs(target, context, config.draft_length, error=_ERROR) for context in sorted(config.profiled)
+    )
+    costs = replace(profile, others=tuple(others)).at(config.predicted + config.new_tokens / 2)
+    prompt = _prompt(target, config.predicted, config.seed)
+    prefill = Prefill.of(target, prompt)
+    contenders = {"": SpeculativeConfig()} | {
+        mask: SpeculativeConfig("layer_skip", config.draft_length, mask=mask) for mask in config.masks
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    rounds: dict[str, DecodeStats] = {}
+    order = random.Random(config.seed)
+    for repeat in range(config.repeats + 1):
+        for name in order.sample(list(contenders), len(contenders)):
+            taken, rounds[name] = _decoded(target, prompt, prefill, contenders[name], config)
+            if repeat:  # the first repeat warms up
+                seconds[name].append(taken)
+    plain = statistics.median(seconds.pop(""))
+
+    def predicted(costs: CostProfile, name: str) -> float:
+        mask = SkipMask.parse(name, target.layers)
+        return costs.speedup(count(rounds[name].rounds), mask, contenders[name].stop)
+
+    points = [
+        {
+            "mask": name,
+            "measured": plain / statistics.median(times),
+            "predicted": predicted(costs, name),
+            "from_shortest": predicted(profile, name),
+        }
+        for name, times in seconds.items()
+    ]
+    for point in points:
+        print(f"{target.name}, {point['mask']}: measured {point['measured']:.3f}, predicted {point['predicted']:.3f}")
+    return points
+
+
+if __name__ == "__main__":
+    run("long_context", measure_long_contexts, resumable=False)

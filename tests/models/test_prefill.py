@@ -1,0 +1,133 @@
+"""A prompt that is read in parts gives what one pass gives, and needs memory that grows with its length, not its square."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from layerskip import Target
+from layerskip.config import StopRule
+from layerskip.decoding.decode import decode
+from layerskip.decoding.drafter import Drafter
+from layerskip.decoding.sampling import Sampling
+from layerskip.device.memory import AllocationCounter
+from layerskip.drafters.draft_model import DraftModel
+from layerskip.drafters.eagle import Eagle
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.heads.readout import Readout
+from layerskip.models import prefill
+from layerskip.models.architecture import architecture
+from layerskip.models.cache import KVCache
+from layerskip.models.features import Features
+from layerskip.models.prefill import parts_of, run_prefill
+from layerskip.models.skip_view import decoding_view
+from tests.accelerator import DEVICE
+from tests.families import build
+
+FAMILIES = [
+    *("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "gpt_neo", "modernbert-decoder"),
+    *("gemma2", "phi3", "deepseek_v3", "falcon", "gpt2"),
+]
+
+
+def _tokens(count: int) -> torch.Tensor:
+    return torch.randint(3, 60, (count,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+
+
+def _read(model: PreTrainedModel, tokens: torch.Tensor, features: Features) -> tuple[torch.Tensor, KVCache]:
+    cache = KVCache(model.config.num_hidden_layers, len(tokens) + 3, device=DEVICE)
+    with torch.inference_mode():
+        return run_prefill(decoding_view(model), tokens, cache, features=features), cache
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("part", "count"), [(7, 40), (80, 230)], ids=["short parts", "long parts"])
+def test_parts_give_the_result_of_one_pass(family: str, part: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and hidden states are compared with a pass of transformers without a cache; decoding continues after them."""
+    model, tokens = build(family), _tokens(count + 3)
+    body = architecture(model).path.rpartition(".")[0]
+    with torch.inference_mode(), (expected := Features((body,))).collect(model):
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    monkeypatch.setattr(prefill, "_PART", part)
+    assert len(parts_of(count)) > 2
+    features = Features((body,))
+    last, cache = _read(model, tokens[:count], features)
+    torch.testing.assert_close(last[0], logits[count - 1], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(features.read(), expected.read()[:count], atol=2e-4, rtol=2e-4)
+    assert cache.length == count
+    with torch.inference_mode():
+        after = run_prefill(decoding_view(model), tokens[count:], cache, last=3)
+    torch.testing.assert_close(after, logits[count:], atol=2e-4, rtol=2e-4)
+
+
+def test_parts_are_nearly_equal_and_cover_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_PART", 10)
+    for count in (1, 9, 10, 11, 20, 21, 99):
+        parts = parts_of(count)
+        assert [place for part in parts for place in range(part.start, part.stop)] == list(range(count))
+        sizes = [part.stop - part.start for part in parts]
+        assert max(sizes) <= 10 and max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_scaling_by_the_last_position_needs_one_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its threshold, where a first part alone would have other positions."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 1.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 24}
+    changes = {"original_max_position_embeddings": 24} if kind == "longrope" else {"max_position_embeddings": 24}
+    model, tokens = build("phi3" if kind == "longrope" else "llama", rope_parameters=rope, **changes), _tokens(40)
+    with torch.inference_mode():
+        expected = model(input_ids=tokens[None], use_cache=False).logits[0, -1]
+    monkeypatch.setattr(prefill, "_PART", 7)
+    torch.testing.assert_close(_read(model, tokens, Features(()))[0][0], expected, atol=2e-4, rtol=2e-4)
+    monkeypatch.setattr(prefill, "scaling_depends_on_length", lambda *_: False)
+    assert not torch.allclose(_read(model, tokens, Features(()))[0][0], expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_memory_grows_with_the_length_of_a_prompt(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the cache, which is allocated first. One pass with sliding windows needs a mask of the squared length."""
+    model = build(family, max_position_embeddings=4096)
+
+    def peak(count: int) -> int:
+        tokens, cache = _tokens(count), KVCache(model.config.num_hidden_layers, count, device=DEVICE)
+        run_prefill(decoding_view(model), tokens[:1], cache)
+        cache.length = 0
+        with AllocationCounter([model, cache]) as counter:
+            run_prefill(decoding_view(model), tokens, cache)
+        return counter.peak
+
+    with torch.inference_mode():
+        whole = peak(2048)
+        monkeypatch.setattr(prefill, "_PART", 128)
+        short, long = peak(512), peak(2048)
+    assert long < 4.5 * short
+    assert family == "llama" or whole > 4 * long
+
+
+def _drafter(kind: str, target: Target) -> Drafter:
+    torch.manual_seed(0)
+    if kind == "draft_model":
+        model = build("llama", 2, vocab_size=target.vocabulary, num_hidden_layers=2)
+        return DraftModel(decoding_view(model), 2, 3, StopRule())
+    head = EagleHead(EagleShape.of(target, lookback=2 if "lookback" in kind else 0)).to(DEVICE).eval()
+    for weights in (head.body.layers[0].self_attn.o_proj.weight, head.body.layers[0].mlp.down_proj.weight):
+        torch.nn.init.normal_(weights, std=0.3)  # an untrained head ignores the tokens before the last
+    readout, candidates = Readout(target, None), 2 if "tree" in kind else 1
+    return Eagle(head, target.model.get_input_embeddings(), readout, 3, StopRule(), candidates)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle tree", "eagle lookback"])
+def test_drafters_read_a_prompt_in_parts(kind: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal rounds show that a drafter has the same states, not only that the output is the target's."""
+    target = Target(build("llama", 1, vocab_size=12, eos_token_id=None))
+    prompt = (_tokens(60) % 12).tolist()
+    results = []
+    for part in (1024, 7):
+        monkeypatch.setattr(prefill, "_PART", part)
+        results.append(decode(target, _drafter(kind, target), prompt, sampling, 30, seed=4))
+    assert results[0] == results[1]
+    assert 0 < results[0].stats.accepted < results[0].stats.drafted

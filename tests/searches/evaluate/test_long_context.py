@@ -1,0 +1,40 @@
+"""Tests of ``searches.evaluate.long_context`` on models that are smaller still."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.searches.conftest import Launch
+
+PROGRAM = "evaluate.long_context"
+SMALL = (
+    *("sizes.hidden_size=32", "sizes.intermediate_size=48", "sizes.head_dim=8", "models.windows.sliding_window=64"),
+    *("lengths=[512,256,1024]", "predicted=512", "profiled=[256,1024]", "new_tokens=6", "repeats=1"),
+)
+
+
+def test_memory_and_times_of_every_length_are_recorded(tmp_path: Path, launch: Launch) -> None:
+    done = launch(PROGRAM, *SMALL, "masks=[layers:1,layers:0-1]", f"outputs={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "long-context.json").read_text())
+    assert record["rows"].keys() == record["points"].keys() == {"full", "windows"}
+    for rows in record["rows"].values():
+        assert [row["tokens"] for row in rows] == [256, 512, 1024]
+        assert all(row["prefill_seconds"] > 0 and row["step_seconds"] > 0 for row in rows)
+    # The cache alone: keys and values of 2 layers, 4 heads of 8 and 2 heads of 8, in float32.
+    full, windows = (record["rows"][name][-1]["peak_bytes"] for name in ("full", "windows"))
+    assert full > 1024 * 2 * 2 * 4 * 8 * 4
+    assert windows > 1024 * 2 * 2 * 2 * 8 * 4
+    for points in record["points"].values():
+        assert [point["mask"] for point in points] == ["layers:1", "layers:0-1"]
+        assert all(point[name] > 0 for point in points for name in ("measured", "predicted", "from_shortest"))
+
+
+@pytest.mark.parametrize("override", ["predicted=2048", "predicted=0", "lengths=[]", "repeats=0", "seed=-1"])
+def test_bad_input_ends_in_one_line(override: str, tmp_path: Path, launch: Launch) -> None:
+    done = launch(PROGRAM, override, f"outputs={tmp_path}", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"error: {override.split('=')[0]}: ")
