@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from layerskip import SpeculativeConfig
 from layerskip.config import kinds
-from searches.app.composition import compose_config
+from searches.app import composition
 from searches.app.defaults import fields_of
 
 TYPES = {
@@ -34,6 +35,7 @@ TYPES = {
 """The type behind each part of the configuration."""
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
+compose_config = cache(composition.compose_config)  # most programs are composed several times
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?P<value>[^#]*)(#\s*(?P<comment>.*))?$")
 
 CHOSEN = ("prompts", "sampler", "pruner", "tracking")

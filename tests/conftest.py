@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -15,6 +16,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NO
 # One thread per pytest-xdist worker, for NumPy and SciPy too.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {}
 
+import gguf
 import pytest
 import torch
 
@@ -83,5 +85,12 @@ def tiny_target(tiny_folder: Path) -> layerskip.Target:
 
 @pytest.fixture(scope="session")
 def smollm2() -> layerskip.Target:
-    """SmolLM2-135M-Instruct in float32; loading takes about 12 seconds."""
-    return layerskip.load_target("smollm2", dtype="float32", device=DEVICE)
+    """SmolLM2-135M-Instruct in float32.
+
+    Transformers parses the file three times and builds the table of names once per tensor; here each is made once, which
+    saves two thirds of the time of loading.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        return layerskip.load_target("smollm2", dtype="float32", device=DEVICE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -34,13 +35,17 @@ def compose_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
 
 def prepare_overrides(name: str, overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a command line as Hydra takes them, with those of unlisted fields marked as additions."""
-    choices = [override for override in overrides if _CHOICE.match(override)]
+    return allow_unlisted(overrides, _choose(name, tuple(override for override in overrides if _CHOICE.match(override))))
+
+
+@cache  # its types and names are the same for all registered drafters
+def _choose(name: str, choices: tuple[str, ...]) -> DictConfig:
+    """Compose the configuration of a program with choices of files alone."""
     with initialize_config_dir(CONF, version_base="1.3"):
         try:
-            composed = compose(name, choices)
+            return compose(name, list(choices))
         except HydraException:  # a choice that does not exist, which Hydra reports, or several of them in a multirun
-            composed = compose(name)
-    return allow_unlisted(overrides, composed)
+            return compose(name)
 
 
 def store_drafters() -> None:

@@ -137,7 +137,10 @@ def _run(
 
 
 def run_as_main(module: str) -> None:
-    """Run a module as a program, although it may be imported already."""
+    """Run a module, or a file that ends with ``.py``, as a program, although it may be imported already."""
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
         runpy.run_module(module, run_name="__main__")

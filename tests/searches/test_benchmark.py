@@ -19,7 +19,7 @@ from layerskip.measure.measure import interleave
 from searches.app.composition import compose_config
 from searches.benchmarking.benchmark import benchmark
 from searches.benchmarking.table import table
-from tests.searches.programs import NO_PEERS, execute, runs, sqlite
+from tests.searches.programs import NO_PEERS, execute, runs, sqlite, tracked
 from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
 
@@ -43,15 +43,15 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
         "target.dtype=float32",
         "target.device=cpu",
         "target.pack_weights=false",  # so that the size of the draft model is that of its file
-        "measure.prompts=6",
-        "measure.max_new_tokens=48",
+        "measure.prompts=3",
+        "measure.max_new_tokens=32",
         "draft_mask=layers:2-3",
         "+contenders.loose={kind:prompt_lookup,accept:{kind:threshold,threshold:0.0}}",
         "+contenders.lookup_then_model={kind:cascade,members:[{kind:prompt_lookup},"
         "{kind:draft_model,draft:${draft_folder}}]}",
         f"cross_draft={folder / 'other'}",
         f"config={folder / 'best.json'}",
-        f"outputs={folder / 'outputs'}",
+        f"outputs={tracked(folder / 'outputs')}",
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr
@@ -112,7 +112,7 @@ def test_lossy_contenders_are_marked_in_record_tables_and_mlflow(record: dict) -
 
 def test_an_export_is_measured_on_held_out_prompts(record: dict) -> None:  # type: ignore[type-arg]
     _, held_out = PromptSet.packaged().split()
-    assert record["record"]["prompts"]["digest"] == held_out.take(6).digest
+    assert record["record"]["prompts"]["digest"] == held_out.take(3).digest
 
 
 def test_a_draft_model_cut_from_the_target_has_the_acceptance_of_its_mask(record: dict) -> None:  # type: ignore[type-arg]
@@ -185,7 +185,7 @@ def test_the_widest_near_tie_is_shown(record: dict) -> None:  # type: ignore[typ
     assert "near-tie: " not in record["printed"]
     tied = copy.deepcopy(record["record"])
     for name, margin in (("cascade", 0.125), ("retrieval", 0.0625)):
-        found = Losslessness(6, (Divergence("p", 3, 0.03125, 0.25), Divergence("q", 1, margin, 0.5)))
+        found = Losslessness(3, (Divergence("p", 3, 0.03125, 0.25), Divergence("q", 1, margin, 0.5)))
         tied["results"][name]["losslessness"] = found.to_dict()
     assert "at most 0.125 of a logit (cascade); rounding explains 0.5" in table(tied)
 
@@ -205,7 +205,7 @@ def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path) -> None:
         "allow_lossy=true",
         *(f"contenders.{kind}=null" for kind in kinds),
         *NO_PEERS,
-        f"outputs={tmp_path / 'outputs'}",
+        f"outputs={tracked(tmp_path / 'outputs')}",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
@@ -229,7 +229,7 @@ def test_ctrl_c_prints_finished_measurements_and_writes_no_record(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("searches.benchmarking.benchmark.interleave", interrupted)
-    model, outputs = save_tiny(tmp_path / "model"), tmp_path / "outputs"
+    model, outputs = save_tiny(tmp_path / "model"), tracked(tmp_path / "outputs")
     others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "retrieval", "lookahead", "cascade")]
     which = ["target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
     small = ["measure.prompts=3", "measure.repeats=2", "measure.max_new_tokens=8", "tree.tokens=0"]

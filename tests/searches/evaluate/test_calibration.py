@@ -76,7 +76,7 @@ def test_a_real_target_is_compared_with_itself(tiny_folder: Path, tmp_path: Path
 
 PLANTED = (
     *("itself.comparisons=1", "coverage.resamplings=0", "planted.seeds=2", "planted.hopeless=1", "planted.layers=8"),
-    *("planted.prompts=60", "planted.least_hits=0", "planted.search.study.n_trials=12"),
+    *("planted.prompts=30", "planted.least_hits=0", "planted.search.study.n_trials=12"),
 )
 
 
