@@ -30,6 +30,7 @@ Make = Callable[[], tuple[Target, list[int]]]
 OURS, EAGER, COMPILED = "layerskip", "transformers", "transformers_static"
 _STAGES = ((OURS, EAGER), (COMPILED,))
 """What is measured of every model, stage by stage: compilation takes longest and comes last."""
+_COUNTED = 8  # passes whose kernels are counted
 _LARGE: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama_1b": _LARGE
@@ -140,8 +141,24 @@ def _row(target: Target, prompt: list[int], decoding: str, config: DictConfig, k
         "context": context,
         "new_tokens": int(tokens / len(timings)),
         "layers": target.layers,
-        "launches": None,  # kernels per layer and pass, where they are counted
+        "launches": _launches(contender, prompt, config.seed, target),
     }
+
+
+def _launches(contender: Contender, prompt: list[int], seed: int, target: Target) -> float | None:
+    """Return the kernels of a pass per layer, those around the layers included; None on a CPU.
+
+    The kernels of the prompt are left out, as those of another decoding of one token.
+    """
+    if target.device.type != "cuda":
+        return None
+    kernels = []
+    for tokens in (1, 1 + _COUNTED):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            contender(prompt, Task(Sampling(), tokens, seed), lambda count: None)
+            now(target.device)
+        kernels.append(sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()))
+    return (kernels[1] - kernels[0]) / _COUNTED / target.layers
 
 
 def _timed(contender: Contender, prompt: list[int], task: Task, device: torch.device) -> tuple[int, float]:

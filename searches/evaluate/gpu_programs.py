@@ -46,7 +46,8 @@ def run_tests(config: DictConfig, known: Known, report: Report) -> None:
         return kinds | {"failures": failures[:_SHOWN], "seconds": time.monotonic() - start}
 
     report.step("collecting")
-    for line in _lines(command, {"LAYERSKIP_TEST_DEVICE": str(device)}, _ROOT):
+    # Compiling hundreds of tiny models would take most of the time; what surrounds the compiler is tested without it.
+    for line in _lines(command, {"LAYERSKIP_TEST_DEVICE": str(device), "TORCHDYNAMO_DISABLE": "1"}, _ROOT):
         last = line or last
         match = next((match for pattern in _OUTCOMES if (match := pattern.match(line))), None)
         if match is None:
