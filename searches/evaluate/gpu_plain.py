@@ -157,7 +157,7 @@ def _launches(contender: Contender, prompt: list[int], seed: int, target: Target
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             contender(prompt, Task(Sampling(), tokens, seed), lambda count: None)
             now(target.device)
-        kernels.append(sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()))
+        kernels.append(sum(event.device_type == torch._C._autograd.DeviceType.CUDA for event in profile.events()))
     return (kernels[1] - kernels[0]) / _COUNTED / target.layers
 
 
