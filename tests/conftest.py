@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 
+def _files_with(text: str) -> set[str]:
+    """Return the names of the test files that contain a text, relative to the repository."""
+    tests = Path(__file__).parent
+    files = {path: path.relative_to(tests.parent).as_posix() for path in tests.rglob("test_*.py")}
+    return {name for path, name in files.items() if text in path.read_text(encoding="utf-8")}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of few slow tests, so that no worker waits long for the last file of another one."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        slow = _files_with("smollm2: Target") | _files_with("tests.searches.programs") | _files_with("launch: Launch")
+        files = [item.nodeid.partition("::")[0] for item in items]
+        counts = Counter(files)
+        order = {file: (file not in slow, -counts[file], file) for file in counts}
+        items[:] = [item for _, item in sorted(zip(files, items, strict=True), key=lambda pair: order[pair[0]])]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
     """With ``--dist loadfile``, run all files that use the real model in one worker, which loads it once."""
@@ -38,12 +56,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    tests = Path(__file__).parent
-    real = {
-        path.relative_to(tests.parent).as_posix()
-        for path in tests.rglob("test_*.py")
-        if "smollm2: Target" in path.read_text()
-    }
+    config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
+    real = _files_with("smollm2: Target")
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -152,7 +152,7 @@ def _launches(contender: Contender, prompt: list[int], seed: int, target: Target
     """
     if target.device.type != "cuda":
         return None
-    kernels = []
+    kernels: list[int] = []
     for tokens in (1, 1 + _COUNTED):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             contender(prompt, Task(Sampling(), tokens, seed), lambda count: None)

@@ -20,9 +20,10 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, Recorder, generated, target_of
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, generated, target_of
 from tests.drafters.heads import eagle_head, family_of
 from tests.drafters.members import LOOKUP, SKIP, Choosing, Member, member_of
+from tests.drafters.recorder import Recorder
 from tests.drafters.test_cross_tokenizer import _other_letters
 from tests.drafters.test_draft_model import noisy_copy
 from tests.drafters.test_token_recycling import experienced_drafter

@@ -1,0 +1,71 @@
+"""Drafters that record what another one drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from layerskip.decoding.draft import DeviceTree, Draft
+from layerskip.decoding.drafter import Context, Drafter, FeatureReader, LateRead, VerifyOutput
+from layerskip.decoding.sampling import Chooser
+from layerskip.decoding.tree import path_to
+from layerskip.decoding.verify import Verdict
+from layerskip.models.cache import KVCache
+
+Tokens = tuple[int, ...]
+
+
+class Recorder:
+    """Records a drafter's drafts, each as the branches that end at its tokens, with their contexts."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.drafts: list[tuple[Tokens, list[Tokens]]] = []
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        self.cache = cache
+        self.drafter.start(prompt, cache, chooser)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        length = self.cache.length
+        draft = self.drafter.draft(context, limit)
+        known = draft.read_shape()
+        tokens, parents = known.tokens.tolist(), known.parents
+        assert not isinstance(parents, DeviceTree)
+        assert len(tokens) <= (limit if parents is None else self.tree_tokens)
+        branches = [path_to(node, parents or range(-1, len(tokens) - 1)) for node in range(len(tokens))]
+        assert all(len(branch) <= limit for branch in branches)
+        assert self.cache.length == length
+        self.drafts.append((tuple(context.tokens), [tuple(tokens[node] for node in branch) for branch in branches]))
+        return draft
+
+    @property
+    def tree_tokens(self) -> int:
+        return self.drafter.tree_tokens
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.drafter.modules if isinstance(self.drafter, FeatureReader) else ()
+
+    def observe_features(self, features: torch.Tensor) -> None:
+        assert isinstance(self.drafter, FeatureReader)
+        self.drafter.observe_features(features)
+
+    def observe(self, verdict: Verdict) -> None:
+        self.drafter.observe(verdict)
+
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
+        return self.drafter.observe_logits(output)
+
+
+class Drafted(Exception):
+    """Raised after the first draft."""
+
+
+class FirstDraft(Recorder):
+    """Records the first draft and ends the decoding."""
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        super().draft(context, limit)
+        raise Drafted
