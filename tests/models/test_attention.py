@@ -58,6 +58,17 @@ def _recorded(read: list[int]) -> Any:
     return attend
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_a_cache_of_transformers_that_drops_keys_is_read_whole(family: str) -> None:
+    model, tokens = build(family), torch.arange(3, 43).to(DEVICE)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=tokens).logits[0, -3:]
+        view = decoding_view(model)
+        cache = view(input_ids=tokens[:, :-3], use_cache=True).past_key_values
+        block = view(input_ids=tokens[:, -3:], past_key_values=cache).logits[0]
+    torch.testing.assert_close(block, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_decoding_view_is_made_once_and_shares_weights() -> None:
     model = build("llama")
     assert decoding_view(model) is decoding_view(model)
