@@ -783,10 +783,10 @@ SECTIONS = (
         " tokens in every other layer; and speedups of layer skipping predicted between two measured contexts.",
         ["long-context-2-cores.json"],
         _long_context,
-        ["searches.evaluate.long_context"],
+        ["OMP_NUM_THREADS=1 searches.evaluate.long_context"],
         [
-            "Peak memory is that of all tensors beside the weights, two thirds or more of it the cache. It grows with the"
-            " prompt, not with its square.",
+            "Peak memory is that of all tensors beside the weights, the cache included. It grows with the prompt, not"
+            " with its square, where the memory per prompt token does not grow.",
             "Rounds are those of real decoding, so that the error is that of the costs.",
         ],
     ),

@@ -136,9 +136,12 @@ def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 def _local_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return transformers' mask; attention under one of a window leaves out the keys before the first query's window."""
     mask, size, start = _mask(*args, **kwargs), kwargs.get("local_size"), kwargs.get("q_offset")
-    if mask is not None and size is not None and isinstance(start, int) and start >= size:
-        seen = slice(start + 1 - size, None)
-        _parts[mask] = [(0, mask.shape[2], [seen], mask[..., seen].contiguous())]
+    if mask is not None and size is not None and isinstance(start, int):
+        # Transformers' own caches have dropped keys of earlier positions already.
+        unseen = start + 1 - size - kwargs.get("kv_offset", 0)
+        if unseen > 0:
+            seen = slice(unseen, None)
+            _parts[mask] = [(0, mask.shape[2], [seen], mask[..., seen].contiguous())]
     return mask
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -12,6 +14,8 @@ from layerskip.models.forward import forward
 from layerskip.models.skip_view import decoding_view
 from tests.accelerator import DEVICE
 from tests.families import build
+
+ATTEND = torch.nn.functional.scaled_dot_product_attention
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mistral", "glm4", "gpt_oss", "phi", "gemma2"])
@@ -29,6 +33,40 @@ def test_a_block_after_a_prefix_equals_a_pass_without_a_cache(family: str, lengt
         block = forward(view, tokens[length:], cache, last=6)
     torch.testing.assert_close(block, expected, atol=1e-4, rtol=1e-4)
     assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("count", [1, 6, 70])
+def test_layers_with_a_window_read_no_keys_before_it(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window of 8 of the first of 6 queries begins 7 keys before it."""
+    model, tokens = build("mistral", sliding_window=8), torch.arange(3, 103 + 3 + count).to(DEVICE) % 60
+    view, cache = decoding_view(model), KVCache(model.config.num_hidden_layers, len(tokens), device=DEVICE)
+    read: list[int] = []
+    for module in (attention, torch.nn.functional):  # transformers uses the second one
+        monkeypatch.setattr(module, "scaled_dot_product_attention", _recorded(read))
+    with torch.inference_mode():
+        forward(view, tokens[:100], cache, last=1)
+        cache.length, _ = 100, read.clear()
+        forward(view, tokens[100 : 100 + count], cache, last=1)
+    assert set(read) == {7 + count}
+
+
+def _recorded(read: list[int]) -> Any:
+    def attend(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        read.append(key.shape[2])
+        return ATTEND(query, key, *args, **kwargs)
+
+    return attend
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_a_cache_of_transformers_that_drops_keys_is_read_whole(family: str) -> None:
+    model, tokens = build(family), torch.arange(3, 43).to(DEVICE)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=tokens).logits[0, -3:]
+        view = decoding_view(model)
+        cache = view(input_ids=tokens[:, :-3], use_cache=True).past_key_values
+        block = view(input_ids=tokens[:, -3:], past_key_values=cache).logits[0]
+    torch.testing.assert_close(block, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_decoding_view_is_made_once_and_shares_weights() -> None:
