@@ -66,7 +66,7 @@ def _assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * 3e-5)
 
 
-@pytest.mark.parametrize("family", representative(list(COMPILED), [name for name in SKIPPABLE if name not in COMPILED]))
+@pytest.mark.parametrize("family", representative(["gemma3_text"], [name for name in SKIPPABLE if name != "gemma3_text"]))
 @torch.inference_mode()
 def test_compiled_chains_equal_eager_ones(family: str) -> None:
     """Beyond the sliding windows of the family."""
@@ -128,7 +128,7 @@ class _LaunchCounter(TorchDispatchMode):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the kernels of a CPU")
-@pytest.mark.parametrize(("family", "most"), [("llama", 12), ("qwen3", 14), ("gemma3_text", 14)])
+@pytest.mark.parametrize(("family", "most"), representative([("llama", 12)], [("qwen3", 14), ("gemma3_text", 14)]))
 @torch.inference_mode()
 def test_a_compiled_layer_launches_few_kernels(family: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, the compiler fuses less than on a GPU, where kernels that do not depend on each other are one launch."""
