@@ -752,13 +752,13 @@ SECTIONS = (
         "Verified exports",
         "`searches.verify` measures an export again and judges its claim. Doctored copies must be refuted.",
         [
-            *("best-smollm2-2-cores.json", "best-packed-smollm2-2-cores.json", "best-float32-smollm2-2-cores.json"),
-            *("verify-smollm2-2-cores.json", "verify-doctored-smollm2-2-cores.json", "verify-float32-smollm2-2-cores.json"),
+            *("best-smollm2-2-cores.json", "best-packed-smollm2-2-cores.json"),
+            *("verify-smollm2-2-cores.json", "verify-doctored-smollm2-2-cores.json"),
             *("verify-packed-smollm2-2-cores.json", "verify-doctored-packed-smollm2-2-cores.json"),
         ],
         _verifications,
         [
-            *(f"searches.verify notebooks/records/best-{name}smollm2-2-cores.json" for name in ("", "float32-", "packed-")),
+            *(f"searches.verify notebooks/records/best-{name}smollm2-2-cores.json" for name in ("", "packed-")),
             "searches.verify outputs/doctored.json",
         ],
     ),

@@ -9,7 +9,8 @@ registered with transformers as an attention implementation, so no model code ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from layerskip.models.decode_attention import decode_attention, has_kernel
+from layerskip.kernels.decode_attention import decode_attention, has_kernel
 
 NAME = "layerskip_grouped"
 PLAIN = "layerskip_plain"
@@ -36,6 +37,21 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
     if config._attn_implementation == "sdpa" and getattr(model, "_supports_attention_backend", False):
         for part in {id(part): part for part in (model.config, config)}.values():
             part._attn_implementation = NAME
+
+
+@contextlib.contextmanager
+def whole_buffers() -> Iterator[None]:
+    """Tell attention that passes within the ``with`` block read whole buffers of a cache, as captured passes do.
+
+    There, the kernel for few queries saves reading positions that are not in use. Elsewhere, launching it takes longer than
+    torch's own kernel.
+    """
+    global _reads_buffers
+    before, _reads_buffers = _reads_buffers, True
+    try:
+        yield
+    finally:
+        _reads_buffers = before
 
 
 def attend_in_parts(mask: Tensor, parts: Sequence[tuple[int, int]]) -> None:
@@ -111,7 +127,7 @@ def _attend(
 
 def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a few queries attend to a cache under a mask that all heads share, on a device with a kernel for it."""
-    if not (torch.compiler.is_compiling() or query.is_cuda):
+    if not (torch.compiler.is_compiling() or (_reads_buffers and query.is_cuda)):
         return False
     if mask is None or mask.shape[:2] != (1, 1) or query.shape[2] > _MAX_QUERIES or kwargs.get("position_bias") is not None:
         return False
@@ -167,6 +183,7 @@ def _group_bias(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return cached
 
 
+_reads_buffers = False
 _biases: Any = WeakIdKeyDictionary()
 _parts: Any = WeakIdKeyDictionary()
 

@@ -94,7 +94,7 @@ class CompiledLayers:
             self._trees[index] = self._tree(index)
             fuse_siblings(self._trees[index], single_rows=_single_rows(hidden))
         kwargs["past_key_values"] = cache.layer_buffers(index, hidden.shape[1])
-        return _run_compiled(self._trees[index], hidden, args, kwargs)
+        return _compiled_run()(self._trees[index], hidden, args, kwargs)
 
     def _tree(self, index: int) -> nn.Module:
         """Return a second module tree over a layer's tensors."""
@@ -125,6 +125,12 @@ def _run(layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[s
 
 def _single_rows(hidden: Tensor) -> bool:
     return hidden.device.type == "cuda"
+
+
+@functools.cache
+def _compiled_run() -> Callable[..., Any]:
+    """Return the compiled call of a layer; made on first use, because importing the compiler takes seconds."""
+    return torch.compile(_run, fullgraph=True, dynamic=False, options=_OPTIONS)
 
 
 def compiled_layers(model: nn.Module) -> CompiledLayers | None:
@@ -175,7 +181,6 @@ def compile_like(model: nn.Module, tree: nn.Module) -> None:
     _modes[tree] = _modes.get(model, "auto")
 
 
-_run_compiled = torch.compile(_run, fullgraph=True, dynamic=False, options=_OPTIONS)
 _log = logging.getLogger(__name__)
 _compiled: weakref.WeakKeyDictionary[PreTrainedModel, CompiledLayers | None] = weakref.WeakKeyDictionary()
 _modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

@@ -27,6 +27,7 @@ from layerskip.device.clock import now
 from layerskip.device.memory import is_out_of_memory
 from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
+from layerskip.models.attention import whole_buffers
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import CompiledLayers, MaskOf, compiled_layers, refuse_compiling
 from layerskip.models.cuda_graphs import CapturedPass, Compute, EagerPass, GraphCapturer
@@ -236,7 +237,8 @@ class CapturingCache(KVCache):
     def _static(self) -> Iterator[None]:
         self.static_shapes = True
         try:
-            yield
+            with whole_buffers():
+                yield
         finally:
             self.static_shapes = False
 

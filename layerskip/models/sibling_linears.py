@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
-from layerskip.models.few_rows_linear import MAX_ROWS, few_rows_linear, has_kernel
+from layerskip.kernels.few_rows_linear import MAX_ROWS, few_rows_linear, has_kernel
 
 
 def lay_out_siblings(model: nn.Module, run: Callable[[], object]) -> None:

@@ -67,5 +67,5 @@ class TestNoDraft(DrafterContract):
         monkeypatch.setattr(loop, "begin_reading", logged_read)
         target = target_of("llama")
         decode(target, self.drafter(target), PROMPT, GREEDY, 5, eos_ids=frozenset(), static_shapes=True)
-        # The prompt, the first round's pass, and then always the next one; none after the last token.
-        assert events == ["pass", "pass", *("pass", "read") * 3, "read"]
+        # The first round's pass, and then always the next one; none after the last token.
+        assert events == ["pass", *("pass", "read") * 3, "read"]

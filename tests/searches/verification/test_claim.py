@@ -13,6 +13,7 @@ from searches.app.checks import InputError
 from searches.verification.claim import Claim, Speedup, judge, judge_plain
 
 RECORDS = Path(__file__).parents[3] / "notebooks" / "records"
+DATA = Path(__file__).parents[1] / "data"
 CLAIM = Speedup(1.5, 1.4, 1.6)
 TOLERANCE = 0.2  # the lowest speedup is 1.2 by the claim's value, 1.12 by its lower end
 
@@ -182,7 +183,7 @@ def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompt
     ],
 )
 def test_contradictory_evidence_is_refuted(doctored: dict[str, object], reason: str | None) -> None:
-    export = Export.load(RECORDS / "best-float32-smollm2-2-cores.json")
+    export = Export.load(DATA / "best-float32-smollm2.json")
     held_out = PromptSet.packaged().split()[1]
     export = replace(export, evidence={**export.evidence, **doctored})
     sampled = replace(export, sampling=Sampling(temperature=1.0))
