@@ -64,6 +64,8 @@ class TestTreeOnTheDevice(TestTree):
 class TestThreeLayersOfFewTokens(DrafterContract):
     """It reads three layers, and drafts from a part of the vocabulary."""
 
+    samples_by_default = False
+
     toy = staticmethod(deep_toy)
 
     def drafter(self, target: Target) -> Drafter:

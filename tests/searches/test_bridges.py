@@ -43,7 +43,7 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize("family", representative(["llama", "gemma3_text"], ["qwen2"]))
+@pytest.mark.parametrize("family", representative(["gemma3_text"], ["llama", "qwen2"]))
 def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch: Launch) -> None:
     folder = save_tiny(tmp_path / "model", family)
     few = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(8))
