@@ -45,11 +45,11 @@ def eager_only(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList] | None:
-    """Return the list of a model's decoder layers and its dotted name; None if there is no such list."""
+def _path_of_layers(model: PreTrainedModel) -> str | None:
+    """Return the dotted name of the list of a model's decoder layers; None if there is no such list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    return next(((path, module) for path, module in lists if len(module) == count), None)
+    return next((path for path, module in lists if len(module) == count), None)
 
 
 class CompiledLayers:
@@ -59,14 +59,22 @@ class CompiledLayers:
 
     Args:
         model: the model or view.
-        layers: its decoder layers.
+        path: the dotted name of its decoder layers.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
-        self._layers = layers
-        types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["" for _ in layers]
+    def __init__(self, model: PreTrainedModel, path: str) -> None:
+        self._model, self._path = weakref.ref(model), path  # a view's layers may refer to the view, which must not be kept
+        types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["" for _ in self._layers]
         self._first_of_type = [types.index(kind) for kind in types]
         self._trees: dict[int, nn.Module] = {}
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        model = self._model()
+        assert model is not None
+        layers = model.get_submodule(self._path)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
 
     @contextlib.contextmanager
     def running(self, mask_of: MaskOf) -> Iterator[None]:
@@ -75,10 +83,11 @@ class CompiledLayers:
         Args:
             mask_of: applied to every layer's mask.
         """
-        replaced = [layer for layer in self._layers if "forward" not in layer.__dict__ and not _has_hooks_inside(layer)]
+        replaced = []
         for index, layer in enumerate(self._layers):
-            if any(layer is other for other in replaced):
+            if "forward" not in layer.__dict__ and not _has_hooks_inside(layer):
                 layer.forward = functools.partial(self._run, index, mask_of)
+                replaced.append(layer)
         try:
             with torch._dynamo.config.patch(recompile_limit=_VARIANTS, accumulated_recompile_limit=_VARIANTS):
                 yield
@@ -141,8 +150,8 @@ def compiled_layers(model: nn.Module) -> CompiledLayers | None:
     if mode == "off" or (mode == "auto" and model.device.type != "cuda"):
         return None
     if model not in _compiled:
-        found = decoder_layers(model)
-        _compiled[model] = None if found is None else CompiledLayers(model, found[1])
+        path = _path_of_layers(model)
+        _compiled[model] = None if path is None else CompiledLayers(model, path)
     return _compiled[model]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -215,3 +217,17 @@ def test_layers_are_compiled_on_cuda_alone_by_default() -> None:
     assert (compiled_layers(model) is not None) == (TORCH_DEVICE.type == "cuda")
     with pytest.raises(TargetError, match=r"^compile: 'maybe' is not auto, on, off$"):
         Target(model, compile="maybe")
+
+
+@torch.inference_mode()
+def test_a_compiled_tree_model_is_freed_with_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers refer to it, so whatever keeps them for the compiler must not keep it."""
+    monkeypatch.setattr(module, "_compiled_run", lambda: module._run)
+    model = _model("llama")
+    cache, _ = _caches(model, decoding_view(model), 12)
+    tree_model(model).run(_tokens(20)[12:18], (-1, 0, 0, 2, -1), cache)
+    assert _compiled_passes(cache) == [True]
+    views = [weakref.ref(tree_model(model).view), weakref.ref(decoding_view(model))]
+    del model, cache
+    gc.collect()
+    assert [view() for view in views] == [None, None]
