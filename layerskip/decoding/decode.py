@@ -110,7 +110,7 @@ def decode(
                 if callback is not None:
                     callback(committed)
             return DecodeResult(loop.context.tokens[len(prompt) :], DecodeStats(tuple(rounds)), end.reason)
-        finally:  # also after an exception of a callback; the recorded passes stay valid
+        finally:  # also after an exception of a callback; the captured passes stay valid
             release_cache(target.model, cache)
 
 

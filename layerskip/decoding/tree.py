@@ -107,7 +107,7 @@ class TreeModel:
         size = block.shape[0]
         wide = padded_count(size)
         if isinstance(cache, CapturingCache) and cache.captures(self.view, wide):
-            # Few widths are recorded, so the tree is padded with further children of the root, whose output is not read.
+            # Few widths are captured, so the tree is padded with further children of the root, whose output is not read.
             # They repeat the root's own token: it is in the text already, so the model is known to give finite values.
             filled = torch.cat((block, block[:1].expand(wide - size)))
             inputs = filled, *tree_shape(parents, block.device, wide - size)

@@ -76,10 +76,10 @@ class CrossTokenizer(StopRuleDrafter):
         self._prefill(cache.capacity - len(prompt), isinstance(cache, CapturingCache), device)
         self.stopper.start()
 
-    def _prefill(self, new_tokens: int, recorded: bool, device: torch.device) -> None:
+    def _prefill(self, new_tokens: int, captures: bool, device: torch.device) -> None:
         room = len(self._known) + _MOST_GROWTH * (new_tokens + self.draft_length)
         room = min(room, self._most or room)
-        self._cache = acquire_cache(self.model, self.layers, room, device, recorded, self)
+        self._cache = acquire_cache(self.model, self.layers, room, device, captures, self)
         self._fed = self._known[:-1] if len(self._known) <= room else []
         if self._fed:
             run_prefill(self.model, clamp_tokens(self.model, copy_to_device(self._fed, device)), self._cache)

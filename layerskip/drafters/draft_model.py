@@ -56,8 +56,8 @@ class DraftModel(StopRuleDrafter):
         if self._head is not None:
             self._head.begin()
         self._device = next(self.model.parameters()).device
-        recorded = isinstance(cache, CapturingCache)
-        self._cache = acquire_cache(self.model, self.layers, cache.capacity, self._device, recorded, self)
+        captures = isinstance(cache, CapturingCache)
+        self._cache = acquire_cache(self.model, self.layers, cache.capacity, self._device, captures, self)
         if self._reach(len(prompt)) > 0:
             run_prefill(self.model, clamp_tokens(self.model, copy_to_device(prompt, self._device)), self._cache)
         self._cache.length = self._verified = len(prompt)

@@ -72,8 +72,8 @@ class Eagle(StopRuleDrafter):
         self._chooser = chooser
         device = self.head.fc.weight.device
         room = cache.capacity + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
-        recorded, reads = isinstance(cache, CapturingCache), [self.embeddings]
-        self._cache = acquire_cache(self.head, 1, room, device, recorded, holder=self, reads=reads)
+        captures, reads = isinstance(cache, CapturingCache), [self.embeddings]
+        self._cache = acquire_cache(self.head, 1, room, device, captures, holder=self, reads=reads)
         self._reads = reads_while_growing(cache, device)
         self._pending: list[Tensor] = []
         self.readout.begin()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,6 +14,17 @@ from layerskip.device.tolerance import nearly_equal
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether the kernels' compiler is installed; torch's builds for CUDA bring it along."""
+
+
+@contextlib.contextmanager
+def waiting_allowed() -> Iterator[None]:
+    """Allow to wait for a GPU within the ``with`` block, also where a caller forbids it."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def passes_trial(name: str, kind: Hashable, run: Callable[[], tuple[Tensor, Tensor]]) -> bool:
@@ -24,14 +36,10 @@ def passes_trial(name: str, kind: Hashable, run: Callable[[], tuple[Tensor, Tens
         run: returns the kernel's output and the expected one.
     """
     if (name, kind) not in _passed:
-        mode = torch.cuda.get_sync_debug_mode()
         try:
-            torch.cuda.set_sync_debug_mode("default")  # a trial waits for the device, also where a caller forbids it
             reason = "" if nearly_equal(*run()) else "it gives other results"
         except Exception as error:  # compilers raise errors of many kinds
             reason = str(error).partition("\n")[0] or type(error).__name__
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
         if reason:
             _log.warning("the kernel for %s cannot be used (%s): %s", name, kind, reason)
         _passed[name, kind] = not reason

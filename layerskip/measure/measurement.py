@@ -29,7 +29,7 @@ class Sample:
         tokens: the number of new tokens.
         decoded_tokens: those that decoding gave, without the ones that prefill gave.
         prefill_seconds: until prefill was done and its tokens known.
-        decode_seconds: from then on. Both exclude the time of recording passes, which happens once.
+        decode_seconds: from then on. Both exclude the time of capturing passes, which happens once.
         peak_memory_bytes: device memory on CUDA, process memory on a CPU.
         stats: the rounds.
         lossless: the comparison with the reference's output.

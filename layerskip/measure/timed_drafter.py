@@ -24,7 +24,7 @@ class TimedDrafter:
     """A wrapper of a drafter that measures the time spent on drafting and learning.
 
     The time is taken from the device's own clock if it has one, as waiting for the device would slow it down. The time of
-    recording passes, which happens once, is left out.
+    capturing passes, which happens once, is left out.
 
     """
 
@@ -33,7 +33,7 @@ class TimedDrafter:
         self.tree_tokens = drafter.tree_tokens
         self.modules = drafter.modules if isinstance(drafter, FeatureReader) else ()
         self.never_drafts = isinstance(drafter, PlainDecoding) and drafter.never_drafts
-        self._readings: list[tuple[Any, Any, float]] = []  # start, end, and seconds of recording in between
+        self._readings: list[tuple[Any, Any, float]] = []  # start, end, and seconds of capturing in between
         self._given: tuple[weakref.ref[Any], ...] = ()
 
     @property

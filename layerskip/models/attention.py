@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -46,12 +47,11 @@ def whole_buffers() -> Iterator[None]:
     There, the kernel for few queries saves reading positions that are not in use. Elsewhere, launching it takes longer than
     torch's own kernel.
     """
-    global _reads_buffers
-    before, _reads_buffers = _reads_buffers, True
+    token = _reads_buffers.set(True)
     try:
         yield
     finally:
-        _reads_buffers = before
+        _reads_buffers.reset(token)
 
 
 def attend_in_parts(mask: Tensor, parts: Sequence[tuple[int, int]]) -> None:
@@ -87,7 +87,7 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return attention ``[B, n, heads, d]`` of ``query [B, heads, n, d]`` to ``key``, ``value [B, key heads, m, d]``."""
-    if _is_decoding(query, key, attention_mask, kwargs):
+    if query.shape[-1] == value.shape[-1] and _is_decoding(query, key, attention_mask, kwargs):
         scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
         return decode_attention(query, key, value, attention_mask, scale), None
     parts = None if attention_mask is None or torch.compiler.is_compiling() else _parts.get(attention_mask)
@@ -127,7 +127,7 @@ def _attend(
 
 def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a few queries attend to a cache under a mask that all heads share, on a device with a kernel for it."""
-    if not (torch.compiler.is_compiling() or (_reads_buffers and query.is_cuda)):
+    if not (torch.compiler.is_compiling() or (query.is_cuda and _reads_buffers.get())):
         return False
     if mask is None or mask.shape[:2] != (1, 1) or query.shape[2] > _MAX_QUERIES or kwargs.get("position_bias") is not None:
         return False
@@ -178,12 +178,14 @@ def _group_bias(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         bias = mask
         if mask.dtype == torch.bool:
             bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -float("inf"))
+        if heads == 1 and bias is mask:  # a value that is its own key would stay for ever
+            return mask
         cached = bias if heads == 1 else bias.repeat(1, 1, heads, 1)
         _biases[mask] = cached
     return cached
 
 
-_reads_buffers = False
+_reads_buffers = ContextVar("_reads_buffers", default=False)
 _biases: Any = WeakIdKeyDictionary()
 _parts: Any = WeakIdKeyDictionary()
 

@@ -8,12 +8,14 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from layerskip.device.memory import on_memory_release
 from layerskip.models.cache import KVCache
-from layerskip.models.compiled_layers import prepare_compiling
+from layerskip.models.compiled_layers import compile_mode, prepare_compiling
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.placement import is_split
+from layerskip.models.positions import depends_on_positions_alone
 
 _MIN_LENGTH = 512  # positions; from here on lengths are powers of two, so that most prompts find a cache
 _LARGE = 4096  # from here on eighths of powers of two, because masked positions are read too
@@ -39,14 +41,15 @@ def acquire_cache(
         positions: the number of positions needed.
         device: where the cache is allocated.
         static_shapes: whether to capture passes if the cache is not too long for it; None: on CUDA only, where it is
-            faster. On a CPU, captured passes are recomputed in the same shapes.
+            faster, and where compiling was requested. On a CPU, captured passes are recomputed in the same shapes.
         holder: keeps the cache until it acquires another or is garbage-collected; the cache then returns to the pool. None:
             the caller calls :func:`release_cache`.
         reads: modules that captured passes read in addition to the model; the cache is dropped when their weights move, too.
     """
     if holder in _held:
         _held.pop(holder)()  # a finalizer runs once, even if the holder is collected at this moment
-    static_shapes = device.type == "cuda" if static_shapes is None else static_shapes
+    if static_shapes is None:
+        static_shapes = device.type == "cuda" or compile_mode(model) == "on"
     captures = static_shapes and positions <= _MAX_LENGTH
     if captures:
         prepare_compiling(model)
@@ -65,6 +68,7 @@ def acquire_cache(
         acquired.made_for = made_for
     acquired.clear()
     acquired.capacity = positions
+    acquired.pads_chains = isinstance(model, PreTrainedModel) and depends_on_positions_alone(model)
     if holder is not None:
         _held[holder] = weakref.finalize(holder, release_cache, model, acquired)
         _held[holder].atexit = False

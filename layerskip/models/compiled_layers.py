@@ -67,6 +67,7 @@ class CompiledLayers:
         types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["" for _ in self._layers]
         self._first_of_type = [types.index(kind) for kind in types]
         self._trees: dict[int, nn.Module] = {}
+        self._addresses: tuple[int, ...] = ()  # of the weights that the trees read
 
     @property
     def _layers(self) -> nn.ModuleList:
@@ -83,8 +84,11 @@ class CompiledLayers:
         Args:
             mask_of: applied to every layer's mask.
         """
-        replaced = []
-        for index, layer in enumerate(self._layers):
+        layers, replaced = self._layers, []
+        addresses = tuple(part.data_ptr() for part in (*layers.parameters(), *layers.buffers()))
+        if addresses != self._addresses:  # weights have moved, or were replaced
+            self._trees, self._addresses = {}, addresses
+        for index, layer in enumerate(layers):
             if "forward" not in layer.__dict__ and not _has_hooks_inside(layer):
                 layer.forward = functools.partial(self._run, index, mask_of)
                 replaced.append(layer)
@@ -115,6 +119,8 @@ class CompiledLayers:
         shared += [part for part in parts if not any(part.children()) and not part._parameters and not part._buffers]
         shared += [part.__dict__["forward"] for part in parts if "forward" in part.__dict__]
         tree = copy.deepcopy(layer, {id(thing): thing for thing in shared})
+        for hooks in (tree._forward_hooks, tree._forward_pre_hooks):  # they run on the layer itself
+            hooks.clear()
         for part in tree.modules():
             if hasattr(part.__dict__.get("forward"), _EAGER_ONLY):
                 del part.__dict__["forward"]
@@ -146,7 +152,7 @@ def compiled_layers(model: nn.Module) -> CompiledLayers | None:
     """Return the compiled layers of a model; None where layers are not compiled, or cannot be."""
     if not isinstance(model, PreTrainedModel) or model in _refused:
         return None
-    mode = _modes.get(model, "auto")
+    mode = compile_mode(model)
     if mode == "off" or (mode == "auto" and model.device.type != "cuda"):
         return None
     if model not in _compiled:
@@ -161,8 +167,8 @@ def prepare_compiling(model: nn.Module) -> None:
     if compiled_layers(body) is None:
         return
     assert isinstance(body, PreTrainedModel)
-    width = body.config.get_text_config(decoder=True).hidden_size
-    with contextlib.suppress(RuntimeError, TypeError, ValueError), torch.inference_mode():  # nothing is laid out then
+    with contextlib.suppress(Exception), torch.inference_mode():  # models of any code; nothing is laid out then
+        width = body.config.get_text_config(decoder=True).hidden_size
         states = torch.zeros(1, 2, width, dtype=body.dtype, device=body.device)
         lay_out_siblings(body, lambda: body(inputs_embeds=states, use_cache=False))
 
@@ -173,21 +179,26 @@ def refuse_compiling(model: nn.Module, reason: str) -> None:
     _log.warning("%s: its layers cannot be compiled and run as they are: %s", type(model).__name__, reason)
 
 
-def set_compiling(model: nn.Module, mode: str) -> None:
+def set_compiling(model: nn.Module, mode: str | None) -> None:
     """Set whether a model's decoder layers are compiled in captured passes.
 
     Args:
         model: the model.
-        mode: ``auto``: on CUDA; ``on``: on any device, where passes are captured; ``off``.
-
+        mode: ``auto``: on CUDA; ``on``: on any device, whose passes are then captured; ``off``. None changes nothing.
     """
-    assert mode in COMPILE_MODES
-    _modes[model] = mode
+    if mode is not None:
+        assert mode in COMPILE_MODES
+        _modes[model] = mode
+
+
+def compile_mode(model: nn.Module) -> str:
+    """Return the mode that was set for a model, or ``auto``."""
+    return _modes.get(model, "auto")
 
 
 def compile_like(model: nn.Module, tree: nn.Module) -> None:
     """Apply a model's setting to another module tree, such as a view of it."""
-    _modes[tree] = _modes.get(model, "auto")
+    _modes[tree] = compile_mode(model)
 
 
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from layerskip.models.compiled_layers import compiled_layers
 from layerskip.models.packing import uses_packing
 from layerskip.models.target import Target
 
@@ -23,7 +24,10 @@ def environment(target: Target) -> dict[str, Any]:
 
 
 def machine(target: Target) -> dict[str, Any]:
-    """Return the values that times depend on: ``device``, ``device_name``, ``threads``, ``packed_weights``, ``versions``."""
+    """Return the values that times depend on.
+
+    ``device``, ``device_name``, ``threads``, ``packed_weights``, ``versions``; ``compiled_layers`` if layers are compiled.
+    """
     device, places = target.device, vars(target.model).get("hf_device_map", {}).values()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     used = sorted({str(place) for place in places})
@@ -33,7 +37,7 @@ def machine(target: Target) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "packed_weights": uses_packing(target.model),
         "versions": {"python": platform.python_version()} | _versions(),
-    }
+    } | ({"compiled_layers": True} if compiled_layers(target.model) is not None else {})
 
 
 def _versions() -> dict[str, str]:

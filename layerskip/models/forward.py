@@ -50,7 +50,7 @@ def _captured_forward(model: nn.Module, tokens: Tensor, cache: CapturingCache, l
     size = tokens.shape[0]
     if last == size:  # few widths are captured, so other blocks are followed by copies of their first token
         wide = _chain_width(size)
-        if wide > size and cache.captures(model, wide):
+        if wide > size and cache.pads_chains and cache.captures(model, wide):
             tokens, last = torch.cat((tokens, tokens[:1].expand(wide - size))), wide
 
     def compute(block: Tensor) -> tuple[Tensor, ...]:

@@ -64,6 +64,7 @@ class CapturingCache(KVCache):
         device: where the buffers and passes are.
 
     Attributes:
+        pads_chains: whether a pass over a chain may be followed by positions that are not used.
         made_for: the weights and dtypes for which everything captured is valid; see :mod:`layerskip.models.cache_pool`.
         device: where the buffers and passes are.
     """
@@ -71,6 +72,7 @@ class CapturingCache(KVCache):
     def __init__(self, layers: int, max_length: int, device: torch.device) -> None:
         super().__init__(layers, max_length, static_shapes=True, device=device)
         self.made_for: Hashable = None
+        self.pads_chains = True
         self.static_shapes = False
         self.device = device
         self._next_positions: dict[int, Tensor] = {}  # of the current pass, by count
@@ -124,6 +126,7 @@ class CapturingCache(KVCache):
                 captured = self._capture_checked(model, body or model, inputs, fresh)
             if captured is None:
                 return fresh(None)(*inputs)
+            key = kind, compiled_layers(body or model) is None, *key[2:]  # compiling may have been refused
             passes[key] = captured
         self._on_device()
         with self._static():
@@ -144,10 +147,12 @@ class CapturingCache(KVCache):
         if not all(bool(part.isfinite().all()) for part in expected):
             return None  # cannot be compared
         layers = compiled_layers(body)
-        for tried in (layers, None) if layers is not None else (None,):
+        attempts: list[tuple[CompiledLayers | None, bool]] = [] if layers is None else [(layers, True)]
+        attempts += [(None, True), (None, False)] if self.device.type == "cuda" else [(None, True)]
+        for tried, kernels in attempts:
             compute = compute_with(tried)
             try:
-                with self._static():
+                with self._static(kernels):
                     if tried is not None:
                         compute(*inputs)  # compiling may wait for the device, which capturing forbids
                     captured = self._capture(inputs, compute)
@@ -234,10 +239,11 @@ class CapturingCache(KVCache):
                 _seconds += now(self.device) - start
 
     @contextlib.contextmanager
-    def _static(self) -> Iterator[None]:
+    def _static(self, kernels: bool = True) -> Iterator[None]:
+        """Run passes in static shapes, with the kernel for attention to whole buffers where there is one."""
         self.static_shapes = True
         try:
-            with whole_buffers():
+            with whole_buffers() if kernels else contextlib.nullcontext():
                 yield
         finally:
             self.static_shapes = False

@@ -51,6 +51,14 @@ def scaling_depends_on_length(model: PreTrainedModel, length: int) -> bool:
     return any(length > threshold for _, threshold in _thresholds(model))
 
 
+def depends_on_positions_alone(model: PreTrainedModel) -> bool:
+    """Return whether a token's pass depends on its own position only, and any position can be computed.
+
+    A pass may then contain further tokens behind those that are read.
+    """
+    return max_positions(model) is None and not any(True for _ in _thresholds(model))
+
+
 def _thresholds(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     config = model.config.get_text_config(decoder=True)
     for fields in _ropes(getattr(config, "rope_parameters", None) or {}):

@@ -28,6 +28,7 @@ def lay_out_siblings(model: nn.Module, run: Callable[[], object]) -> None:
         run: runs a pass, in which siblings are found. It is run once for a model.
     """
     if model not in _siblings:
+        _siblings[model] = []  # stays if the pass fails
         _siblings[model] = _find_siblings(model, run)
     for names in _siblings[model]:
         layers: list[Any] = [model.get_submodule(name) for name in names]
@@ -183,10 +184,17 @@ def fuse_siblings(tree: nn.Module, single_rows: bool) -> None:
     groups: dict[object, list[tuple[str, Any]]] = {}
     for name, layer in plain:
         groups.setdefault(_groups.get(layer.weight, layer), []).append((name, layer))
-    for group in groups.values():
-        if len(group) == 1 and not single_rows:
-            continue
-        names, layers = zip(*sorted(group, key=lambda part: part[1].weight.data_ptr()), strict=True)
+    for marked in groups.values():
+        together = sorted(marked, key=lambda part: part[1].weight.data_ptr())
+        # Weights are not moved here, because other captured passes may read them.
+        adjacent = _adjacent([layer.weight for _, layer in together])
+        for group in [together] if adjacent else [[part] for part in together]:
+            _fuse(tree, group, single_rows)
+
+
+def _fuse(tree: nn.Module, group: Sequence[tuple[str, Any]], single_rows: bool) -> None:
+    if len(group) > 1 or single_rows:
+        names, layers = zip(*group, strict=True)
         first = FusedLinear(layers, single_rows)
         tree.set_submodule(names[0], first)
         for place, name in enumerate(names[1:]):

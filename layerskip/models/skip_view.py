@@ -21,7 +21,7 @@ from layerskip.mask import MaskError, SkipMask
 from layerskip.models.architecture import architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.bridge import Bridge, Bridges
-from layerskip.models.compiled_layers import compile_like
+from layerskip.models.compiled_layers import compile_like, compile_mode
 from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class OncePerModel(Generic[T]):
     def of(self, model: PreTrainedModel) -> T:
         """Return the value for a model in its present state."""
         tensors = (id(t) for t in (*model.parameters(), *model.buffers()))
-        state = uses_packing(model), model.dtype, *tensors, *_hooks_and_adapters(model)
+        state = uses_packing(model), compile_mode(model), model.dtype, *tensors, *_hooks_and_adapters(model)
         if model not in self._values or self._values[model][0] != state:
             self._values[model] = state, self._make(model)
         return self._values[model][1]

@@ -47,7 +47,7 @@ class Target:
             None if they were not.
         drafts: draft models that were loaded for it, by name.
         compile: whether the layers of captured passes are compiled (:mod:`layerskip.models.compiled_layers`): ``auto``: on
-            CUDA; ``on`` or ``off``.
+            CUDA; ``on`` or ``off``; None: as already set for this model, else ``auto``.
 
     Raises:
         TargetError: ``compile`` is another value.
@@ -60,12 +60,12 @@ class Target:
     pack_weights: bool | None = None
     quantization: str | Mapping[str, Any] | None = None
     drafts: dict[str, Target] = field(default_factory=dict, repr=False)
-    compile: str = "auto"
+    compile: str | None = None
 
     def __post_init__(self) -> None:
         set_packing(self.model, self.pack_weights)
-        if self.compile not in COMPILE_MODES:
-            raise TargetError(f"compile: {self.compile!r} is not {', '.join(COMPILE_MODES)}")
+        if self.compile is not None and self.compile not in COMPILE_MODES:
+            raise TargetError(f"target.compile: {self.compile!r} is not {', '.join(COMPILE_MODES)}")
         set_compiling(self.model, self.compile)
 
     @property

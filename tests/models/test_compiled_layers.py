@@ -215,7 +215,7 @@ def test_a_single_row_is_multiplied_as_several_are(bias: bool) -> None:
 def test_layers_are_compiled_on_cuda_alone_by_default() -> None:
     model = build("llama")
     assert (compiled_layers(model) is not None) == (TORCH_DEVICE.type == "cuda")
-    with pytest.raises(TargetError, match=r"^compile: 'maybe' is not auto, on, off$"):
+    with pytest.raises(TargetError, match=r"^target.compile: 'maybe' is not auto, on, off$"):
         Target(model, compile="maybe")
 
 
@@ -231,3 +231,40 @@ def test_a_compiled_tree_model_is_freed_with_its_model(monkeypatch: pytest.Monke
     del model, cache
     gc.collect()
     assert [view() for view in views] == [None, None]
+
+
+def test_the_mode_of_a_model_reaches_its_views_and_stays() -> None:
+    """Another target over the same model, as ``custom_generate`` makes one, changes nothing; a new mode makes new views."""
+    target = Target(build("llama"), compile="on")
+    assert compiled_layers(decoding_view(target.model)) is not None
+    Target(target.model)
+    assert compiled_layers(decoding_view(target.model)) is not None
+    Target(target.model, compile="off")
+    assert compiled_layers(decoding_view(target.model)) is None
+
+
+def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    monkeypatch.setattr(module, "_compiled_run", lambda: lambda *args: (runs.append(1), module._run(*args))[1])
+    target = Target(build("llama"), compile="on")
+    expected = decode(Target(build("llama")), NoDraft(), [3, 4, 5], Sampling(), 8, eos_ids=frozenset()).tokens
+    assert decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, eos_ids=frozenset()).tokens == expected
+    assert runs
+
+
+def test_replaced_weights_are_read_by_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if only their data was replaced, as by an average of weights."""
+    monkeypatch.setattr(module, "_compiled_run", lambda: module._run)
+    model = _model("llama")
+    block = _tokens(20)[12:16]
+    with torch.inference_mode():
+        cache, _ = _caches(model, decoding_view(model), 12)
+        forward(decoding_view(model), block, cache, last=4)
+        release_cache(model, cache)
+    for weight in model.parameters():
+        weight.data = weight.data * 0.7
+    with torch.inference_mode():
+        view = decoding_view(model)
+        cache, plain = _caches(model, view, 12)
+        _assert_close(*(forward(view, block, held, last=4) for held in (cache, plain)))
+        assert _compiled_passes(cache) == [True]

@@ -18,6 +18,7 @@ from layerskip.decoding.drafter import Context, NoDraft
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.device.tolerance import nearly_equal
 from layerskip.drafters.layer_skip import LayerSkip
+from layerskip.drafters.registry import build_drafter
 from layerskip.mask import SkipMask
 from layerskip.measure.measure import measure
 from layerskip.models.cache import CacheFull, KVCache
@@ -233,3 +234,17 @@ def test_a_model_that_synchronises_is_not_captured() -> None:
         decode(Target(model), NoDraft(), prompt, Sampling(), 20, static_shapes=static).tokens for static in (True, False)
     )
     assert captured == plain
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_decoding_reaches_the_last_position_of_a_model(family: str) -> None:
+    """Padded chains must not read learned positions that do not exist."""
+    model = build(family)
+    limit = int(model.config.get_text_config(decoder=True).max_position_embeddings)
+    prompt = (_tokens(8).tolist() * limit)[: limit - 12]
+    lookup = build_drafter(SpeculativeConfig("prompt_lookup", 6, ngram_max=3), Target(model))
+    plain, static = (
+        decode(Target(model), lookup, prompt, Sampling(), 12, static_shapes=static, eos_ids=frozenset()).tokens
+        for static in (False, True)
+    )
+    assert static == plain
