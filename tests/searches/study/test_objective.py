@@ -15,6 +15,7 @@ from optuna.trial import TrialState
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.decoding.draft import Draft
 from layerskip.drafters.prompt_lookup import PromptLookup
+from searches.backends.layerskip import LayerskipBackend
 from searches.space.search_space import SearchSpace
 from searches.study.bench import ModelBench
 from searches.study.finals import Finalist, Finals, measure_finals
@@ -29,7 +30,7 @@ LOOKUP = SpeculativeConfig("prompt_lookup", 4, ngram_min=1, ngram_max=2)
 
 
 def _bench(target: Target) -> ModelBench:
-    return ModelBench(target, Sampling(), SETTINGS.max_new_tokens)
+    return ModelBench(LayerskipBackend(target), Sampling(), SETTINGS.max_new_tokens)
 
 
 def _study(target: Target, *configs: SpeculativeConfig) -> tuple[optuna.Study, Objective]:
@@ -86,10 +87,10 @@ def test_a_changed_float32_output_stops_the_study(tiny_target: Target, monkeypat
 
     genuine = decode.verify
 
-    def accept_all(draft: Draft, target_probs: torch.Tensor, *more: Any) -> Any:
+    def accept_all(draft: Draft, target_probs: torch.Tensor, *rest: Any) -> Any:
         """Accept every drafted token."""
         size = draft.tokens.shape[0]
-        return genuine(draft, torch.cat((draft.tokens, target_probs[size:])), *more)
+        return genuine(draft, torch.cat((draft.tokens, target_probs[size:])), *rest)
 
     monkeypatch.setattr(decode, "verify", accept_all)
     study, objective = _study(tiny_target, LOOKUP)
@@ -125,7 +126,7 @@ def test_interrupted_finals_are_resumed(tiny_target: Target, tmp_path: Path) -> 
     bench = _bench(tiny_target)
 
     class Watched:
-        layers, exact, conditions = bench.layers, bench.exact, bench.conditions
+        exact, conditions = bench.exact, bench.conditions
 
         def compare(self, configs: Any, prompts: PromptSet, *rest: Any) -> Any:
             measured.extend(item.id for item in prompts)

@@ -1,0 +1,152 @@
+"""The interface between a search and the engine that decodes: this library's own decoder, vLLM or a server.
+
+A study, its finals and a verification measure through a :class:`Backend`. It decodes prompts with configurations and without
+drafting, and yields samples that are paired prompt by prompt.
+
+To add one, write a dataclass that extends :class:`Backend`. Its first field is ``target``, with the metadata ``runtime``,
+since no configuration sets it; the others are settings with defaults. A file of ``conf/backend/`` with the back end's name
+names the class. Its tests inherit those of ``tests/searches/backends/contract.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from layerskip import Measurement, PromptSet, SpeculativeConfig
+from layerskip.measure.measure import Task
+from layerskip.measure.measurement import Sample
+from searches.app.checks import InputError, check_whole
+from searches.space.search_space import SearchSpace
+
+BASELINE = "baseline"
+"""The name of plain decoding in every row."""
+CANDIDATE = "candidate"
+LOG_LINES = 20  # of an engine's log, which a failed trial keeps
+
+Row = Mapping[str, Sample]
+"""The samples of one prompt by name, those of plain decoding as ``baseline``."""
+
+
+class BackendError(InputError):
+    """A configuration that the engine could not run. The trial fails with the reason, and the study goes on.
+
+    Where nothing can go on without it, a program ends with the reason, as for other settings that cannot be used.
+
+    Args:
+        reason: one line, such as ``the engine ran out of memory``.
+        log_tail: the last lines of the engine's log; empty if it has none.
+        name: of the configuration in the comparison; empty if it is plain decoding, or unknown.
+    """
+
+    def __init__(self, reason: str, log_tail: str = "", name: str = "") -> None:
+        self.reason, self.name = " ".join(reason.split()), name
+        super().__init__(f"backend: {self.reason}")
+        self.log_tail = "\n".join(log_tail.splitlines()[-LOG_LINES:])
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests that an engine serves while it is measured.
+
+    Args:
+        concurrency: number of requests in flight, at least 1. The next one is sent as soon as one is finished.
+        goal: what a speedup compares: ``decoding``, the tokens per second of a request after its first token, or
+            ``throughput``, the tokens per second of the engine, prefill included.
+    """
+
+    concurrency: int = 1
+    goal: str = "decoding"
+
+    def __post_init__(self) -> None:
+        check_whole("load.concurrency", self.concurrency)
+        if self.goal not in ("decoding", "throughput"):
+            raise InputError(f"load.goal: {self.goal!r} is neither decoding nor throughput")
+
+
+class Backend(Protocol):
+    """An engine that decodes prompts with and without drafting."""
+
+    name: ClassVar[str]
+    """That of its file in ``conf/backend/``; exports store it."""
+
+    @property
+    def exact(self) -> bool:
+        """True if greedy outputs must equal plain decoding's token for token, as in float32 with one request at a time."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything that samples depend on, except configurations, prompts, task and load.
+
+        It identifies measurements: rows of an interrupted run are used only under the same description, and MLflow shows it.
+        Plain values, such as the engine's name, version and arguments, the model, its data type, and the machine. No time,
+        port or folder that changes from run to run.
+        """
+        ...
+
+    def supports(self, kind: str) -> str | None:
+        """Return None if the engine drafts with a kind of drafter, else the reason in one line. ``none`` is supported."""
+        ...
+
+    def restrict(self, space: SearchSpace) -> SearchSpace:
+        """Return the space without choices that make no difference to this engine, such as stop rules that it lacks.
+
+        Kinds that :meth:`supports` refuses were left out before.
+        """
+        return space
+
+    def compare(
+        self,
+        configs: Mapping[str, SpeculativeConfig],
+        prompts: PromptSet,
+        task: Task,
+        load: Load = Load(),
+        repeats: int = 1,
+        without: Collection[str] = (),
+        before: PromptSet | None = None,
+    ) -> Iterator[dict[str, Sample]]:
+        """Measure configurations and plain decoding on the same prompts, close to each other in time.
+
+        A trial compares its configuration several times, so an engine may stay started until another one is compared.
+
+        Args:
+            configs: by name; none of them is called ``baseline``.
+            prompts: at least one.
+            task: how tokens are chosen, how many per prompt and turn, and the seed of the draws and the order.
+            load: requests in flight.
+            repeats: how often every prompt is decoded.
+            without: names that are no longer measured; it may grow from prompt to prompt.
+            before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
+
+        Yields:
+            One sample per name for each prompt in order, ``baseline`` included, whose ``lossless`` compares it with
+            the baseline's output. A caller may stop early, which closes the generator. An engine that measures one
+            configuration after the other yields all rows at the end.
+
+        Raises:
+            BackendError: the engine cannot run one of the configurations, or stopped.
+        """
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Return figures of the last comparison beside its samples: start-up seconds, throughput, latencies.
+
+        MLflow logs them with the trial. Names of the configurations' own figures are plain, those of plain decoding start
+        with ``baseline_``, such as ``throughput`` and ``baseline_throughput``.
+        """
+        return {}
+
+    def close(self) -> None:
+        """Stop everything that this back end started. It may be called twice, and after a failure."""
+        ...
+
+    def measure(
+        self, config: SpeculativeConfig, prompts: PromptSet, task: Task = Task(), load: Load = Load()
+    ) -> Measurement:
+        """Measure one configuration against plain decoding; arguments and errors are those of :meth:`compare`."""
+        return Measurement.of(self.compare({CANDIDATE: config}, prompts, task, load), BASELINE, CANDIDATE)
+
+    def baseline(self, prompts: PromptSet, task: Task = Task(), load: Load = Load()) -> Measurement:
+        """Measure plain decoding alone, as both sides of a measurement."""
+        return Measurement.of(self.compare({}, prompts, task, load), BASELINE, BASELINE)
