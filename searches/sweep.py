@@ -25,6 +25,7 @@ from searches.app.application import instantiate_part
 from searches.app.interrupt import is_interrupt
 from searches.app.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
 from searches.app.urls import without_password
+from searches.backends.selection import closing
 from searches.predict.preparation import prepare_predictor
 from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
@@ -78,7 +79,7 @@ def _opened_sweep(config: DictConfig) -> Iterator[Sweep]:
     pruner = instantiate_part(config, "pruner")
     instantiate_part(config, "sampler", seed=0)  # refuse a bad one before anything is written
     plan = Plan.of(config)
-    settings = describe(config, plan.target, plan.prompts, plan.space.bridged)
+    settings = describe(config, plan.target, plan.prompts, plan.space.bridged, plan.backend)
     name = plan.settings.name or default_name(config, settings)
     folder = plan.outputs / name
     database, tracker = _connect(config, plan.settings.storage)
@@ -88,10 +89,10 @@ def _opened_sweep(config: DictConfig) -> Iterator[Sweep]:
         # A resumed sampler must not repeat its earlier draws.
         study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials))
         plan = dataclasses.replace(plan, space=with_stored_kinds(plan.space, study))
-        described = environment(plan.target) | {"prompts_digest": plan.prompts.digest}
+        described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
         tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described)
         tracker.log_text(_composed(config), "config.yaml")
-        with tracker.closing():
+        with tracker.closing(), closing(plan.backend):
             yield Sweep(plan, study, tracker, folder)
 
 
@@ -144,7 +145,7 @@ class Sweep:
         self.tune, held_out = plan.prompts.split()
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
-        self.bench = ModelBench(plan.target, plan.sampling, plan.measuring.max_new_tokens)
+        self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.load)
         self.ledgers = TimeLedger(study, FITS), TimeLedger(study, SHARED)
         if plan.bridge_store is not None:
             plan.bridge_store.report_cost, plan.bridge_store.report_texts_cost = (ledger.use for ledger in self.ledgers)
@@ -177,9 +178,8 @@ class Sweep:
         predictor, bridged = predictions.predictor, predictions.bridged
         bounds = None if predictor is None else BoundEstimator(predictor, bridged)
         with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
-            objective = Objective(
-                self.bench, predictions.space, self.tune, plan.measuring, plan.seed, bar.refresh, bounds, self.first_prompt
-            )
+            parts = self.bench, predictions.space, self.tune, plan.measuring, plan.seed, bar.refresh, bounds
+            objective = Objective(*parts, self.first_prompt, plan.backend.figures)
 
             def on_trial(trial: optuna.trial.FrozenTrial) -> None:
                 self.tracker.record(trial)

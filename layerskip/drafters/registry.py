@@ -33,6 +33,11 @@ def register(kind: Kind, build: Build) -> None:
     _BUILD[kind.name] = build
 
 
+def drafted_kinds() -> tuple[str, ...]:
+    """Return the kinds that have a drafter, plain decoding included. Other engines may know further kinds."""
+    return tuple(_BUILD)
+
+
 def load_drafters() -> None:
     """Import every file of the package, so that all drafters are registered."""
     for module in pkgutil.iter_modules(drafters.__path__):

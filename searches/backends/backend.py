@@ -3,21 +3,21 @@
 A study, its finals and a verification measure through a :class:`Backend`. It decodes prompts with configurations and without
 drafting, and yields samples that are paired prompt by prompt.
 
-To add one, write a frozen dataclass that extends :class:`Backend`. Its first field is ``target``, with the metadata
-``runtime``, since no configuration sets it; the others have defaults. Name it in a file of ``conf/backend/``. Its tests
-inherit those of ``tests/searches/backends/contract.py``.
+To add one, write a dataclass that extends :class:`Backend`. Its first field is ``target``, with the metadata ``runtime``,
+since no configuration sets it; the others are settings with defaults. A file of ``conf/backend/`` with the back end's name
+names the class. Its tests inherit those of ``tests/searches/backends/contract.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
-from searches.app.checks import check_whole
+from searches.app.checks import InputError, check_whole
 from searches.space.search_space import SearchSpace
 
 BASELINE = "baseline"
@@ -29,17 +29,20 @@ Row = Mapping[str, Sample]
 """The samples of one prompt by name, those of plain decoding as ``baseline``."""
 
 
-class BackendError(RuntimeError):
+class BackendError(InputError):
     """A configuration that the engine could not run. The trial fails with the reason, and the study goes on.
 
+    Where nothing can go on without it, a program ends with the reason, as for other settings that cannot be used.
+
     Args:
-        reason: one line, such as ``vllm: out of memory``.
+        reason: one line, such as ``the engine ran out of memory``.
         log_tail: the last lines of the engine's log; empty if it has none.
+        name: of the configuration in the comparison; empty if it is plain decoding, or unknown.
     """
 
-    def __init__(self, reason: str, log_tail: str = "") -> None:
-        super().__init__(reason)
-        self.reason = reason
+    def __init__(self, reason: str, log_tail: str = "", name: str = "") -> None:
+        super().__init__(f"backend: {reason}")
+        self.reason, self.name = " ".join(reason.split()), name
         self.log_tail = "\n".join(log_tail.splitlines()[-LOG_LINES:])
 
 
@@ -49,16 +52,24 @@ class Load:
 
     Args:
         concurrency: number of requests in flight, at least 1. The next one is sent as soon as one is finished.
+        goal: what a speedup compares: ``decoding``, the tokens per second of a request after its first token, or
+            ``throughput``, the tokens per second of the engine, prefill included.
     """
 
     concurrency: int = 1
+    goal: str = "decoding"
 
     def __post_init__(self) -> None:
         check_whole("load.concurrency", self.concurrency)
+        if self.goal not in ("decoding", "throughput"):
+            raise InputError(f"load.goal: {self.goal!r} is neither decoding nor throughput")
 
 
 class Backend(Protocol):
     """An engine that decodes prompts with and without drafting."""
+
+    name: ClassVar[str]
+    """That of its file in ``conf/backend/``; exports store it."""
 
     @property
     def exact(self) -> bool:

@@ -27,6 +27,7 @@ from layerskip.files import write_json
 from layerskip.models.environment import environment
 from searches.app.checks import InputError, check_list, check_number, check_seed, check_whole
 from searches.app.record_header import record_header
+from searches.backends.layerskip import LayerskipBackend
 from searches.bridging.comparison import EMPTY, FITTED, MLP, TRAINED, BridgePoints
 from searches.bridging.eagle import CHAIN, eagle_configs, eagle_point
 from searches.bridging.finals import BridgeFinals, choose_finalists, measure_finalists, without_folders
@@ -65,7 +66,7 @@ def bridges(config: DictConfig) -> dict[str, Any]:
     short = [mask for mask in work.short_skips(_SHORT_SKIPS * int(config.contenders)) if mask not in masks]
     short_points = [point for mask in short for point in work.points(mask, bridged=False)]
     finalists = choose_finalists([*points, *short_points], int(config.contenders))
-    bench = ModelBench(target, sampling, measuring.max_new_tokens)
+    bench = ModelBench(LayerskipBackend(target), sampling, measuring.max_new_tokens)
     with tqdm(total=len(held_out_set) * measuring.held_out_repeats, unit="prompt", desc="held-out", disable=None) as bar:
         result = measure_finalists(finalists, others, bench, held_out_set, measuring, config.seed, work.folder, bar.update)
     seconds, winner = _seconds([*points, *short_points], work, result), result.finals.winner

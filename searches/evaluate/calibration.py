@@ -39,6 +39,7 @@ from searches.app.checks import InputError, check_fraction, check_number, check_
 from searches.app.file_lock import share_work
 from searches.app.record_header import program_sources
 from searches.app.resume_log import ResultLog
+from searches.backends.layerskip import LayerskipBackend
 from searches.evaluate.criteria import Count, table
 from searches.evaluate.landscape import PROSPECTS, Landscape, Prospect
 from searches.evaluate.planted import Outcome, PlantedSettings, StudyParts, search_planted, summarise
@@ -129,9 +130,10 @@ def _rows(bench: Bench, configs: Mapping[str, SpeculativeConfig], prompts: Promp
 
 def _real(config: DictConfig) -> tuple[Iterable[tuple[Bench, PromptSet]], ResultLog]:
     """Return the same bench and prompts for every comparison, and the log of finished ones, as each takes minutes."""
-    bench = ModelBench(instantiate(config.target), instantiate(config.sampling), config.max_new_tokens)
+    target = instantiate(config.target)
+    bench = ModelBench(LayerskipBackend(target), instantiate(config.sampling), config.max_new_tokens)
     prompts = instantiate(config.prompts).take(config.itself.prompts)
-    identity = [bench.target.digest, prompts.digest, bench.sampling.to_dict(), bench.max_new_tokens, machine(bench.target)]
+    identity = [target.digest, prompts.digest, bench.sampling.to_dict(), bench.max_new_tokens, machine(target)]
     identity += [OmegaConf.to_container(config.itself.config, resolve=True), *program_sources()]
     log = ResultLog(Path(config.outputs) / f"itself-{digest(identity)[:12]}.jsonl")
     return itertools.repeat((bench, prompts), config.itself.comparisons), log

@@ -33,6 +33,7 @@ from searches.app.checks import InputError, check_list, check_number, check_seed
 from searches.app.earlier_names import PREDICTIONS_SCHEMA
 from searches.app.record_header import program_sources, record_header
 from searches.app.resume_log import ResultLog
+from searches.backends.layerskip import LayerskipBackend
 from searches.predict.mask_search import flip, published_masks
 from searches.predict.mask_search import run as contiguous
 from searches.predict.prediction_error import SCANNED_MASKS, draw, prediction_error, scan_cost
@@ -73,7 +74,7 @@ def compare_predictions(config: DictConfig) -> dict[str, Any]:
     )
     if predictor is None:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
-    bench = ModelBench(target, sampling, measuring.max_new_tokens)
+    bench = ModelBench(LayerskipBackend(target), sampling, measuring.max_new_tokens)
     identity = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target)]
     log = ResultLog(folder / f"measured-{digest(identity)[:12]}.jsonl")
     points = []

@@ -24,6 +24,7 @@ from layerskip.models.environment import machine
 from searches.app.checks import InputError, check_whole
 from searches.app.record_header import record_header
 from searches.app.resume_log import ResultLog
+from searches.backends.layerskip import LayerskipBackend
 from searches.evaluate.landscape import Landscape
 from searches.evaluate.simulated_decoder import PREFILL_STEPS, Machine, SimulatedBench, SimulatedPredictor
 from searches.evaluate.strategies import Race, Screen
@@ -62,7 +63,7 @@ class ModelProblem:
         self._space = drop_unsupported(instantiate(config.space, layers=self._target.layers), self._target)
         if self._space.bridged:
             raise InputError("space.bridges, space.draft_heads: only empty skips race; searches.bridges compares bridges")
-        self._bench = ModelBench(self._target, self._sampling, self._measuring.max_new_tokens)
+        self._bench = ModelBench(LayerskipBackend(self._target), self._sampling, self._measuring.max_new_tokens)
 
     def identity(self) -> Any:
         """Return everything that determines a race, as plain values: target, prompts, settings and machine."""

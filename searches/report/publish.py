@@ -10,6 +10,7 @@ from layerskip import Export, PromptSet, SkipMask
 from layerskip.attachments import attached_folders
 from layerskip.models.environment import environment
 from searches.app.urls import without_password
+from searches.backends.selection import described
 from searches.predict.scan_predictor import ScanPredictor
 from searches.predict.stability import SeedStability, seed_stability
 from searches.report.study_plots import draw
@@ -67,7 +68,7 @@ def _export(finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet
     """Return the export of the winner, with its evidence."""
     search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds, "mlflow_run_id": run_id}
     measured = {"prompts_digest": held_out.digest, "max_new_tokens": plan.measuring.max_new_tokens}
-    winner, where = finals.winner, environment(plan.target)
+    winner, where = finals.winner, environment(plan.target) | described(plan.backend, plan.load)
     evidence = dict(winner.held_out) | measured
     return Export(Export.describe(plan.target), winner.config, plan.sampling, evidence, where, search=search)
 

@@ -21,7 +21,7 @@ from searches.study.leaderboard import configuration, is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
 from searches.study.study import OVERHEAD_SECONDS, finished
-from searches.tracking.names import DRIFTED
+from searches.tracking.names import DRIFTED, ENGINE_FAILED, FIGURES
 
 _LEAST_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
 
@@ -76,10 +76,14 @@ def summary(
     lines = [f"# Study {study.study_name}", "", *(line for note in notes for line in (note, ""))]
     if finals is not None:
         lines += [*_finals_table(finals), "", *_winner(finals, search_seconds(study, finals)), ""]
-    lines += ["## Best trials (tune prompts)", "", *_trials_table(trials)]
+    lines += ["## Best trials (tune prompts)", "", *_trials_table(trials), *_load_table(trials)]
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
     if changed:
         lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
+    reasons = {t.number: str(t.user_attrs.get("reason")) for t in trials}
+    failed = [f"- {number}: {reason}" for number, reason in reasons.items() if reason.startswith(ENGINE_FAILED)]
+    if failed:
+        lines += ["", "## Failed trials", "", *failed]
     return "\n".join(lines) + "\n"
 
 
@@ -116,7 +120,9 @@ def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
     reasons = [str(trial.user_attrs.get("reason", "")) for trial in trials if "measurement" not in trial.user_attrs]
     stopped = len(trials) - len(reasons) - len(_measured(trials))
     pruned, memory = sum(reason.startswith(CANNOT_WIN) for reason in reasons), reasons.count(OUT_OF_MEMORY)
-    counts = {"cannot win": pruned, OUT_OF_MEMORY: memory, "measured before": len(reasons) - pruned - memory}
+    failed = sum(reason.startswith(ENGINE_FAILED) for reason in reasons)
+    counts = {"cannot win": pruned, OUT_OF_MEMORY: memory, ENGINE_FAILED: failed}
+    counts["measured before"] = len(reasons) - sum(counts.values())
     why = f" ({', '.join(f'{count} {name}' for name, count in counts.items() if count)})" if reasons else ""
     return f"{len(trials)} trials: {stopped} stopped early, {len(reasons)} not run{why}."
 
@@ -220,4 +226,35 @@ def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
             f"| {trial.number} | {configuration(trial).label()} | {trial.value:.3f} | {figures['tokens_per_second']:.1f} "
             f"| {figures['acceptance_rate']:.2f} | {figures['tokens_per_round']:.2f} |"
         )
+    return lines
+
+
+def _load_table(trials: Sequence[FrozenTrial]) -> list[str]:
+    """Return a table of throughput and latency: the trials that no other one exceeds in both (the Pareto front).
+
+    It is empty if the back end reports neither.
+    """
+    known = [t for t in _measured(trials) if {"throughput", "tpot_p50"} <= t.user_attrs.get(FIGURES, {}).keys()]
+    points = {t.number: (t.user_attrs[FIGURES]["throughput"], -t.user_attrs[FIGURES]["tpot_p50"]) for t in known}
+    front = [
+        trial
+        for trial in sorted(known, key=lambda t: points[t.number], reverse=True)
+        if is_lossless(trial.user_attrs["measurement"])
+        and not any(
+            other != points[trial.number] and all(a >= b for a, b in zip(other, points[trial.number], strict=True))
+            for other in points.values()
+        )
+    ]
+    if not front:
+        return []
+    names = ("throughput", "tpot_p50", "tpot_p95", "ttft_p50", "ttft_p95")
+    lines = [
+        *("", "## Throughput and latency (Pareto front)", ""),
+        "| trial | configuration | tokens/s of the engine | s/token p50 | p95 | s to the first token p50 | p95 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for trial in front:
+        figures = trial.user_attrs[FIGURES]
+        cells = [f"{figures[name]:.4g}" if name in figures else "" for name in names]
+        lines.append(f"| {trial.number} | {configuration(trial).label()} | {' | '.join(cells)} |")
     return lines

@@ -10,6 +10,7 @@ from searches.app.checks import InputError, check_flag, check_list, check_whole
 from searches.space.bridge_spec import BRIDGES, BridgeSource
 
 STOPS = ("length", "threshold", "adaptive")
+MATCHES = ("last", "first")
 LEAST_PROBABILITY = (0.005, 0.5)
 Range = tuple[int, int]
 Params = dict[str, int | float | str]
@@ -21,8 +22,8 @@ _RANGES = (
     *("skip_length", "lookup_length", "ngram", "tree_length", "tree_tokens"),
     *("candidates", "lookahead_length", "window", "model_length"),
 )
-_KNOWN = {"stops": STOPS, "bridges": BRIDGES}
-_FILLED = ("stops", "bridges", "ranks", "widths", "draft_heads")
+_KNOWN = {"stops": STOPS, "matches": MATCHES, "bridges": BRIDGES}
+_FILLED = ("stops", "matches", "bridges", "ranks", "widths", "draft_heads")
 _LISTS = (*_FILLED, "datastores", "eagle_heads", "medusa_heads", "drafts", "cross_drafts", "masks")
 
 
@@ -42,6 +43,7 @@ class Choices:
         widths: of the MLPs of ``mlp`` bridges.
         draft_heads: sizes of the vocabulary that self-drafts and draft models choose from; 0 is the whole vocabulary.
         stops: the stop rules of ``layer_skip``, ``eagle``, ``draft_model`` and ``cross_tokenizer``.
+        matches: which of several matches ``prompt_lookup`` copies from: the ``last``, the ``first``.
         lookup_length: shortest and longest draft of ``prompt_lookup``; least and greatest depth of ``retrieval``'s trees.
         ngram: shortest and longest n-gram of ``prompt_lookup`` and ``retrieval``.
         tree_length: least and greatest depth of the trees of ``token_recycling``.
@@ -76,6 +78,7 @@ class Choices:
     widths: Sequence[int] = (512,)
     draft_heads: Sequence[int] = (0,)
     stops: Sequence[str] = STOPS
+    matches: Sequence[str] = MATCHES
     lookup_length: Range = (2, 16)
     ngram: Range = (1, 4)
     tree_length: Range = (2, 8)

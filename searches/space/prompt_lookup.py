@@ -18,7 +18,7 @@ def suggest(choices: Choices, trial: optuna.trial.BaseTrial) -> SpeculativeConfi
         trial.suggest_int("lookup_length", *choices.lookup_length),
         ngram_min=shortest,
         ngram_max=longest,
-        match=str(trial.suggest_categorical("match", ("last", "first"))),
+        match=str(trial.suggest_categorical("match", tuple(choices.matches))),
     )
 
 
@@ -30,7 +30,8 @@ def params(choices: Choices, config: SpeculativeConfig) -> Params:
 def lookup(choices: Choices, length: int, longest: int) -> SpeculativeConfig:
     """Return a lookup of this draft length and longest n-gram, or the nearest ones in their ranges."""
     length, longest = clip((length, choices.lookup_length), (longest, choices.ngram))
-    return SpeculativeConfig("prompt_lookup", length, ngram_min=choices.ngram[0], ngram_max=longest)
+    match = choices.matches[0]
+    return SpeculativeConfig("prompt_lookup", length, ngram_min=choices.ngram[0], ngram_max=longest, match=match)
 
 
 def every_lookup(choices: Choices) -> list[SpeculativeConfig]:
@@ -41,7 +42,7 @@ def every_lookup(choices: Choices) -> list[SpeculativeConfig]:
     return [
         SpeculativeConfig("prompt_lookup", length, ngram_min=low, ngram_max=high, match=match)
         for low, high in sizes
-        for match in ("last", "first")
+        for match in choices.matches
         for length in lengths
     ]
 

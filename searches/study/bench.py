@@ -1,34 +1,27 @@
-"""The interface between a search and the decoder that it measures.
+"""The interface between the decisions of a search and its measurements.
 
-A search sees samples, paired prompt by prompt with plain decoding. They come from a model, or from a simulated decoder.
+A search sees samples, paired prompt by prompt with plain decoding. They come from a back end that runs a model, or from a
+simulated decoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from time import monotonic
 from typing import Any, Protocol
 
-from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
-from layerskip.files import digest
-from layerskip.measure.measure import Contender, Decoder, Task, interleave
+from layerskip import PromptSet, Sampling, SpeculativeConfig
+from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
-from layerskip.models.environment import machine
-from searches.app.record_header import program_sources
 from searches.app.resume_log import ResultLog
+from searches.backends.backend import BASELINE, Backend, BackendError, Load, Row
 
-BASELINE = "baseline"
-
-Row = Mapping[str, Sample]
+__all__ = ["BASELINE", "Bench", "ModelBench", "Row", "logged_row", "logged_seconds", "resumed_rows", "surviving_rows"]
 
 
 class Bench(Protocol):
     """Measurement of configurations side by side."""
-
-    @property
-    def layers(self) -> int:
-        """Number of decoder layers of the target."""
 
     @property
     def exact(self) -> bool:
@@ -64,27 +57,29 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class ModelBench:
-    """Bench of a real model; ``max_new_tokens`` is per prompt and turn."""
+    """Bench of a real model.
 
-    target: Target
+    Args:
+        backend: runs it.
+        sampling: of its tokens.
+        max_new_tokens: per prompt and turn.
+        load: requests in flight, and what a speedup compares.
+    """
+
+    backend: Backend
     sampling: Sampling
     max_new_tokens: int
-
-    @property
-    def layers(self) -> int:
-        """Number of decoder layers of the target."""
-        return self.target.layers
+    load: Load = Load()
 
     @property
     def exact(self) -> bool:
-        """True if the target computes in float32."""
-        return self.target.dtype == "float32"
+        """True if outputs must equal plain decoding's token for token."""
+        return self.backend.exact
 
     @property
     def conditions(self) -> Any:
-        """The target, the sampling, the machine and the source code of this program."""
-        decoding = self.sampling.to_dict(), self.max_new_tokens
-        return [self.target.digest, *decoding, machine(self.target), digest(program_sources())]
+        """The back end's description, the sampling, the number of tokens and the load."""
+        return [self.backend.describe(), self.sampling.to_dict(), self.max_new_tokens, asdict(self.load)]
 
     def compare(
         self,
@@ -95,14 +90,26 @@ class ModelBench:
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Decode with each configuration, in a random order for each prompt.
+        """Decode with each configuration; the arguments are those of :meth:`Bench.compare`.
 
-        The arguments are those of :meth:`Bench.compare`, the errors those of :func:`~layerskip.build_drafter`.
+        Raises:
+            BackendError: see :meth:`~searches.backends.backend.Backend.compare`.
         """
-        entries = {BASELINE: SpeculativeConfig(), **configs}
-        contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
         task = Task(self.sampling, self.max_new_tokens, seed)
-        return interleave(self.target, prompts, contenders, task, repeats, without, before)
+        rows = self.backend.compare(configs, prompts, task, self.load, repeats, without, before)
+        return rows if self.load.goal == "decoding" else map(_whole_requests, rows)
+
+
+def _whole_requests(row: Row) -> dict[str, Sample]:
+    """Return samples whose decoding is the whole request.
+
+    With a constant number of requests in flight, the engine's throughput is that number times the tokens of a request over
+    its seconds (Little's law), so that the ratio of these rates is the ratio of throughputs.
+    """
+    return {
+        name: replace(sample, decoded_tokens=sample.tokens, decode_seconds=sample.prefill_seconds + sample.decode_seconds)
+        for name, sample in row.items()
+    }
 
 
 def resumed_rows(
@@ -113,6 +120,7 @@ def resumed_rows(
     log: ResultLog,
     prefix: str,
     without: Collection[str] = (),
+    drop_failed: bool = False,
 ) -> Iterator[Row]:
     """Yield one row per prompt, in order; only rows that are not in the log are measured.
 
@@ -126,13 +134,46 @@ def resumed_rows(
         log: rows of an interrupted run; takes the new ones.
         prefix: distinguishes these rows in the log from others of the same prompts.
         without: as for :meth:`Bench.compare`.
+        drop_failed: whether a configuration that the engine cannot run is left out of the rows from then on.
+
+    Raises:
+        BackendError: the engine cannot run plain decoding, or a configuration that may not be left out.
     """
     known, missing = (
         PromptSet(tuple(item for item in prompts if (f"{prefix} {item.id}" in log) is logged)) for logged in (True, False)
     )
-    measured: Iterator[Row] = bench.compare(configs, missing, 1, seed, without, known) if len(missing) else iter(())
+    if drop_failed:
+        measured = surviving_rows(bench, configs, missing, seed, without, known)
+    else:
+        measured = bench.compare(configs, missing, 1, seed, without, known) if len(missing) else iter(())
     for item in prompts:
         yield logged_row(measured, log, f"{prefix} {item.id}")
+
+
+def surviving_rows(
+    bench: Bench,
+    configs: Mapping[str, SpeculativeConfig],
+    prompts: PromptSet,
+    seed: int,
+    without: Collection[str],
+    before: PromptSet,
+) -> Iterator[dict[str, Sample]]:
+    """Yield the rows of :meth:`Bench.compare`; when a configuration fails, continue without it from the same prompt.
+
+    Raises:
+        BackendError: plain decoding fails.
+    """
+    done = 0
+    while done < len(prompts):
+        try:
+            for row in bench.compare(configs, PromptSet(prompts.items[done:]), 1, seed, without, before):
+                done += 1
+                yield row
+        except BackendError as error:
+            if error.name not in configs:
+                raise
+            print(f"left out: {configs[error.name].label()}: {error.reason}", flush=True)
+            configs = {name: config for name, config in configs.items() if name != error.name}
 
 
 def logged_row(measured: Iterator[Row], log: ResultLog, name: str) -> Row:

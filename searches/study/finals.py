@@ -5,7 +5,7 @@ are measured once more before the verdict.
 
 A finalist is dropped when its paired interval lies wholly below the leader's speed; this is tested after every few prompts.
 Measuring ends when all prompts were decoded and one finalist is left, when all that are left are significantly slower than
-plain decoding, or when the repeats are used up.
+plain decoding, or when the repeats are used up. A finalist that the engine cannot run is dropped, too.
 
 Finalists tie with the fastest if they cannot be distinguished from it and seem about as fast. The simplest of them wins: no
 model before a model, fewer skips, shorter drafts. A configuration beats plain decoding if the whole interval of its held-out
@@ -27,7 +27,7 @@ from layerskip.attachments import attachment_digests
 from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, LEAST_RESAMPLED
 from searches.app.resume_log import ResultLog
-from searches.study.bench import BASELINE, Bench, Row, logged_row, logged_seconds, resumed_rows
+from searches.study.bench import BASELINE, Bench, Row, logged_row, logged_seconds, resumed_rows, surviving_rows
 from searches.study.drift import drifted_rows
 from searches.study.leaderboard import LeaderboardEntry, contenders, is_lossless
 from searches.study.objective import MeasureSettings
@@ -190,7 +190,9 @@ def measure_held_out(
     rows: list[Row] = []
     left, dropped, tested = dict(configs), set[str](), 0
     for repeat in range(settings.held_out_repeats):
-        for number, row in enumerate(resumed_rows(bench, left, prompts, _seed(seed, repeat), log, str(repeat), dropped), 1):
+        measured = resumed_rows(bench, left, prompts, _seed(seed, repeat), log, str(repeat), dropped, drop_failed=True)
+        for number, row in enumerate(measured, 1):
+            left = {name: config for name, config in left.items() if name in row}  # without those that failed
             rows.append(row)
             on_prompt()
             is_last = number == len(prompts)  # another repeat may follow
@@ -261,7 +263,7 @@ def remeasure_drifted(
         if drifted:
             repeat, number = divmod(place, len(prompts))
             item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warming) : number])
-            measured = bench.compare(configs, PromptSet((item,)), 1, _seed(seed, repeat) + number, (), before)
+            measured = surviving_rows(bench, configs, PromptSet((item,)), _seed(seed, repeat) + number, (), before)
             again[place] = logged_row(measured, log, f"{repeat} {item.id} again")
     return again
 

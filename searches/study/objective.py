@@ -1,14 +1,15 @@
 """The objective of a trial: the measured speedup over plain decoding, paired prompt by prompt.
 
 All facts about a trial are stored in its user attributes, so that the study alone is enough to rebuild its records. A trial
-that runs out of memory is a result, with a reason and a violated constraint. Any other error is a defect and is raised.
+that runs out of memory, or that the engine cannot run, is a result, with a reason and a violated constraint. Any other error
+is a defect and is raised.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import optuna
@@ -19,12 +20,13 @@ from layerskip.measure.measurement import Sample, pair_speedup
 from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.app.memory import within_memory
+from searches.backends.backend import BackendError
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench
 from searches.study.drift import drifted_rows, drifted_since
-from searches.study.leaderboard import FINISHED, LeaderboardEntry, leaderboard, ranking
+from searches.study.leaderboard import FINISHED, LeaderboardEntry, configuration, leaderboard, ranking
 from searches.study.pruning import BoundEstimator, SpeedupBound
-from searches.tracking.names import DRIFTED, PREDICTED
+from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, FIGURES, PREDICTED
 
 MEASURING_SECONDS = "measuring_seconds"
 """User attribute: a trial's seconds of decoding, without those of fitting, timing and prediction."""
@@ -33,7 +35,7 @@ OUT_OF_MEMORY = "out of memory"
 _CANDIDATE = "candidate"
 _SEED_STEP = 10_000_019  # between the seeds of two trials, each of which counts up prompt by prompt
 _KNOWN = "measured often enough"
-_REPLICATES = 2  # whole measurements of a configuration that does not lead; samplers repeat configurations
+_REPLICATES = 2  # whole measurements, or failures, of a configuration that does not lead; samplers repeat configurations
 _LEVEL = 0.02  # share by which a trial may be slower than the leader and still be level with it
 _PRUNING_CONFIDENCE = 0.9  # at which a trial is slower than the leader
 
@@ -93,6 +95,7 @@ class Objective:
         on_prompt: called after each prompt.
         bounds: bounds suggestions, so that those that cannot win are pruned; None decodes all.
         first_prompt: place of the first tune prompt of trials.
+        figures: returns what the back end reports beside the samples of the running comparison.
     """
 
     def __init__(
@@ -105,8 +108,9 @@ class Objective:
         on_prompt: Callable[[], None] = lambda: None,
         bounds: BoundEstimator | None = None,
         first_prompt: int = 0,
+        figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self.bounds = bounds
+        self.bounds, self.figures = bounds, figures
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
         self._first = prompts.take(settings.prompts, first_prompt)
@@ -120,7 +124,9 @@ class Objective:
         """Measure a trial, report its speedup prompt by prompt, and return it.
 
         Raises:
-            optuna.TrialPruned: it cannot win, is slower than the leader, or ran out of memory; see its attribute ``reason``.
+            optuna.TrialPruned: it cannot win, is slower than the leader, ran out of memory, or the engine could not run it;
+                see its attribute ``reason``.
+            BackendError: the engine has run no trial so far.
             OutputChanged: a float32 output differs from the baseline's.
         """
         start = time.monotonic()  # the space fits bridges of a suggestion, unless they exist
@@ -128,7 +134,13 @@ class Objective:
         trial.set_user_attr("config", config.to_dict())
         rows: list[dict[str, Sample]] = []
         not_run = Measurement((), ())
-        known = leaderboard(trial.study.get_trials(deepcopy=False, states=FINISHED)).get(config)
+        before = trial.study.get_trials(deepcopy=False, states=FINISHED)
+        known = leaderboard(before).get(config)
+        failed = [other for other in before if str(other.user_attrs.get("reason")).startswith(ENGINE_FAILED)]
+        if sum(configuration(other) == config for other in failed) >= _REPLICATES:
+            reason = f"{ENGINE_FAILED} {_REPLICATES} times before"
+            self._record(trial, config, not_run, reason, time.monotonic() - start)
+            raise optuna.TrialPruned(reason)
         enough = _REPLICATES if config.kind != "none" else 1  # every other trial measures plain decoding, too
         leads = any(leader.config == config for leader in ranking(trial.study)[:1])  # the leader is measured again and again
         if known is not None and known.complete >= enough and not leads:
@@ -144,6 +156,11 @@ class Objective:
         reason, begun = None, time.monotonic()
         try:
             reason = self._measure(trial, config, rows)
+        except BackendError as error:
+            if len(before) == len(failed) >= _REPLICATES:
+                raise  # it can run nothing
+            reason = f"{ENGINE_FAILED}: {error.reason}"
+            trial.set_user_attr(ENGINE_LOG, error.log_tail)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -188,6 +205,8 @@ class Objective:
                 is_last, is_first_look = number == len(prompts), repeat == 0 and number == few
                 slower = not is_last and trial.should_prune() and self._is_slower(trial.study, config, rows)
                 if slower or is_last or is_first_look:
+                    if figures := dict(self.figures()):
+                        trial.set_user_attr(FIGURES, figures)
                     self._remeasure_drifted(trial, config, prompts, rows, begin, seed, remeasured)
                 if is_first_look:
                     if more and not self._is_level(trial.study, config, rows):
@@ -274,6 +293,7 @@ class Objective:
             trial.set_user_attr("table", measurement.table())
             if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
-        # Last, because a constraint cannot be overwritten.
-        trial.set_constraint("out_of_memory", float(reason == OUT_OF_MEMORY))
+        # Last, because a constraint cannot be overwritten. Studies of earlier versions have the same two constraints.
+        failed = reason is not None and reason.startswith((OUT_OF_MEMORY, ENGINE_FAILED))
+        trial.set_constraint("out_of_memory", float(failed))
         trial.set_constraint("output_changed", float(changed))

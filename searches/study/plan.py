@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,11 @@ from layerskip.models.positions import max_positions
 from layerskip.models.wheels import WHEELS
 from searches.app.checks import InputError, check_list, check_seed
 from searches.app.memory import within_memory
+from searches.backends.backend import Backend, Load
+from searches.backends.layerskip import LayerskipBackend
+from searches.backends.selection import make_backend, supported_space
 from searches.predict.preparation import ScanSettings
+from searches.space.choices import MATCHES
 from searches.space.registry import all_kinds
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
@@ -36,8 +41,8 @@ from searches.training.training_texts import check_draft_vocabulary, opening_tex
 _BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
 _LISTS = {"eagle": "eagle_heads", "medusa": "medusa_heads", "draft_model": "drafts", "cross_tokenizer": "cross_drafts"}
 """The field of the space that lists the heads or models of a kind."""
-_WITHOUT_EFFECT = ("outputs", "study", "tracking")
-"""Parts of the configuration that do not change the results of trials."""
+_WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "load")
+"""Parts of the configuration that do not change the results of trials, or that :func:`describe` describes itself."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,10 @@ class Plan:
         scanning: settings of scans.
         sampling: of the target's tokens.
         target: the loaded target.
+        backend: the engine that decodes.
+        load: requests in flight while it is measured.
         prompts: all prompts, tune and held-out.
-        space: the search space, without kinds that the target does not support.
+        space: the search space, without kinds that the target or the back end does not support.
         bridge_store: the source of bridges and draft heads; None without any.
         seed: of the study.
         outputs: folder of all results.
@@ -62,6 +69,8 @@ class Plan:
     scanning: ScanSettings
     sampling: Sampling
     target: Target
+    backend: Backend
+    load: Load
     prompts: PromptSet
     space: SearchSpace
     bridge_store: BridgeStore | None
@@ -77,12 +86,17 @@ class Plan:
         prompts: PromptSet = instantiate(config.prompts)
         prompts.split()  # refuses a set that is too small for held-out prompts
         target: Target = instantiate(config.target)
+        backend, load = make_backend(config, target)
+        if load.concurrency > 1:  # one prompt measured again would be alone in the engine
+            measuring = replace(measuring, drift=math.inf)
         check_prompts(prompts, target, measuring.max_new_tokens)
         _resolve(config)
         space = instantiate(config.space, layers=target.layers)
         _print_left_out(space)
-        space = drop_unsupported(space, target)
-        _check_drafters(space, target)
+        if isinstance(backend, LayerskipBackend):
+            space = drop_unsupported(space, target)
+            _check_drafters(space, target)
+        space = supported_space(space, backend)
         bridging: BridgingSettings = instantiate(config.bridging)  # refuses bad fields even if the space has no bridges
         like = opening_texts("bridging.begin_like", bridging.begin_like, prompts)
         store: BridgeStore | None = None
@@ -94,7 +108,8 @@ class Plan:
         for name in space.datastores:
             refuse_answers("space.datastores", name, target, prompts)
         outputs = Path(config.outputs)
-        return cls(settings, measuring, scanning, sampling, target, prompts, space, store, config.seed, outputs)
+        parts = settings, measuring, scanning, sampling, target, backend, load, prompts
+        return cls(*parts, space, store, config.seed, outputs)
 
 
 def check_prompts(prompts: PromptSet, target: Target, max_new_tokens: int) -> None:
@@ -171,7 +186,9 @@ def _check_bridged(space: SearchSpace, target: Target) -> None:
             check_draft_vocabulary("space.draft_heads", size, owner)
 
 
-def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bool = False) -> dict[str, Any]:
+def describe(
+    config: DictConfig, target: Target, prompts: PromptSet, bridged: bool = False, backend: Backend | None = None
+) -> dict[str, Any]:
     """Return everything that changes the measurements of a trial, flat and with plain values.
 
     Args:
@@ -179,13 +196,19 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
         target: the loaded target.
         prompts: all prompts of the study.
         bridged: whether drafts may have bridges or draft heads.
+        backend: the engine that decodes; None for this library's decoder.
     """
-    parts = {k: v for k, v in OmegaConf.to_container(config, resolve=True).items() if k not in _WITHOUT_EFFECT}  # type: ignore[union-attr]
+    engine = None if isinstance(backend, LayerskipBackend) else backend
+    parts = {k: v for k, v in _plain(config).items() if k not in _WITHOUT_EFFECT}
+    if engine is not None:
+        parts |= {"backend": {"name": engine.name, **engine.describe()}, "load": _plain(config.get("load"))}
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
     if not bridged:  # a study without bridges is what it was before there were any
         flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_BRIDGED))}
     if "mlp" not in config.space.bridges:  # nor does one without MLPs change as they join
         flat.pop("space.widths", None)
+    if list(config.space.matches) == list(MATCHES):  # nor does one with all matches
+        flat.pop("space.matches", None)
     flat.pop("target.pack_weights", None)  # what came of it counts
     if uses_packing(target.model):
         flat["target.packed_weights"] = True
@@ -200,7 +223,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
         "space.datastores.digests": [Datastore.load(name, target).about["digest"] for name in config.space.datastores],
         "space.heads.digests": [_head_digest(name) for name in (*config.space.eagle_heads, *config.space.medusa_heads)],
         "space.drafts.digests": [
-            load_draft(target, name, kind == "draft_model").digest  # loaded by now
+            load_draft(target, name, kind == "draft_model").digest if engine is None else _head_digest(name)
             for kind in ("draft_model", "cross_tokenizer")
             for name in (config.space[_LISTS[kind]] if kind in config.space.kinds else ())
         ],
@@ -208,12 +231,16 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, bridged: bo
 
 
 def _head_digest(folder: str) -> str:
-    """Return the digest of a head's weights."""
+    """Return the digest of the weights in a folder; an empty one if there are none, as for a name on the hub."""
     try:
         files = [file for ending in ("safetensors", "bin") for file in sorted(Path(folder).glob(f"*.{ending}"))]
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else ""
     except OSError as error:
         raise InputError(f"space: cannot read the head {folder}: {error}") from None
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return dict(OmegaConf.to_container(config, resolve=True)) if config else {}  # type: ignore[arg-type]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

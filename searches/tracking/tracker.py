@@ -23,7 +23,7 @@ from layerskip import SpeculativeConfig, mask
 from searches.app.checks import InputError
 from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.app.urls import without_password
-from searches.tracking.names import DRIFTED, PREDICTED
+from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, FIGURES, PREDICTED
 
 _METRICS = (
     "tokens_per_second",
@@ -40,6 +40,7 @@ _METRICS = (
 )
 _FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
 _BATCH = 999  # metrics per batch: a store takes at most 1000, and this divides into whole fits
+_PARAMS = 100  # parameters per batch: a store takes no more
 _LARGEST = 1e300  # stores turn larger numbers into others
 
 
@@ -100,7 +101,7 @@ class Tracker:
         else:
             own = {"study": name, "study_id": identity, "role": role} | {key: str(value) for key, value in tags.items()}
             self.run_id = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
-            self._client.log_batch(self.run_id, params=[Param(k, v) for k, v in self._params.items()])
+            self.log(self.run_id, {}, self._params)
         self._recorded = self._drop_unfinished()
         return str(self.run_id)
 
@@ -143,7 +144,7 @@ class Tracker:
         run = self._client.create_run(
             self._experiment, _milliseconds(trial.datetime_start), tags, run_name=f"trial {trial.number}"
         )
-        metrics = {name: measurement[name] for name in _METRICS if name in measurement}
+        metrics = {name: measurement[name] for name in _METRICS if name in measurement} | trial.user_attrs.get(FIGURES, {})
         if trial.user_attrs.get(PREDICTED) is not None:
             metrics[PREDICTED] = trial.user_attrs[PREDICTED]
         metrics["seconds"] = trial.user_attrs["seconds"]
@@ -153,7 +154,11 @@ class Tracker:
         self.log(run.info.run_id, metrics, _summary(config) | self._params)
         if "table" in trial.user_attrs:
             self._client.log_table(run.info.run_id, trial.user_attrs["table"], "prompts.json")
-        self._client.set_terminated(run.info.run_id, end_time=_milliseconds(trial.datetime_complete))
+        if ENGINE_LOG in trial.user_attrs:
+            self._client.log_text(run.info.run_id, trial.user_attrs[ENGINE_LOG], "engine.log")
+        failed = str(trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
+        status = "FAILED" if failed else "FINISHED"
+        self._client.set_terminated(run.info.run_id, status, _milliseconds(trial.datetime_complete))
         self._recorded.add(trial.number)
 
     @defer_interrupt()
@@ -175,7 +180,7 @@ class Tracker:
 
     @defer_interrupt()
     def log(self, run_id: str, metrics: Mapping[str, float], params: Mapping[str, str] | None = None, step: int = 0) -> None:
-        """Log metrics and parameters in one batch, without non-finite values, which stores turn into numbers.
+        """Log metrics and parameters together, without non-finite values, which stores turn into numbers.
 
         Args:
             run_id: of the run.
@@ -185,7 +190,10 @@ class Tracker:
         """
         now = int(time.time() * 1000)
         values = [Metric(k, float(v), now, step) for k, v in metrics.items() if math.isfinite(v) and abs(v) < _LARGEST]
-        self._client.log_batch(run_id, metrics=values, params=[Param(k, v) for k, v in (params or {}).items()])
+        given = [Param(k, v) for k, v in (params or {}).items()]
+        self._client.log_batch(run_id, metrics=values, params=given[:_PARAMS])
+        for first in range(_PARAMS, len(given), _PARAMS):
+            self._client.log_batch(run_id, params=given[first : first + _PARAMS])
 
     @defer_interrupt()
     def log_fits(self, fits: Sequence[Mapping[str, Any]]) -> None:

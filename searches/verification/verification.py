@@ -30,6 +30,7 @@ from searches.app.checks import InputError, check_flag, check_number, check_seed
 from searches.app.interrupt import INTERRUPTED
 from searches.app.record_header import program_sources, record_header
 from searches.app.resume_log import ResultLog
+from searches.backends.selection import closing, described, exported_backend
 from searches.study.bench import BASELINE, Bench, ModelBench, Row, resumed_rows
 from searches.study.plan import check_prompts
 from searches.training.datastores import refuse_answers_of
@@ -98,17 +99,22 @@ def verify(config: DictConfig) -> None:
     claim = dataclasses.replace(claim, repeatable=claim.repeatable and _is_alike(export, target))
     refuse_answers_of("config", export.config, target, prompts)
     check_prompts(prompts, target, max_new_tokens)
-    asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed]
+    backend, load = exported_backend(config, export, target)
+    engine = described(backend, load)
+    asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed, engine]
     asked += [target.digest, machine(target), attachment_digests(export.config), program_sources()]
     unfinished = Path(config.outputs) / f"verify-{digest(asked)[:12]}.jsonl"
     rows: list[Row] = []
     if export.config.kind == "none":
         verdict = judge_plain(claim.speedup)
     else:
-        bench = ModelBench(target, export.sampling, max_new_tokens)
-        verdict = _measure(bench, export, claim, prompts, settings, config.seed, unfinished, rows)
+        bench = ModelBench(backend, export.sampling, max_new_tokens, load)
+        with closing(backend):
+            verdict = _measure(bench, export, claim, prompts, settings, config.seed, unfinished, rows)
     measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
-    record = record_header("layerskip.verification/1", target) | {
+    header = record_header("layerskip.verification/1", target)
+    record = header | {
+        "environment": header["environment"] | engine,
         "verdict": verdict.name,
         "reason": verdict.reason,
         "export": str(config.export),

@@ -1,0 +1,62 @@
+"""This library's own decoder as a back end: one request at a time, with every kind of drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from layerskip import PromptSet, SpeculativeConfig, Target
+from layerskip.drafters.registry import drafted_kinds
+from layerskip.files import digest
+from layerskip.measure.measure import Contender, Decoder, Task, interleave
+from layerskip.measure.measurement import Sample
+from layerskip.models.environment import machine
+from searches.app.checks import InputError
+from searches.app.record_header import program_sources
+from searches.backends.backend import BASELINE, Backend, Load
+
+
+@dataclass(frozen=True)
+class LayerskipBackend(Backend):
+    """The decoding loop of this library.
+
+    Args:
+        target: the loaded model.
+    """
+
+    target: Target = field(metadata={"runtime": True})
+    name: ClassVar[str] = "layerskip"
+
+    @property
+    def exact(self) -> bool:
+        """True if the target computes in float32."""
+        return self.target.dtype == "float32"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the target, the machine and the source code of this program."""
+        return {"target": self.target.digest, "machine": machine(self.target), "program": digest(program_sources())}
+
+    def supports(self, kind: str) -> str | None:
+        """Return None for every kind that has a drafter."""
+        return None if kind in drafted_kinds() else "layerskip has no drafter of this kind"
+
+    def compare(
+        self,
+        configs: Mapping[str, SpeculativeConfig],
+        prompts: PromptSet,
+        task: Task,
+        load: Load = Load(),
+        repeats: int = 1,
+        without: Collection[str] = (),
+        before: PromptSet | None = None,
+    ) -> Iterator[dict[str, Sample]]:
+        """Decode with each configuration, in a random order for each prompt.
+
+        The arguments are those of :meth:`Backend.compare`, the errors those of :func:`~layerskip.build_drafter`.
+        """
+        if load.concurrency > 1:
+            raise InputError("load.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
+        entries = {BASELINE: SpeculativeConfig(), **configs}
+        contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
+        return interleave(self.target, prompts, contenders, task, repeats, without, before)

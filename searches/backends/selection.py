@@ -1,0 +1,111 @@
+"""The back end of a program: made of its configuration, or of what an export says it was measured with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from layerskip import Export, Target
+from searches.app.checks import InputError
+from searches.app.composition import CONF
+from searches.app.defaults import fill_defaults
+from searches.backends.backend import Backend, BackendError, Load
+from searches.backends.layerskip import LayerskipBackend
+from searches.space.search_space import SearchSpace
+
+_OWN = LayerskipBackend.name
+
+
+def make_backend(config: DictConfig, target: Target) -> tuple[Backend, Load]:
+    """Return the configured back end and load; back ends without a load decode one request at a time."""
+    fields: Any = OmegaConf.to_container(config.backend, resolve=True)
+    # Not instantiate(), which copies its arguments, the model included.
+    backend: Backend = get_object(fields.pop("_target_"))(target, **fields)
+    return backend, Load() if config.get("load") is None else instantiate(config.load)
+
+
+def exported_backend(config: DictConfig, export: Export, target: Target) -> tuple[Backend, Load]:
+    """Return the back end and the load that an export was measured with.
+
+    The export gives the names alone. Settings are those of the configuration, since a back end may start programs that they
+    name, and files of others must not choose these.
+
+    Args:
+        config: with the export's back end as ``backend``; None takes it with its default settings.
+        export: to measure again.
+        target: the loaded model.
+
+    Raises:
+        InputError: the configuration has another back end or load, or there is none of this name.
+    """
+    stored = export.environment.get("backend", {})
+    name, load = str(stored.get("name", _OWN)), _stored_load(stored)
+    if config.get("backend") is None:
+        file = Path(CONF) / "backend" / f"{name}.yaml"
+        if not re.fullmatch(r"\w+", name) or not file.exists():
+            raise InputError(f"environment.backend: there is no back end {name!r}")
+        with open_dict(config):
+            config.merge_with(OmegaConf.load(file))
+        fill_defaults(config)
+        backend, _ = make_backend(config, target)
+        return backend, load
+    backend, asked = make_backend(config, target)
+    if backend.name != name:
+        raise InputError(f"backend: the export was measured with {name}, not with {backend.name}")
+    if asked not in (Load(), load):
+        raise InputError(f"load: the export was measured with {load.concurrency} requests in flight, for {load.goal}")
+    return backend, load
+
+
+def _stored_load(stored: Any) -> Load:
+    fields = stored.get("load", {}) if isinstance(stored, dict) else {}
+    return Load(fields.get("concurrency", 1), fields.get("goal", "decoding"))
+
+
+def described(backend: Backend, load: Load) -> dict[str, Any]:
+    """Return what exports and records say about another engine than this library's decoder, as ``backend``."""
+    if backend.name == _OWN:
+        return {}
+    return {"backend": {"name": backend.name, "load": dataclasses.asdict(load), **backend.describe()}}
+
+
+def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
+    """Return the space with what a back end supports; print which kinds are left out, and why.
+
+    Raises:
+        InputError: the back end has none of the kinds, or the space has draft heads that it cannot run.
+    """
+    reasons: dict[str, list[str]] = {}
+    for kind in space.available_kinds:
+        if (reason := backend.supports(kind)) is not None:
+            reasons.setdefault(reason, []).append(kind)
+    if reasons:
+        parts = [f"{', '.join(kinds)} ({reason})" for reason, kinds in reasons.items()]
+        print(f"space.kinds: left out for backend={backend.name}: {'; '.join(parts)}", flush=True)
+        left = [kind for kind in space.available_kinds if backend.supports(kind) is None]
+        if left == ["none"]:
+            raise InputError(f"space.kinds: backend={backend.name} drafts with none of them")
+        space = dataclasses.replace(space, kinds=left)
+    if space.bridged and backend.name != _OWN:
+        raise InputError(f"space.bridges, space.draft_heads: backend={backend.name} has none")
+    return backend.restrict(space)
+
+
+@contextlib.contextmanager
+def closing(backend: Backend) -> Iterator[None]:
+    """Stop everything that a back end started after a block; print the log of an engine that failed for good."""
+    try:
+        yield
+    except BackendError as error:
+        print(error.log_tail, file=sys.stderr)
+        raise
+    finally:
+        backend.close()
