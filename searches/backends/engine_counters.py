@@ -59,17 +59,17 @@ class Counters:
         )
 
     def rounds(self, decoded: int) -> list[Round]:
-        """Return rounds with these counts: accepted tokens as counted, drafted ones spread evenly.
+        """Return rounds with these counts: accepted tokens as counted, refused ones spread evenly.
 
         Args:
             decoded: number of tokens that decoding gave; those beyond the counted rounds were decoded one by one. A last round
                 may have accepted more than was asked for, and the surplus is taken from the longest ones.
         """
         reached = (self.drafts, *self.by_position, 0)
-        accepted = [length for length, (at, after) in enumerate(zip(reached, reached[1:], strict=False)) for _ in range(at - after)]
-        accepted.reverse()
-        base, extra = divmod(self.drafted, len(accepted)) if accepted else (0, 0)
-        sizes = [max(length, base + (place < extra)) for place, length in enumerate(accepted)]
+        lengths = enumerate(zip(reached, reached[1:], strict=False))
+        accepted = [length for length, (at_least, more) in lengths for _ in range(at_least - more)][::-1]
+        base, extra = divmod(max(0, self.drafted - sum(accepted)), max(1, len(accepted)))
+        sizes = [length + base + (place < extra) for place, length in enumerate(accepted)]
         surplus = max(0, sum(accepted) + len(accepted) - decoded)
         rounds = []
         for size, length in zip(sizes, accepted, strict=True):

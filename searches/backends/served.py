@@ -7,6 +7,7 @@ Under load, all prompts are sent to one engine after the other, with so many req
 
 from __future__ import annotations
 
+import contextlib
 import random
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -138,7 +139,8 @@ class ServedBackend(Backend):
             self._forget(config)  # it must not have decoded a prompt before, as it would not have in use
         warming = [self.target.encode(item.messages()) for item in prompts.items[: load.concurrency]]
         for name, config in entries.items():
-            self._figures.startup_seconds[name] = self._engine(config, entries.values(), warming).startup_seconds
+            with self._ending(name, config):
+                self._figures.startup_seconds[name] = self._engine(config, entries.values(), warming).startup_seconds
         if learning and asked.before is not None and len(asked.before):
             self._batch(replace(asked, entries=learning), asked.before.items, 0, {}, counted=False)
         size = 1 if load.concurrency == 1 else len(prompts)
@@ -186,11 +188,8 @@ class ServedBackend(Backend):
     ) -> list[Answer]:
         """Return the answers of one engine; one that fails is stopped."""
         config = asked.entries[name]
-        try:
+        with self._ending(name, config):
             answers, seconds = self._running[config].answer(prompts, tasks, asked.load.concurrency, config)
-        except BackendError:
-            self._forget(config)
-            raise
         if counted:
             self._figures.add(name, [answer.completion for answer in answers], seconds)
         return answers
@@ -208,15 +207,20 @@ class ServedBackend(Backend):
             spare = sorted((other for other in self._running if other not in kept), key=lambda other: other == _PLAIN)
             for other in spare[: max(0, len(self._running) + 1 - self.engines)]:
                 self._forget(other)
-            engine = self._start(config)
-            self._running[config] = engine
-            try:
-                engine.answer(warming, [Task(max_new_tokens=_WARMUP_TOKENS)] * len(warming), len(warming), config)
-            except BackendError:
-                self._forget(config)
-                raise
+            engine = self._running[config] = self._start(config)
+            engine.answer(warming, [Task(max_new_tokens=_WARMUP_TOKENS)] * len(warming), len(warming), config)
         self._running[config] = engine
         return engine
+
+    @contextlib.contextmanager
+    def _ending(self, name: str, config: SpeculativeConfig) -> Iterator[None]:
+        """Stop the engine that fails in a block, and name its configuration in the error."""
+        try:
+            yield
+        except BackendError as error:
+            self._forget(config)
+            error.name = "" if name == BASELINE else name
+            raise
 
     def _forget(self, config: SpeculativeConfig) -> None:
         """Stop the engine of a configuration if it runs."""

@@ -11,7 +11,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from layerskip import ConfigError, SpeculativeConfig
 from layerskip.models.environment import machine
@@ -21,7 +21,7 @@ from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
-from searches.backends.vllm_speculation import NotServed, refusal, vllm_config
+from searches.backends.vllm_speculation import NotServed, refusal, vllm_config, vllm_space
 from searches.space.search_space import SearchSpace
 
 _SPECULATIVE = "speculative_config"
@@ -44,6 +44,7 @@ class ServerBackend(ServedBackend):
         start_seconds: the most seconds that a server may take to start.
     """
 
+    name: ClassVar[str] = "server"
     command: str = ""
     baseline_command: str = ""
     baseline_url: str = ""
@@ -76,7 +77,6 @@ class ServerBackend(ServedBackend):
     def describe(self) -> dict[str, Any]:
         """Return the commands or addresses, the model and the machine."""
         return {
-            "engine": "server",
             "command": self.command,
             "baseline_command": self.baseline_command,
             "urls": [self.baseline_url, self.candidate_url],
@@ -103,7 +103,7 @@ class ServerBackend(ServedBackend):
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return the space without what servers lack; of a named server, with nothing but its configuration."""
-        space = replace(space, stops=("length",), draft_heads=(0,), datastores=(), allow_lossy=False)
+        space = vllm_space(space)
         if self.command:
             return space
         length, grams = (self._served.draft_length,) * 2, (self._served.ngram_min, self._served.ngram_max)

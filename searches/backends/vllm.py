@@ -11,9 +11,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from layerskip import SpeculativeConfig
 from layerskip.models.environment import machine
@@ -25,7 +25,7 @@ from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
 from searches.backends.served_model import served_folder
-from searches.backends.vllm_speculation import NotServed, refusal, vllm_config
+from searches.backends.vllm_speculation import NotServed, refusal, vllm_config, vllm_space
 from searches.space.search_space import SearchSpace
 
 _ENTRY = "vllm.entrypoints.cli.main"
@@ -43,14 +43,15 @@ class VllmBackend(ServedBackend):
     """A back end that runs vLLM.
 
     Args:
-        python: interpreter in whose environment vLLM is installed; empty for this program's own.
+        python: interpreter in whose environment vLLM is installed; None for this program's own.
         args: further arguments of ``vllm serve`` for all engines, such as ``[--max-model-len,"4096"]``.
         env: environment variables of all engines, such as ``{VLLM_CPU_KVCACHE_SPACE: 4}``.
         folder: where models are saved that vLLM cannot load itself, such as those from GGUF files.
         start_seconds: the most seconds that an engine may take to start.
     """
 
-    python: str = ""
+    name: ClassVar[str] = "vllm"
+    python: str | None = None
     args: Sequence[str] = ()
     env: Mapping[str, Any] = field(default_factory=dict)
     folder: str = "outputs/served"
@@ -64,7 +65,6 @@ class VllmBackend(ServedBackend):
     def describe(self) -> dict[str, Any]:
         """Return the engine's version and arguments, the model and the machine."""
         return {
-            "engine": "vllm",
             "versions": self._installed["versions"],
             "args": self._arguments(),
             "env": self._environment(),
@@ -81,8 +81,8 @@ class VllmBackend(ServedBackend):
         return refusal(kind)
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
-        """Return the space without stop rules, bridges, datastores and lossy rules, which vLLM does not have."""
-        return replace(space, stops=("length",), draft_heads=(0,), datastores=(), allow_lossy=False)
+        """Return the space without stop rules, other matches than the first, datastores, trees and lossy rules."""
+        return vllm_space(space)
 
     def command(self, config: SpeculativeConfig, port: int) -> list[str]:
         """Return the command that starts an engine.
@@ -120,7 +120,7 @@ class VllmBackend(ServedBackend):
 
     @property
     def _python(self) -> str:
-        return str(self.python) or sys.executable
+        return sys.executable if self.python is None else str(self.python)
 
     @functools.cached_property
     def _installed(self) -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from layerskip import SpeculativeConfig, StopRule
+from layerskip.config import kinds
+from searches.space.search_space import SearchSpace
 
 _METHODS = {
     "prompt_lookup": "ngram",
@@ -71,6 +74,16 @@ def vllm_config(config: SpeculativeConfig, folder: Callable[[str], str] = str) -
             raise NotServed("draft_head: vLLM's draft models choose from the whole vocabulary")
         return found | {"model": folder(config.draft)}
     return found | {"model": config.head, "method": _head_method(config)}
+
+
+def vllm_space(space: SearchSpace) -> SearchSpace:
+    """Return the space without choices that vLLM does not have: stop rules, matches, datastores and lossy rules.
+
+    Its n-grams are copied from their first match. Heads draft chains, so trees are left out unless a kind drafts nothing else.
+    """
+    trees = any(kinds()[kind].trees_only for kind in space.available_kinds)
+    found = replace(space, stops=("length",), matches=("first",), datastores=(), allow_lossy=False)
+    return found if trees else replace(found, trees=False)
 
 
 def _head_method(config: SpeculativeConfig) -> str:
