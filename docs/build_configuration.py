@@ -130,9 +130,9 @@ def row(name: str, default: str, meaning: str) -> str:
     return f"| `{name}` | {default or '-'} | {meaning} |"
 
 
-def descriptions(part: str) -> dict[str, str]:
-    """What the fields of a part mean, from the docstrings of its type and of the types that it inherits from."""
-    made = get_object(TYPES[part])
+def descriptions(path: str) -> dict[str, str]:
+    """What the fields of a type mean, from its docstring and from those of the types that it inherits from."""
+    made = get_object(path)
     found: dict[str, str] = {}
     for one in reversed(getattr(made, "__mro__", (made,))):
         found |= arguments(inspect.getdoc(one))
@@ -141,7 +141,7 @@ def descriptions(part: str) -> dict[str, str]:
 
 def table(part: str) -> Iterator[str]:
     """One row for each field of a part of the configuration."""
-    described = descriptions(part)
+    described = descriptions(TYPES[part])
     composed = OmegaConf.select(compose_config("layerskip"), part)
     yield from HEAD
     for name, default in fields_of(TYPES[part]).items():
@@ -166,6 +166,21 @@ def chosen(part: str) -> Iterator[str]:
     if found:
         yield from HEAD
         yield from found.values()
+
+
+def engines() -> Iterator[str]:
+    """One row for each field of a back end, and of the load that it is measured under."""
+    found: dict[str, tuple[Any, str, list[str]]] = {}
+    for path in sorted((ROOT / "conf" / "backend").glob("*.yaml")):
+        for part, node in OmegaConf.load(path).items():
+            described = descriptions(node._target_)
+            for name, default in fields_of(node._target_).items():
+                value = found.setdefault(f"{part}.{name}", (node.get(name, default), described.get(name, ""), []))
+                value[2].append(f"`{path.stem}`")
+    if found:
+        yield from HEAD
+    for name, (default, meaning, choices) in found.items():
+        yield row(name, shown(default), f"with {' and '.join(choices)}: {meaning}" if meaning else "")
 
 
 def keys(program: str) -> Iterator[str]:
@@ -242,7 +257,7 @@ def inherited(name: str) -> str:
     """What a field means whose name ends like one of a known part, such as ``planted.search.measure.prompts``."""
     part, _, field = name.rpartition(".")
     known = next((one for one in sorted(TYPES, key=len, reverse=True) if part == one or part.endswith(f".{one}")), None)
-    return descriptions(known).get(field, "") if known else ""
+    return descriptions(TYPES[known]).get(field, "") if known else ""
 
 
 def drafters() -> Iterator[str]:
@@ -264,9 +279,10 @@ def page() -> str:
     """The whole page."""
     lines = [_HEAD]
     lines += ["## The study: `python -m searches.layerskip`", "", *keys("layerskip"), ""]
-    for part in (*TYPES, *CHOSEN, "experiment"):
+    for part in (*TYPES, *CHOSEN, "backend", "experiment"):
         choices = ", ".join(f"`{part}={path.stem}`" for path in sorted((ROOT / "conf" / part).glob("*.yaml")))
         fields = [*(table(part) if part in TYPES else chosen(part) if part in CHOSEN else ())]
+        fields += [*engines()] if part == "backend" else []
         lines += [f"### `{part}`", "", *([f"Choices: {choices}.", ""] if choices else [])]
         lines += [*fields, ""] if fields else []
     lines += ["## Drafters", "", *drafters(), ""]

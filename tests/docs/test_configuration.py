@@ -16,7 +16,10 @@ from searches.app.composition import compose_config
 REPOSITORY = Path(__file__).parents[2]
 CONF = REPOSITORY / "conf"
 PAGE = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
-SHARED = ("target", "sampling", "space", "measure", "scan", "bridging", "study", "prompts", "sampler", "pruner", "tracking")
+SHARED = (
+    *("target", "sampling", "space", "measure", "scan", "bridging", "study"),
+    *("prompts", "sampler", "pruner", "tracking", "backend"),
+)
 CHOICES = [f"{group}={path.stem}" for group in (*SHARED, "experiment") for path in sorted((CONF / group).glob("*.yaml"))]
 
 

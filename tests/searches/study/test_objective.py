@@ -15,6 +15,7 @@ from optuna.trial import TrialState
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.decoding.draft import Draft
 from layerskip.drafters.prompt_lookup import PromptLookup
+from searches.backends.layerskip import LayerskipBackend
 from searches.space.search_space import SearchSpace
 from searches.study.bench import ModelBench
 from searches.study.finals import Finalist, Finals, measure_finals
@@ -29,7 +30,7 @@ LOOKUP = SpeculativeConfig("prompt_lookup", 4, ngram_min=1, ngram_max=2)
 
 
 def _bench(target: Target) -> ModelBench:
-    return ModelBench(target, Sampling(), SETTINGS.max_new_tokens)
+    return ModelBench(LayerskipBackend(target), Sampling(), SETTINGS.max_new_tokens)
 
 
 def _study(target: Target, *configs: SpeculativeConfig) -> tuple[optuna.Study, Objective]:
@@ -125,7 +126,7 @@ def test_interrupted_finals_are_resumed(tiny_target: Target, tmp_path: Path) -> 
     bench = _bench(tiny_target)
 
     class Watched:
-        layers, exact, conditions = bench.layers, bench.exact, bench.conditions
+        exact, conditions = bench.exact, bench.conditions
 
         def compare(self, configs: Any, prompts: PromptSet, *rest: Any) -> Any:
             measured.extend(item.id for item in prompts)

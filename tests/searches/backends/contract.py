@@ -1,0 +1,188 @@
+"""The tests that every back end inherits: paired rows, unchanged outputs, plain descriptions, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from layerskip import PromptSet, SpeculativeConfig, Target, generate
+from layerskip.measure.measure import Task
+from layerskip.measure.measurement import Measurement, Sample
+from searches.backends.backend import BASELINE, CANDIDATE, LOG_LINES, Backend, BackendError, Load
+from searches.backends.selection import supported_space
+from searches.space.search_space import SearchSpace
+
+TOKENS = 12
+TASK = Task(max_new_tokens=TOKENS)
+PROMPTS = PromptSet.of(["one two one two one two", "three four", "five six seven five six seven"])
+LOOKUP = SpeculativeConfig("prompt_lookup", 3, ngram_min=1, ngram_max=2)
+SHORTER = SpeculativeConfig("prompt_lookup", 2, ngram_min=1, ngram_max=2)
+
+
+def children() -> set[int]:
+    """The processes that this one started and that still exist, those that they started included."""
+    found, asked = set[int](), [os.getpid()]
+    while asked:
+        for path in Path("/proc").glob(f"{asked.pop()}/task/*/children"):
+            try:
+                more = {int(number) for number in path.read_text(encoding="ascii").split()}
+            except OSError:
+                continue  # it ended just now
+            asked += more - found
+            found |= more
+    return found
+
+
+class BackendContract:
+    """Tests of a back end. The fixture ``make`` of a subclass returns a function that makes one for a target in float32."""
+
+    config = LOOKUP
+    other = SHORTER
+
+    @pytest.fixture
+    def backend(self, make: Any, tiny_target: Target) -> Iterator[Backend]:
+        before, threads = children(), set(threading.enumerate())
+        made = make(tiny_target)
+        yield made
+        made.close()
+        made.close()
+        assert children() <= before
+        assert set(threading.enumerate()) <= threads
+
+    @pytest.fixture
+    def rows(self, backend: Backend) -> list[dict[str, Sample]]:
+        return list(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
+
+    def test_a_row_pairs_both_on_each_prompt_in_order(self, rows: list[dict[str, Sample]]) -> None:
+        for row, item in zip(rows, PROMPTS, strict=True):
+            assert row.keys() == {BASELINE, CANDIDATE}
+            assert {(sample.prompt_id, sample.category) for sample in row.values()} == {(item.id, item.category)}
+
+    def test_the_output_is_that_of_plain_decoding(self, rows: list[dict[str, Sample]], tiny_target: Target) -> None:
+        assert Measurement.of(rows, BASELINE, CANDIDATE).lossless.to_dict()["verdict"] == "exact"
+        for row, item in zip(rows, PROMPTS, strict=True):
+            expected = generate(tiny_target, item.messages(), max_new_tokens=TOKENS)
+            for sample in row.values():
+                assert sample.tokens == len(expected.tokens)
+                assert sample.lossless.compared == 1
+
+    def test_seconds_tokens_and_rounds_agree(self, rows: list[dict[str, Sample]]) -> None:
+        for row in rows:
+            for sample in row.values():
+                assert 0 < sample.decoded_tokens < sample.tokens <= TOKENS
+                assert sample.prefill_seconds > 0 and sample.decode_seconds > 0
+                assert sum(each.committed for each in sample.stats.rounds) == sample.decoded_tokens
+                assert all(each.accepted <= each.drafted for each in sample.stats.rounds)
+            assert row[BASELINE].stats.drafted == 0
+            assert len(row[BASELINE].stats.rounds) == row[BASELINE].decoded_tokens
+        drafted = Measurement.of(rows, BASELINE, CANDIDATE).stats
+        assert drafted.drafted > 0
+        assert drafted.tokens_per_round > 1
+
+    def test_figures_and_samples_can_be_stored(self, rows: list[dict[str, Sample]], backend: Backend) -> None:
+        figures = Measurement.of(rows, BASELINE, CANDIDATE).to_dict()
+        assert figures["speedup"] > 0 and math.isfinite(figures["speedup"])
+        json.dumps([figures, backend.figures()], allow_nan=False)
+        for row in rows:
+            for sample in row.values():
+                assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) == sample
+        assert all(isinstance(value, float) and math.isfinite(value) for value in backend.figures().values())
+
+    def test_several_configurations_share_rows_until_one_is_left_out(self, backend: Backend) -> None:
+        without: set[str] = set()
+        found = []
+        for row in backend.compare({"one": self.config, "other": self.other}, PROMPTS, TASK, without=without):
+            found.append(row)
+            without.add("other")
+        assert all(row.keys() >= {BASELINE, "one"} for row in found)
+        assert found[0].keys() == {BASELINE, "one", "other"}
+        assert all(row["one"].lossless.verdict == "exact" for row in found)
+
+    def test_a_conversation_is_one_sample(self, backend: Backend, tmp_path: Path) -> None:
+        file = tmp_path / "turns.jsonl"
+        file.write_text(json.dumps({"turns": ["one two one two", "and three"]}), encoding="utf-8")
+        (row,) = backend.compare({CANDIDATE: self.config}, PromptSet.load(file), TASK)
+        for sample in row.values():
+            assert TOKENS < sample.tokens <= 2 * TOKENS
+            assert (sample.lossless.compared, sample.lossless.verdict) == (2, "exact")
+
+    def test_a_comparison_that_stops_early_can_be_followed_by_another(self, backend: Backend) -> None:
+        rows = iter(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
+        next(rows)
+        del rows
+        assert len(backend.measure(self.other, PROMPTS, TASK).candidate) == len(PROMPTS)
+
+    def test_the_baseline_is_one_time_as_fast_as_itself(self, backend: Backend) -> None:
+        measured = backend.baseline(PROMPTS, TASK)
+        assert measured.speedup == 1.0
+        assert measured.tokens_per_second > 0
+        assert measured.lossless.verdict == "exact"
+
+    def test_a_back_end_can_be_used_after_it_was_closed(self, backend: Backend) -> None:
+        backend.measure(self.config, PROMPTS, TASK)
+        backend.close()
+        assert backend.measure(self.config, PROMPTS, TASK).lossless.verdict == "exact"
+
+    def test_descriptions_are_plain_and_repeat(self, backend: Backend, make: Any, tiny_target: Target) -> None:
+        described = backend.describe()
+        assert json.loads(json.dumps(described)) == described
+        assert make(tiny_target).describe() == described
+        assert backend.name
+
+    def test_kinds_are_supported_or_refused_in_one_line(self, backend: Backend) -> None:
+        for kind in ("none", self.config.kind, self.other.kind):
+            assert backend.supports(kind) is None
+        reason = backend.supports("astrology")
+        assert reason and "\n" not in reason
+
+    def test_every_suggestion_of_its_space_is_supported(self, backend: Backend, tiny_target: Target) -> None:
+        space = supported_space(SearchSpace(tiny_target.layers, protect_first=0, protect_last=0), backend)
+        assert supported_space(space, backend) == space
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+        for _ in range(20):
+            config = space.suggest(study.ask())
+            assert backend.supports(config.kind) is None
+            study.enqueue_trial(space.params(config))
+            assert space.suggest(study.ask()) == config
+
+
+class FailingEngine:
+    """Tests of a back end whose engine may fail; the fixture ``broken`` returns a configuration that it cannot run."""
+
+    def test_an_error_becomes_a_reason_and_leaves_nothing(
+        self, make: Any, broken: SpeculativeConfig, tiny_target: Target
+    ) -> None:
+        before, backend = children(), make(tiny_target)
+        try:
+            with pytest.raises(BackendError) as caught:
+                list(backend.compare({"good": LOOKUP, "bad": broken}, PROMPTS, TASK))
+            assert caught.value.name == "bad"
+            assert str(caught.value) == f"backend: {caught.value.reason}"
+            assert caught.value.reason and "\n" not in caught.value.reason
+            assert len(caught.value.log_tail.splitlines()) <= LOG_LINES
+            assert backend.measure(LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
+        finally:
+            backend.close()
+        assert children() <= before
+
+
+class ServesSeveral:
+    """Tests of a back end that serves several requests at once."""
+
+    def test_rows_under_load_are_complete(self, make: Any, tiny_target: Target) -> None:
+        backend = make(tiny_target)
+        try:
+            rows = list(backend.compare({CANDIDATE: LOOKUP}, PROMPTS, TASK, Load(2)))
+        finally:
+            backend.close()
+        assert [row[CANDIDATE].prompt_id for row in rows] == [item.id for item in PROMPTS]
+        assert all(sample.decoded_tokens > 0 for row in rows for sample in row.values())
+        assert {"throughput", "tpot_p50", "ttft_p50"} <= backend.figures().keys()

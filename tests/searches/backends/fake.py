@@ -1,0 +1,78 @@
+"""An engine of the tests: it decodes like this library, at speeds that are given, and fails where it is told to."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from layerskip import PromptSet, SpeculativeConfig, Target
+from layerskip.measure.measure import Task
+from layerskip.measure.measurement import Sample
+from searches.backends.backend import BASELINE, Backend, BackendError, Load
+from searches.backends.layerskip import LayerskipBackend
+from searches.space.search_space import SearchSpace
+
+BROKEN = 5  # the length of drafts with which the engine stops
+LOG = "\n".join(f"line {number}" for number in range(50))
+
+
+@dataclass
+class FakeBackend(Backend):
+    """Plain decoding takes a second a token, a prompt lookup half of it; each engine is a process that does nothing.
+
+    Args:
+        target: decodes.
+        version: shown in descriptions.
+    """
+
+    target: Target = field(metadata={"runtime": True})
+    version: int = 1
+    name: ClassVar[str] = "fake"
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": {"name": "fake", "version": self.version}, "target": self.target.digest}
+
+    def supports(self, kind: str) -> str | None:
+        return None if kind in ("none", "prompt_lookup") else "the fake engine copies only"
+
+    def restrict(self, space: SearchSpace) -> SearchSpace:
+        return replace(space, matches=("first",))
+
+    def compare(
+        self,
+        configs: Mapping[str, SpeculativeConfig],
+        prompts: PromptSet,
+        task: Task,
+        load: Load = Load(),
+        repeats: int = 1,
+        without: Collection[str] = (),
+        before: PromptSet | None = None,
+    ) -> Iterator[dict[str, Sample]]:
+        for name, config in {BASELINE: SpeculativeConfig(), **configs}.items():
+            if config.draft_length == BROKEN:
+                raise BackendError("the engine stopped\nat once", LOG, name)
+            if name not in self.running:  # `cat` ends with the tests, too
+                self.running[name] = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        own = LayerskipBackend(self.target)
+        for row in own.compare(configs, prompts, task, Load(), repeats, without, before):
+            yield {
+                name: replace(
+                    sample, prefill_seconds=1.0, decode_seconds=sample.decoded_tokens * (1.0 if name == BASELINE else 0.5)
+                )
+                for name, sample in row.items()
+            }
+
+    def figures(self) -> dict[str, float]:
+        return {"startup_seconds": 2.0, "throughput": 3.0, "tpot_p50": 0.5, "ttft_p50": 1.0}
+
+    def close(self) -> None:
+        while self.running:
+            process = self.running.popitem()[1]
+            process.communicate()

@@ -1,0 +1,127 @@
+"""The back end of a program: what it leaves out of a study, what an export says of it, and a study on another engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from layerskip import Export, SpeculativeConfig, Target
+from searches.app.checks import InputError
+from searches.app.composition import compose_config
+from searches.backends.layerskip import LayerskipBackend
+from searches.backends.selection import exported_backend, supported_space
+from searches.space.search_space import SearchSpace
+from searches.study.plan import Plan, describe
+from tests.searches.backends.fake import BROKEN, FakeBackend
+from tests.searches.conftest import Launch
+from tests.searches.programs import journal_study, quick, runs, sqlite, tracked
+
+FAKE = f"backend._target_={FakeBackend.__module__}.{FakeBackend.__qualname__}"
+
+
+def test_kinds_are_left_out_in_one_line(tiny_target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    space = SearchSpace(tiny_target.layers, kinds=["none", "prompt_lookup", "token_recycling", "cascade"])
+    assert supported_space(space, LayerskipBackend(tiny_target)) is space
+    assert capsys.readouterr().out == ""
+    assert supported_space(space, FakeBackend(tiny_target)).available_kinds == ("none", "prompt_lookup")
+    reason = "token_recycling, cascade (the fake engine copies only)"
+    assert capsys.readouterr().out == f"space.kinds: left out for backend=fake: {reason}\n"
+    with pytest.raises(InputError, match=r"^space\.kinds: backend=fake"):
+        supported_space(SearchSpace(tiny_target.layers, kinds=["none", "lookahead"]), FakeBackend(tiny_target))
+
+
+def test_the_own_decoder_does_not_change_what_identifies_a_study(tiny_folder: Path, tmp_path: Path) -> None:
+    """Studies of earlier versions, which had no back ends, have the same settings and therefore the same names."""
+
+    def settings(*overrides: str) -> dict[str, Any]:
+        config = compose_config("layerskip", [*quick(tiny_folder, tmp_path), *overrides])
+        plan = Plan.of(config)
+        return describe(config, plan.target, plan.prompts, False, plan.backend)
+
+    own, other = settings(), settings(FAKE)
+    assert not [name for name in own if name.startswith(("backend", "load", "space.matches"))]
+    assert own.items() < other.items()
+    assert other["backend.name"] == "fake"
+    assert settings(FAKE, "+backend.version=2") != other
+    assert settings("space.matches=[first]")["space.matches"] == ["first"]
+
+
+def test_nothing_is_measured_again_alone_under_load(tiny_folder: Path, tmp_path: Path) -> None:
+    load = ("+load._target_=searches.backends.backend.Load", "+load.concurrency=4")
+    plans = [Plan.of(compose_config("layerskip", [*quick(tiny_folder, tmp_path), FAKE, *more])) for more in ((), load)]
+    assert [plan.load.concurrency for plan in plans] == [1, 4]
+    assert plans[0].measuring.drift < 1
+    assert plans[1].measuring.drift == math.inf
+
+
+def _exported(target: Target, **backend: Any) -> Export:
+    environment = {"backend": backend} if backend else {}
+    return Export(Export.describe(target), SpeculativeConfig("prompt_lookup"), environment=environment)
+
+
+def test_an_export_is_measured_on_its_own_engine_under_its_load(tiny_target: Target) -> None:
+    backend, load = exported_backend(compose_config("verify"), _exported(tiny_target), tiny_target)
+    assert (type(backend), load.concurrency) == (LayerskipBackend, 1)
+    config = compose_config("verify", ["backend=layerskip", FAKE])
+    loaded = {"concurrency": 8, "goal": "throughput"}
+    backend, load = exported_backend(config, _exported(tiny_target, name="fake", load=loaded), tiny_target)
+    assert type(backend) is FakeBackend
+    assert (load.concurrency, load.goal) == (8, "throughput")
+
+
+@pytest.mark.parametrize("name", ["fake", "../layerskip", ""])
+def test_an_export_of_an_unknown_engine_is_refused(name: str, tiny_target: Target) -> None:
+    with pytest.raises(InputError, match=r"^environment\.backend: "):
+        exported_backend(compose_config("verify"), _exported(tiny_target, name=name), tiny_target)
+    with pytest.raises(InputError, match=r"^backend: the export was measured with"):
+        exported_backend(compose_config("verify", ["backend=layerskip"]), _exported(tiny_target, name=name), tiny_target)
+
+
+def test_a_study_on_another_engine(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    outputs = tracked(tmp_path / "outputs")
+    own = (FAKE, f"space.lookup_length=[{BROKEN - 1},{BROKEN}]", "measure.held_out_prompts=6", "measure.max_new_tokens=12")
+    done = launch("layerskip", *quick(tiny_folder, outputs, *own, "study.n_trials=6", "study.name=one"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("space.kinds: left out for backend=fake")]
+    assert "layer_skip" in line and "(the fake engine copies only)" in line
+    assert "scan" not in {path.name.partition("-")[0] for path in (outputs / "one").iterdir()}
+
+    reasons = {t.number: t.user_attrs.get("reason", "") for t in journal_study(outputs, "one").trials}
+    failed = {number for number, reason in reasons.items() if reason == "the engine failed: the engine stopped at once"}
+    assert failed and len(reasons) == 6
+    client = MlflowClient(sqlite(outputs))
+    for run in runs(sqlite(outputs), "trial"):
+        number = int(run.data.tags["trial_number"])
+        assert run.info.status == ("FAILED" if reasons[number].startswith("the engine failed") else "FINISHED")
+        assert run.data.params["backend.engine.name"] == "fake"
+        if number in failed:
+            path = client.download_artifacts(run.info.run_id, "engine.log", str(tmp_path))
+            assert Path(path).read_text(encoding="utf-8").splitlines()[-1] == "line 49"
+        elif "measured" not in reasons[number]:
+            assert {"acceptance_rate", "tokens_per_second", "throughput", "startup_seconds"} <= run.data.metrics.keys()
+    report = (outputs / "one" / "report.md").read_text(encoding="utf-8")
+    assert "## Failed trials" in report and "Pareto front" in report
+
+    best = outputs / "one" / "best.json"
+    export = json.loads(best.read_text(encoding="utf-8"))
+    assert export["config"]["kind"] == "prompt_lookup"
+    assert export["evidence"]["speedup"] == pytest.approx(2.0)
+    assert export["environment"]["backend"] == {
+        "name": "fake", "load": {"concurrency": 1, "goal": "decoding"}, "engine": {"name": "fake", "version": 1},
+        "target": Export.load(best).environment["backend"]["target"],
+    }  # fmt: skip
+
+    measure = (str(best), "measure.held_out_prompts=6", "target.device=cpu", f"outputs={outputs}")
+    verify = (f"export={measure[0]}", *measure[1:])
+    assert launch("verify", *verify, cwd=tmp_path).returncode == 2
+    done = launch("verify", *verify, "backend=layerskip", FAKE, "+backend.version=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((outputs / "verify.json").read_text(encoding="utf-8"))
+    assert record["measured"]["speedup"] == pytest.approx(2.0)
+    changed = {"field": "environment.backend.engine.version", "exported": "1", "now": "2"}
+    assert changed in record["differences"]
