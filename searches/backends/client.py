@@ -145,7 +145,7 @@ class Client:
         return self._stream(plain, task.max_new_tokens)
 
     def complete_all(self, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], concurrency: int) -> list[Completion]:
-        """Return the continuations of several prompts, with so many requests in flight; errors are those of :meth:`complete`."""
+        """Return the continuations of several prompts, with so many requests in flight; errors as for :meth:`complete`."""
         with ThreadPoolExecutor(concurrency) as pool:
             futures = [pool.submit(self.complete, prompt, task) for prompt, task in zip(prompts, tasks, strict=True)]
             try:

@@ -6,6 +6,7 @@ there; such steps follow from the number of tokens.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -62,11 +63,11 @@ class Counters:
         """Return rounds with these counts: accepted tokens as counted, refused ones spread evenly.
 
         Args:
-            decoded: number of tokens that decoding gave; those beyond the counted rounds were decoded one by one. A last round
-                may have accepted more than was asked for, and the surplus is taken from the longest ones.
+            decoded: number of tokens that decoding gave; those beyond the counted rounds were decoded one by one. A last
+                round may have accepted more than was asked for, and the surplus is taken from the longest ones.
         """
         reached = (self.drafts, *self.by_position, 0)
-        lengths = enumerate(zip(reached, reached[1:], strict=False))
+        lengths = enumerate(itertools.pairwise(reached))
         accepted = [length for length, (at_least, more) in lengths for _ in range(at_least - more)][::-1]
         base, extra = divmod(max(0, self.drafted - sum(accepted)), max(1, len(accepted)))
         sizes = [length + base + (place < extra) for place, length in enumerate(accepted)]
@@ -94,4 +95,4 @@ def spread(rounds: Sequence[Round], decoded: Sequence[int]) -> list[DecodeStats]
     for tokens in decoded:
         so_far += tokens
         places.append(round(len(mixed) * so_far / total) if total else 0)
-    return [DecodeStats(tuple(mixed[low:high])) for low, high in zip(places, places[1:], strict=False)]
+    return [DecodeStats(tuple(mixed[low:high])) for low, high in itertools.pairwise(places)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,9 @@ from searches.backends.backend import BackendError
 GRACE_SECONDS = 5.0
 """An engine that is told to end has so long to free what it holds before it is killed."""
 _GUARD = Path(__file__).with_name("engine_guard.py")
-_TAIL_BYTES = 16384
+_TAIL_BYTES = 65536
+_SHOWN = 200  # characters of an error
+_ERROR = re.compile(r"\b(\w*(?:Error|Exception): )(.+)")
 _POLL_SECONDS = 0.1
 _OUT_OF_MEMORY = ("out of memory", "memoryerror", "cannot allocate memory", "can't allocate memory", "bad_alloc")
 _NO_CACHE = ("no available memory for the cache blocks", "larger than the available kv cache memory")
@@ -34,7 +37,7 @@ def free_port() -> int:
 class EngineProcess:
     """A running engine, with the last lines of its log.
 
-    A guard (:mod:`searches.backends.engine_guard`) starts it and ends it when :meth:`stop` is called or this process is gone.
+    A guard (:mod:`searches.backends.engine_guard`) starts it, and ends it at :meth:`stop` or when this process is gone.
     The log is an unnamed file, which vanishes with the processes that hold it.
 
     Args:
@@ -79,7 +82,7 @@ class EngineProcess:
             self._guard.wait(0.5)  # an engine that drops a connection is about to end
         code, tail = self._guard.poll(), self.log_tail()
         if code is not None:
-            reason = f"{self._end(code, tail)}, {reason}" if reason else self._end(code, tail)
+            reason = f"{self._end(code, tail)}, {reason}{_cause(tail)}"
         elif _has(tail, _OUT_OF_MEMORY):
             reason = f"out of memory, {reason}"
         return BackendError(f"{self.name}: {reason}", tail)
@@ -132,6 +135,12 @@ class EngineProcess:
             hint = ", possibly for lack of memory" if number == signal.SIGKILL else ""
             return f"ended by {name}{hint}"
         return f"ended with exit code {code}"
+
+
+def _cause(tail: str) -> str:
+    """Return the last error in a log that does not point to another one, after a colon; empty if there is none."""
+    found = [name + text for name, text in _ERROR.findall(tail) if "root cause" not in text]
+    return f": {' '.join(found[-1].split())[:_SHOWN]}" if found else ""
 
 
 def _has(tail: str, words: Sequence[str]) -> bool:

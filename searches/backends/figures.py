@@ -33,8 +33,8 @@ class Figures:
     def to_dict(self) -> dict[str, float]:
         """Return the figures with flat names.
 
-        ``throughput`` is in tokens per second over all requests, ``ttft`` the seconds to the first token, ``tpot`` the seconds
-        per token after it. The names of a single configuration have no prefix.
+        ``throughput`` is in tokens per second over all requests, ``ttft`` the seconds to the first token, ``tpot`` the
+        seconds per token after it. The names of a single configuration have no prefix.
         """
         found: dict[str, float] = {}
         others = [name for name in self.startup_seconds if name != BASELINE]

@@ -85,7 +85,7 @@ class ServedBackend(Backend):
         configs: Mapping[str, SpeculativeConfig],
         prompts: PromptSet,
         task: Task,
-        load: Load = Load(),  # noqa: B008  # frozen
+        load: Load = Load(),
         repeats: int = 1,
         without: Collection[str] = (),
         before: PromptSet | None = None,
@@ -272,5 +272,8 @@ class ServedBackend(Backend):
 
 
 def _seconds_per_token(answers: Sequence[Answer]) -> float:
-    seconds, tokens = sum(each.completion.decode_seconds for each in answers), sum(each.completion.decoded for each in answers)
+    seconds, tokens = (
+        sum(each.completion.decode_seconds for each in answers),
+        sum(each.completion.decoded for each in answers),
+    )
     return seconds / tokens if tokens and seconds else 1.0

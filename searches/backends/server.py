@@ -72,7 +72,7 @@ class ServerBackend(ServedBackend):
         except ConfigError as error:
             raise InputError(f"backend.candidate.{error}") from None
         if self._served.kind == "none":
-            raise InputError("backend.candidate: state what is drafted at backend.candidate_url, such as {kind: prompt_lookup}")
+            raise InputError("backend.candidate: state what candidate_url drafts with, such as {kind: prompt_lookup}")
 
     def describe(self) -> dict[str, Any]:
         """Return the commands or addresses, the model and the machine."""
@@ -99,7 +99,11 @@ class ServerBackend(ServedBackend):
         if needed is None or f"{{{needed}}}" not in self.command:
             return f"backend.command has no place for {kind}"
         others = {"draft", "head"} - {needed}
-        return f"backend.command drafts with another kind than {kind}" if any(f"{{{o}}}" in self.command for o in others) else None
+        return (
+            f"backend.command drafts with another kind than {kind}"
+            if any(f"{{{o}}}" in self.command for o in others)
+            else None
+        )
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return the space without what servers lack; of a named server, with nothing but its configuration."""

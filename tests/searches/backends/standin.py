@@ -1,8 +1,9 @@
 """A server with OpenAI's interface for completions whose tokens, rounds and faults are planted. Run as a script.
 
-``standin.py --port N [--speculative-config JSON] [--fault NAME] [--folder PATH]``. The new tokens of a prompt depend on the
+``standin.py --port N [--speculative-config JSON] [--fault NAME]``. The new tokens of a prompt depend on the
 prompt alone. With a speculative configuration of ``num_speculative_tokens`` k, every draft has k tokens, of which the rounds
-accept 0, 1, ..., k, 0, 1, ... The counters under ``/metrics`` say so in vLLM's words. Every process writes its id to the folder.
+accept 0, 1, ..., k, 0, 1, ... The counters under ``/metrics`` say so in vLLM's words. Every process writes its id to
+the folder of ``--folder``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 FIRST, SPAN = 40, 60  # ids of the tokens that it writes
-FAULTS = ("", "crash_at_start", "memory_at_start", "hang_at_start", "crash", "memory", "hang", "html", "not_json", "no_tokens",
-          "too_many", "wrong", "strict", "plain_text")  # fmt: skip
+FAULTS = (
+    *("", "crash_at_start", "memory_at_start", "hang_at_start", "crash", "memory", "hang"),
+    *("html", "not_json", "no_tokens", "too_many", "wrong", "strict", "plain_text"),
+)
 
 
 def planted(prompt: list[int], count: int) -> list[int]:
@@ -153,10 +156,14 @@ def main() -> None:
     parser.add_argument("--after", type=int, default=1, help="number of requests before the fault; the first one warms up")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each piece")
     parser.add_argument("--folder", default=None)
+    parser.add_argument("--broken-length", type=int, default=0, help="drafts of so many tokens end the server as it starts")
     parser.add_argument("--only-drafting", action="store_true", help="plain decoding has no fault")
     options = parser.parse_args()
-    if options.only_drafting and options.speculative_config is None:
+    drafted = (options.speculative_config or {}).get("num_speculative_tokens", 0)
+    if options.only_drafting and not drafted:
         options.fault = ""
+    if options.broken_length and drafted == options.broken_length:
+        options.fault = "crash_at_start"
     record(options.folder, os.getpid())
     # An engine's own process, in a session of its own, which no signal to the engine's group reaches.
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -168,7 +175,7 @@ def main() -> None:
     if options.fault == "hang_at_start":
         time.sleep(600)
     Standin.options, Standin.accepted, Standin.seen = options, [], []
-    Standin.drafted = (options.speculative_config or {}).get("num_speculative_tokens", 0)
+    Standin.drafted = drafted
     ThreadingHTTPServer(("127.0.0.1", options.port), Standin).serve_forever()
 
 

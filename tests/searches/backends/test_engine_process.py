@@ -70,11 +70,17 @@ def _parent(process: int) -> int:
     ("fault", "reason", "logged"),
     [
         ("crash_at_start", "ended with exit code 1, while it started", "a planned crash at the start"),
-        ("memory_at_start", "out of memory (exit code 1), while it started", "no memory for the weights"),
+        (
+            "memory_at_start",
+            "out of memory (exit code 1), while it started: MemoryError: no memory for the weights",
+            "no memory for the weights",
+        ),
         ("hang_at_start", "not ready after 1 seconds", ""),
     ],
 )
-def test_an_engine_that_does_not_start_is_an_error_with_its_log(tmp_path: Path, fault: str, reason: str, logged: str) -> None:
+def test_an_engine_that_does_not_start_is_an_error_with_its_log(
+    tmp_path: Path, fault: str, reason: str, logged: str
+) -> None:
     process, client = _start(tmp_path, "--fault", fault)
     with pytest.raises(BackendError) as error:
         process.wait_until(client.ready, 1 if fault == "hang_at_start" else 30)

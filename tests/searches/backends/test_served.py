@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import tests.searches.backends.contract as contract
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.measure.measure import Task
 from layerskip.prompts import PromptItem
@@ -46,6 +47,16 @@ def backend(tiny_target: Target, folder: Path) -> Iterator[ServerBackend]:
     yield backend
     backend.close()
     assert running(folder) == []
+
+
+class TestServer(contract.BackendContract, contract.FailingEngine, contract.ServesSeveral):
+    @pytest.fixture
+    def make(self, folder: Path) -> Callable[[Target], ServerBackend]:
+        return lambda target: ServerBackend(target, command=_command(folder, "--broken-length", "7"))
+
+    @pytest.fixture
+    def broken(self) -> SpeculativeConfig:
+        return _lookup(7)
 
 
 def test_rows_are_pairs_with_the_planted_rounds(backend: ServerBackend) -> None:
