@@ -41,8 +41,8 @@ class BackendError(InputError):
     """
 
     def __init__(self, reason: str, log_tail: str = "", name: str = "") -> None:
-        super().__init__(f"backend: {reason}")
         self.reason, self.name = " ".join(reason.split()), name
+        super().__init__(f"backend: {self.reason}")
         self.log_tail = "\n".join(log_tail.splitlines()[-LOG_LINES:])
 
 
@@ -139,6 +139,7 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Stop everything that this back end started. It may be called twice, and after a failure."""
+        ...
 
     def measure(
         self, config: SpeculativeConfig, prompts: PromptSet, task: Task = Task(), load: Load = Load()

@@ -60,3 +60,6 @@ class LayerskipBackend(Backend):
         entries = {BASELINE: SpeculativeConfig(), **configs}
         contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
         return interleave(self.target, prompts, contenders, task, repeats, without, before)
+
+    def close(self) -> None:
+        """Do nothing, as nothing was started."""

@@ -138,9 +138,9 @@ class Objective:
         known = leaderboard(before).get(config)
         failed = [other for other in before if str(other.user_attrs.get("reason")).startswith(ENGINE_FAILED)]
         if sum(configuration(other) == config for other in failed) >= _REPLICATES:
-            reason = f"{ENGINE_FAILED} {_REPLICATES} times before"
-            self._record(trial, config, not_run, reason, time.monotonic() - start)
-            raise optuna.TrialPruned(reason)
+            often = f"{ENGINE_FAILED} {_REPLICATES} times before"
+            self._record(trial, config, not_run, often, time.monotonic() - start)
+            raise optuna.TrialPruned(often)
         enough = _REPLICATES if config.kind != "none" else 1  # every other trial measures plain decoding, too
         leads = any(leader.config == config for leader in ranking(trial.study)[:1])  # the leader is measured again and again
         if known is not None and known.complete >= enough and not leads:

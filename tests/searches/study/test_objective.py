@@ -87,10 +87,10 @@ def test_a_changed_float32_output_stops_the_study(tiny_target: Target, monkeypat
 
     genuine = decode.verify
 
-    def accept_all(draft: Draft, target_probs: torch.Tensor, generator: Any = None) -> Any:
+    def accept_all(draft: Draft, target_probs: torch.Tensor, *rest: Any) -> Any:
         """Accept every drafted token."""
         size = draft.tokens.shape[0]
-        return genuine(draft, torch.cat((draft.tokens, target_probs[size:])), generator)
+        return genuine(draft, torch.cat((draft.tokens, target_probs[size:])), *rest)
 
     monkeypatch.setattr(decode, "verify", accept_all)
     study, objective = _study(tiny_target, LOOKUP)
