@@ -6,6 +6,7 @@ there; such steps follow from the number of tokens.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 import re
@@ -60,7 +61,7 @@ class Counters:
         )
 
     def rounds(self, decoded: int) -> list[Round]:
-        """Return rounds with these counts: accepted tokens as counted, refused ones spread evenly.
+        """Return rounds with these counts: accepted tokens as counted, drafts as equally long as they can be.
 
         Args:
             decoded: number of tokens that decoding gave; those beyond the counted rounds were decoded one by one. A last
@@ -69,8 +70,7 @@ class Counters:
         reached = (self.drafts, *self.by_position, 0)
         lengths = enumerate(itertools.pairwise(reached))
         accepted = [length for length, (at_least, more) in lengths for _ in range(at_least - more)][::-1]
-        base, extra = divmod(max(0, self.drafted - sum(accepted)), max(1, len(accepted)))
-        sizes = [length + base + (place < extra) for place, length in enumerate(accepted)]
+        sizes = _even(accepted, self.drafted)
         surplus = max(0, sum(accepted) + len(accepted) - decoded)
         rounds = []
         for size, length in zip(sizes, accepted, strict=True):
@@ -79,6 +79,16 @@ class Counters:
             rounds.append(Round(size, length, length + 1 - cut))
         plain = decoded - sum(each.committed for each in rounds)
         return rounds + [Round(0, 0, 1)] * max(0, plain)
+
+
+def _even(least: Sequence[int], total: int) -> list[int]:
+    """Return numbers with a sum, at least as large as these and as equal as possible: drafts are mostly of one length."""
+    sizes = [(size, place) for place, size in enumerate(least)]
+    heapq.heapify(sizes)
+    for _ in range(total - sum(least) if sizes else 0):
+        size, place = sizes[0]
+        heapq.heapreplace(sizes, (size + 1, place))
+    return [size for size, _ in sorted(sizes, key=lambda pair: pair[1])]
 
 
 def spread(rounds: Sequence[Round], decoded: Sequence[int]) -> list[DecodeStats]:

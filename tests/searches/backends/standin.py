@@ -171,7 +171,7 @@ def main() -> None:
     if options.fault == "crash_at_start":
         sys.exit("stand-in: a planned crash at the start")
     if options.fault == "memory_at_start":
-        sys.exit("MemoryError: no memory for the weights")
+        sys.exit("MemoryError: no memory")
     if options.fault == "hang_at_start":
         time.sleep(600)
     Standin.options, Standin.accepted, Standin.seen = options, [], []
