@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from layerskip.decoding.stats import DecodeStats, Round
 
-_LINE = re.compile(r"vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})?\s+(\S+)")
+_LINE = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
 
 
