@@ -1,0 +1,248 @@
+"""A streaming client of servers with OpenAI's interface for completions, made of the standard library alone.
+
+Prompts are sent as token ids, so that the server reads exactly what the target would. Times are read as pieces of the answer
+arrive. Servers that report token ids (vLLM's ``return_token_ids``) or running counts are asked to; others are counted by the
+usage that ends each answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from layerskip import Sampling
+from layerskip.measure.measure import Task
+
+_USAGE = {"include_usage": True, "continuous_usage_stats": True}
+_SHOWN = 200  # characters of an unexpected answer in an error
+_NEUTRAL = Sampling().to_dict()
+
+
+class RequestFailed(RuntimeError):
+    """A request without a usable answer; one line says why."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt.
+
+    Args:
+        text: of the new tokens.
+        tokens: their ids; None if the server does not report them.
+        first_seconds: from the request to the first piece.
+        decode_seconds: from the first piece to the last one.
+        piece_sizes: number of tokens in each piece.
+    """
+
+    text: str
+    tokens: tuple[int, ...] | None
+    piece_sizes: tuple[int, ...]
+    first_seconds: float
+    decode_seconds: float
+
+    @property
+    def count(self) -> int:
+        """The number of new tokens."""
+        return sum(self.piece_sizes)
+
+    @property
+    def decoded(self) -> int:
+        """The number of tokens after the first piece."""
+        return sum(self.piece_sizes[1:])
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean seconds of a token after the first piece; None if there is none."""
+        return self.decode_seconds / self.decoded if self.decoded else None
+
+
+class Client:
+    """A client of one server. Threads may share it.
+
+    Args:
+        url: such as ``http://127.0.0.1:8000``; a final ``/v1`` is the same.
+        limit_seconds: for a whole request.
+        headers: sent with every request.
+
+    Raises:
+        ValueError: the URL is none.
+    """
+
+    def __init__(self, url: str, limit_seconds: float = 300.0, headers: Mapping[str, str] | None = None) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
+        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self.url, self.limit_seconds, self._headers = url, limit_seconds, dict(headers or {})
+        self._extensions = True
+        self._model: str | None = None
+
+    def ready(self) -> bool:
+        """Return whether the server answers and names a model."""
+        try:
+            return bool(self.model)
+        except RequestFailed:
+            return False
+
+    @property
+    def model(self) -> str:
+        """The name of the first model that the server lists."""
+        if self._model is None:
+            try:
+                self._model = str(json.loads(self.get("/v1/models", 5.0))["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise RequestFailed(f"{self.url} lists no model under /v1/models") from None
+        return self._model
+
+    def get(self, path: str, limit_seconds: float = 10.0) -> str:
+        """Return the body of a page.
+
+        Raises:
+            RequestFailed: there is none.
+        """
+        connection = self._connect(limit_seconds)
+        try:
+            connection.request("GET", self._prefix + path, headers=self._headers)
+            response = connection.getresponse()
+            body = response.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestFailed(f"{self.url}{path}: {_reason(error)}") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise RequestFailed(f"{self.url}{path}: status {response.status}")
+        return body
+
+    def complete(self, prompt: Sequence[int], task: Task) -> Completion:
+        """Return the continuation of a prompt.
+
+        Args:
+            prompt: token ids.
+            task: how tokens are chosen, how many at most, and the seed.
+
+        Raises:
+            RequestFailed: the server refuses, stops, sends nothing in time, or its answer makes no sense.
+        """
+        chosen = task.sampling.to_dict()
+        body = {"model": self.model, "prompt": list(prompt), "stream": True, "max_tokens": task.max_new_tokens}
+        body |= {"temperature": chosen["temperature"], "top_p": chosen["top_p"], "seed": task.seed}
+        # All parameters, as a server may have defaults of its own for those that are not sent.
+        extended = body | chosen | {"stream_options": _USAGE, "return_token_ids": True}
+        plain = body | {name: value for name, value in chosen.items() if value != _NEUTRAL[name]}
+        plain |= {"stream_options": {"include_usage": True}}
+        if self._extensions:
+            try:
+                return self._stream(extended, task.max_new_tokens)
+            except _Refused:
+                self._extensions = False  # a strict server does not accept fields that OpenAI does not know
+        return self._stream(plain, task.max_new_tokens)
+
+    def complete_all(self, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], concurrency: int) -> list[Completion]:
+        """Return the continuations of several prompts, with so many requests in flight; errors as for :meth:`complete`."""
+        with ThreadPoolExecutor(concurrency) as pool:
+            futures = [pool.submit(self.complete, prompt, task) for prompt, task in zip(prompts, tasks, strict=True)]
+            try:
+                return [future.result() for future in futures]
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)  # after a failure, requests that were not sent never are
+
+    def _connect(self, limit_seconds: float) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=limit_seconds)
+
+    def _stream(self, body: Mapping[str, Any], most: int) -> Completion:
+        connection = self._connect(self.limit_seconds)
+        start = time.perf_counter()
+        try:
+            headers = {"Content-Type": "application/json"} | self._headers
+            connection.request("POST", f"{self._prefix}/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                told = " ".join(response.read(4096).decode(errors="replace").split())[:_SHOWN]
+                error = _Refused if response.status in (400, 422) else RequestFailed
+                raise error(f"status {response.status}: {told}")
+            return _read(self._events(response, start), start, most)
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestFailed(_reason(error, self.limit_seconds)) from None
+        finally:
+            connection.close()
+
+    def _events(self, response: http.client.HTTPResponse, start: float) -> Iterator[dict[str, Any]]:
+        """Yield the events of a stream up to its end."""
+        while line := response.readline():
+            if time.perf_counter() - start > self.limit_seconds:
+                raise RequestFailed(f"no end of the answer within {self.limit_seconds:g} seconds")
+            name, _, data = line.strip().partition(b":")
+            if data.strip() == b"[DONE]":
+                return
+            if name != b"data":
+                if line.strip() and name not in (b"", b"event", b"id", b"retry"):
+                    raise RequestFailed(f"not an event of a stream: {line.decode(errors='replace').strip()[:_SHOWN]!r}")
+                continue
+            try:
+                event = json.loads(data)
+            except ValueError:
+                event = None
+            if not isinstance(event, dict):
+                raise RequestFailed(f"not JSON: {data.decode(errors='replace').strip()[:_SHOWN]!r}")
+            if "error" in event:
+                raise RequestFailed(f"the server reports {json.dumps(event['error'])[:_SHOWN]}")
+            yield event
+        raise RequestFailed("the stream ended before the answer")
+
+
+class _Refused(RequestFailed):
+    """A request whose form the server refuses."""
+
+
+def _read(events: Iterator[dict[str, Any]], start: float, most: int) -> Completion:
+    """Return the answer that a stream holds."""
+    texts: list[str] = []
+    tokens: list[int] = []
+    sizes: list[int] = []
+    total, first, last = 0, start, start
+    for event in events:
+        now = time.perf_counter()
+        text, new, usage = _piece(event)
+        texts.append(text)
+        tokens += new
+        if text or new:
+            first, last = now if not sizes else first, now
+            size = len(new) or (1 if usage is None else max(0, usage - total))
+            sizes.append(size)
+            total += size
+        elif usage is not None and usage > total and sizes:
+            sizes[-1] += usage - total  # tokens without a text of their own, or a count that comes at the end only
+            total = usage
+    if not total:
+        raise RequestFailed("the answer has no tokens")
+    if total > most:
+        raise RequestFailed(f"the answer has {total} tokens, and at most {most} were asked for")
+    ids = tuple(tokens) if len(tokens) == total else None
+    return Completion("".join(texts), ids, tuple(sizes), first - start, last - first)
+
+
+def _piece(event: dict[str, Any]) -> tuple[str, list[int], int | None]:
+    """Return the text and the token ids of an event, and the number of tokens up to it, if it is stated."""
+    try:
+        usage, choices = event.get("usage"), event.get("choices") or []
+        new = [int(token) for choice in choices[:1] for token in choice.get("token_ids") or ()]
+        text = "".join(choice.get("text") or "" for choice in choices[:1])
+        return text, new, None if usage is None else int(usage["completion_tokens"])
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise RequestFailed(f"not a piece of an answer: {json.dumps(event)[:_SHOWN]}") from None
+
+
+def _reason(error: Exception, limit_seconds: float | None = None) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time" if limit_seconds is None else f"no answer within {limit_seconds:g} seconds"
+    if isinstance(error, (http.client.RemoteDisconnected, http.client.IncompleteRead, ConnectionError)):
+        return f"the connection broke ({type(error).__name__})"
+    return f"{type(error).__name__}: {error}".strip(": ")

@@ -1,0 +1,279 @@
+"""What back ends share whose engine is a server: pairing over HTTP, engines that take turns, and the check of outputs.
+
+Plain decoding and the configurations decode the same prompts on engines that run side by side, prompt by prompt and in
+random order. Where fewer engines may run than there are configurations, groups of these take turns beside the plain one.
+Under load, all prompts are sent to one engine after the other, with so many requests in flight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.measure.losslessness import Losslessness, find_divergence
+from layerskip.measure.measure import Task
+from layerskip.measure.measurement import Sample
+from layerskip.prompts import PromptItem
+from searches.app.checks import check_number, check_whole
+from searches.backends.backend import BASELINE, Backend, BackendError, Load
+from searches.backends.figures import Figures
+from searches.backends.running_engine import Answer, RunningEngine
+
+_PLAIN = SpeculativeConfig()
+_WARMUP_TOKENS = 16
+_RUNTIME = {"runtime": True}  # given by the program, not configured
+_Answers = dict[str, list[Answer]]  # of each name, turn by turn
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What is measured: the arguments of :meth:`Backend.compare`, with plain decoding among the entries, and an order."""
+
+    entries: Mapping[str, SpeculativeConfig]
+    prompts: PromptSet
+    task: Task
+    load: Load
+    without: Collection[str]
+    before: PromptSet | None
+    order: random.Random
+
+
+@dataclass(eq=False)
+class ServedBackend(Backend):
+    """A back end that measures through servers.
+
+    Args:
+        target: the model that they serve; it encodes prompts and judges differences.
+        engines: the most engines that run at the same time.
+        limit_seconds: for one request.
+    """
+
+    target: Target = field(metadata=_RUNTIME)
+    engines: int = 2
+    limit_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_whole("backend.engines", self.engines)
+        check_number("backend.limit_seconds", self.limit_seconds)
+        self._running: dict[SpeculativeConfig, RunningEngine] = {}  # the most recently used one last
+        self._figures = Figures()
+
+    @abstractmethod
+    def _start(self, config: SpeculativeConfig) -> RunningEngine:
+        """Return a new engine that drafts with a configuration; raise :class:`BackendError` if it does not start."""
+
+    @property
+    def exact(self) -> bool:
+        """False: a difference keeps a configuration from winning, but is no defect of this program."""
+        return False
+
+    def figures(self) -> dict[str, float]:
+        """Return start-up seconds, throughput and latencies of the last comparison."""
+        return self._figures.to_dict()
+
+    def close(self) -> None:
+        """Stop every engine."""
+        while self._running:
+            self._running.popitem()[1].stop()
+
+    def compare(
+        self,
+        configs: Mapping[str, SpeculativeConfig],
+        prompts: PromptSet,
+        task: Task,
+        load: Load = Load(),
+        repeats: int = 1,
+        without: Collection[str] = (),
+        before: PromptSet | None = None,
+    ) -> Iterator[dict[str, Sample]]:
+        """Measure configurations and plain decoding; arguments and errors are those of :meth:`Backend.compare`.
+
+        If configurations take turns, their times are stated at the speed that plain decoding had beside the first ones.
+        """
+        entries = {BASELINE: _PLAIN, **configs}
+        asked = _Comparison(entries, prompts, task, load, without, before, random.Random(task.seed))
+        checks = None if task.sampling.greedy else self._greedy_checks(asked)
+        self._figures = Figures()
+        for repeat in range(repeats):
+            asked = replace(asked, task=replace(task, seed=task.seed + 1000 * repeat))
+            for item, answers in zip(prompts, self._rows(asked), strict=True):
+                yield {name: self._sample(item, name, answers, task.sampling, checks) for name in entries if name in answers}
+                checks = checks and dict.fromkeys(checks, Losslessness(0))  # the comparison counts once
+
+    def _rows(self, asked: _Comparison) -> Iterator[_Answers]:
+        """Yield the answers to each prompt: at once, or at the end under load or if engines take turns."""
+        names = [name for name in asked.entries if name not in asked.without]
+        if len(names) <= self.engines:
+            yield from self._group_rows(asked, names, {})
+            return
+        size = max(1, self.engines - 1)
+        groups = [names[begin : begin + size] for begin in range(1, len(names), size)]
+        groups = [[BASELINE], *groups] if self.engines == 1 else [[BASELINE, *group] for group in groups]
+        joined: list[_Answers] = [{} for _ in asked.prompts]
+        for group in groups:
+            first = {item.id: row[BASELINE] for item, row in zip(asked.prompts, joined, strict=True) if row}
+            for item, row, answers in zip(asked.prompts, joined, self._group_rows(asked, group, first), strict=True):
+                pace = 1.0
+                if item.id in first and BASELINE in answers:
+                    pace = _seconds_per_token(first[item.id]) / _seconds_per_token(answers[BASELINE])
+                row |= {name: [each.at_pace(pace) for each in answers[name]] for name in answers if name not in row}
+        yield from joined
+
+    def _group_rows(
+        self, asked: _Comparison, group: Sequence[str], reference: Mapping[str, Sequence[Answer]]
+    ) -> Iterator[_Answers]:
+        """Yield the answers of names whose engines run together.
+
+        Args:
+            asked: the whole comparison.
+            group: the names.
+            reference: answers of plain decoding by prompt, where it was measured before.
+        """
+        entries, prompts, load = {name: asked.entries[name] for name in group}, asked.prompts, asked.load
+        learning = {name: config for name, config in entries.items() if config.kind == "retrieval"}
+        for config in learning.values():
+            self._forget(config)  # it must not have decoded a prompt before, as it would not have in use
+        warming = [self.target.encode(item.messages()) for item in prompts.items[: load.concurrency]]
+        for name, config in entries.items():
+            with self._ending(name, config):
+                self._figures.startup_seconds[name] = self._engine(config, entries.values(), warming).startup_seconds
+        if learning and asked.before is not None and len(asked.before):
+            self._batch(replace(asked, entries=learning), asked.before.items, 0, {}, counted=False)
+        size = 1 if load.concurrency == 1 else len(prompts)
+        for begin in range(0, len(prompts), size):
+            left = {name: config for name, config in entries.items() if name not in asked.without}
+            items = prompts.items[begin : begin + size]
+            yield from self._batch(replace(asked, entries=left), items, begin, reference)
+
+    def _batch(
+        self,
+        asked: _Comparison,
+        items: Sequence[PromptItem],
+        begin: int,
+        reference: Mapping[str, Sequence[Answer]],
+        counted: bool = True,
+    ) -> list[_Answers]:
+        """Decode prompts turn by turn; all continue from the answers of plain decoding, or of the first entry without it.
+
+        Args:
+            asked: the entries, whose engines run, and how to decode.
+            items: the prompts.
+            begin: place of the first one, which its seed depends on.
+            reference: as for :meth:`_group_rows`.
+            counted: whether the requests count in the figures.
+        """
+        rows: list[_Answers] = [{name: [] for name in asked.entries} for _ in items]
+        messages = [item.messages() for item in items]
+        for turn in range(max(len(item.followups) for item in items) + 1):
+            places = [place for place, item in enumerate(items) if turn <= len(item.followups)]
+            prompts = [self.target.encode(messages[place]) for place in places]
+            tasks = [replace(asked.task, seed=asked.task.seed + begin + place) for place in places]
+            for name in asked.order.sample(list(asked.entries), len(asked.entries)):
+                answers = self._ask(name, asked, prompts, tasks, counted)
+                for place, answer in zip(places, answers, strict=True):
+                    rows[place][name].append(answer)
+            for place in places:
+                if turn < len(items[place].followups):
+                    first = reference.get(items[place].id) or rows[place][next(iter(asked.entries))]
+                    messages[place].append({"role": "assistant", "content": first[turn].completion.text})
+                    messages[place].append({"role": "user", "content": items[place].followups[turn]})
+        return rows
+
+    def _ask(
+        self, name: str, asked: _Comparison, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], counted: bool
+    ) -> list[Answer]:
+        """Return the answers of one engine; one that fails is stopped."""
+        config = asked.entries[name]
+        with self._ending(name, config):
+            answers, seconds = self._running[config].answer(prompts, tasks, asked.load.concurrency, config)
+        if counted:
+            self._figures.add(name, [answer.completion for answer in answers], seconds)
+        return answers
+
+    def _engine(
+        self, config: SpeculativeConfig, kept: Collection[SpeculativeConfig], warming: Sequence[Sequence[int]]
+    ) -> RunningEngine:
+        """Return the engine of a configuration, started and warm; others that may not run beside it are stopped."""
+        engine = self._running.pop(config, None)
+        if engine is not None and not engine.running:
+            engine.stop()
+            engine = None
+        if engine is None:
+            # Plain decoding is stopped last, as it takes part in every comparison.
+            spare = sorted((other for other in self._running if other not in kept), key=lambda other: other == _PLAIN)
+            for other in spare[: max(0, len(self._running) + 1 - self.engines)]:
+                self._forget(other)
+            engine = self._running[config] = self._start(config)
+            engine.answer(warming, [Task(max_new_tokens=_WARMUP_TOKENS)] * len(warming), len(warming), config)
+        self._running[config] = engine
+        return engine
+
+    @contextlib.contextmanager
+    def _ending(self, name: str, config: SpeculativeConfig) -> Iterator[None]:
+        """Stop the engine that fails in a block, and name its configuration in the error."""
+        try:
+            yield
+        except BackendError as error:
+            self._forget(config)
+            error.name = "" if name == BASELINE else name
+            raise
+
+    def _forget(self, config: SpeculativeConfig) -> None:
+        """Stop the engine of a configuration if it runs."""
+        engine = self._running.pop(config, None)
+        if engine is not None:
+            engine.stop()
+
+    def _sample(
+        self,
+        item: PromptItem,
+        name: str,
+        answers: _Answers,
+        sampling: Sampling,
+        checks: Mapping[str, Losslessness] | None,
+    ) -> Sample:
+        """Return the sample of one name on one prompt."""
+        parts = []
+        for turn, (expected, answer) in enumerate(zip(answers[BASELINE], answers[name], strict=True)):
+            if checks is None:
+                lossless = self._compared(item.id, expected, answer, sampling)
+            else:
+                lossless = checks[name] if turn == 0 else Losslessness(0)
+            parts.append(answer.sample(item).with_losslessness(lossless))
+        return Sample.join(parts)
+
+    def _compared(self, prompt_id: str, expected: Answer, actual: Answer, sampling: Sampling) -> Losslessness:
+        """Compare two outputs, as tokens if the server reports them, else as texts; the target judges a difference."""
+        one, other = expected.completion, actual.completion
+        if one.tokens is not None and other.tokens is not None:
+            tokens = [one.tokens, other.tokens]
+        elif one.text == other.text:
+            return Losslessness(1)
+        elif self.target.tokenizer is None:
+            raise BackendError("server: reports no token ids, and the target has no tokenizer for its texts")
+        else:
+            words = self.target.tokenizer
+            tokens = [words(each.text, add_special_tokens=False)["input_ids"] for each in (one, other)]
+        divergence = find_divergence(self.target, prompt_id, expected.prompt, *tokens, sampling)
+        return Losslessness(1, (divergence,) if divergence else ())
+
+    def _greedy_checks(self, asked: _Comparison) -> dict[str, Losslessness]:
+        """Compare greedy outputs of one prompt, as sampled ones differ by chance."""
+        configs = {name: config for name, config in asked.entries.items() if name != BASELINE}
+        one = PromptSet((replace(asked.prompts.items[0], followups=()),))
+        greedy = replace(asked.task, sampling=Sampling(repetition_penalty=asked.task.sampling.repetition_penalty))
+        row = next(self.compare(configs, one, greedy))
+        basis = "greedy outputs of one prompt, as the measured ones are sampled"
+        return {name: replace(sample.lossless, basis=basis) for name, sample in row.items()}
+
+
+def _seconds_per_token(answers: Sequence[Answer]) -> float:
+    seconds, tokens = (
+        sum(each.completion.decode_seconds for each in answers),
+        sum(each.completion.decoded for each in answers),
+    )
+    return seconds / tokens if tokens and seconds else 1.0

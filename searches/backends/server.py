@@ -1,0 +1,159 @@
+"""Any server with OpenAI's interface as the engine that a study measures.
+
+Either a command starts it, with a place for the speculative configuration, or two running servers are named: one decodes
+plainly, the other with the configuration that the user states.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from layerskip import ConfigError, SpeculativeConfig
+from layerskip.models.environment import machine
+from searches.app.checks import InputError, check_number
+from searches.backends.backend import BackendError
+from searches.backends.client import Client
+from searches.backends.engine_process import EngineProcess, free_port
+from searches.backends.running_engine import RunningEngine
+from searches.backends.served import ServedBackend
+from searches.backends.vllm_speculation import NotServed, refusal, vllm_config, vllm_space
+from searches.space.search_space import SearchSpace
+
+_SPECULATIVE = "speculative_config"
+_PLACES = ("draft_length", "ngram_min", "ngram_max", "draft", "head", _SPECULATIVE)
+_KEY = "OPENAI_API_KEY"
+
+
+@dataclass(eq=False)
+class ServerBackend(ServedBackend):
+    """A back end that measures servers of any kind.
+
+    Args:
+        command: starts a server. ``{port}`` is replaced in it, and ``{speculative_config}`` by vLLM's JSON for a
+            configuration, or ``{draft_length}``, ``{ngram_min}``, ``{ngram_max}``, ``{draft}`` and ``{head}`` by its fields.
+            Plain decoding leaves out arguments with these, and the options that they belong to.
+        baseline_command: the command of plain decoding, if leaving out does not make it.
+        baseline_url: a running server that decodes plainly.
+        candidate_url: a running server that drafts.
+        candidate: the configuration that it drafts with, such as ``{kind: prompt_lookup, draft_length: 4}``.
+        start_seconds: the most seconds that a server may take to start.
+    """
+
+    name: ClassVar[str] = "server"
+    command: str = ""
+    baseline_command: str = ""
+    baseline_url: str = ""
+    candidate_url: str = ""
+    candidate: Mapping[str, Any] = field(default_factory=dict)
+    start_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("backend.start_seconds", self.start_seconds)
+        if self.command:
+            if self.baseline_url or self.candidate_url or self.candidate:
+                raise InputError("backend.command: starts the servers, so URLs and backend.candidate have no effect")
+            if "{port}" not in self.command:
+                raise InputError("backend.command: has no {port}")
+            if not any(f"{{{name}}}" in self.command for name in _PLACES):
+                raise InputError(f"backend.command: has no {{{_SPECULATIVE}}}, so all configurations would be the same")
+            return
+        for name in ("baseline_url", "candidate_url"):
+            if not getattr(self, name):
+                raise InputError(f"backend.{name}: is missing; give both URLs, or backend.command")
+            self._client(name)
+        try:
+            self._served = SpeculativeConfig.from_dict(dict(self.candidate))
+        except ConfigError as error:
+            raise InputError(f"backend.candidate.{error}") from None
+        if self._served.kind == "none":
+            raise InputError("backend.candidate: state what candidate_url drafts with, such as {kind: prompt_lookup}")
+
+    def describe(self) -> dict[str, Any]:
+        """Return the commands or addresses, the model and the machine."""
+        return {
+            "command": self.command,
+            "baseline_command": self.baseline_command,
+            "urls": [self.baseline_url, self.candidate_url],
+            "candidate": dict(self.candidate),
+            "engines": self.engines,
+            "target": self.target.digest,
+            "dtype": self.target.dtype,
+            "machine": machine(self.target),
+        }
+
+    def supports(self, kind: str) -> str | None:
+        """Return None for kinds that the command has places for, or that the named server drafts with."""
+        if kind == "none":
+            return None
+        if not self.command:
+            return None if kind == self._served.kind else f"backend.candidate_url drafts with {self._served.kind}"
+        if f"{{{_SPECULATIVE}}}" in self.command:
+            return refusal(kind)
+        needed = {"prompt_lookup": "draft_length", "draft_model": "draft", "eagle": "head", "medusa": "head"}.get(kind)
+        if needed is None or f"{{{needed}}}" not in self.command:
+            return f"backend.command has no place for {kind}"
+        others = {"draft", "head"} - {needed}
+        return (
+            f"backend.command drafts with another kind than {kind}"
+            if any(f"{{{o}}}" in self.command for o in others)
+            else None
+        )
+
+    def restrict(self, space: SearchSpace) -> SearchSpace:
+        """Return the space without what servers lack; of a named server, with nothing but its configuration."""
+        space = vllm_space(space)
+        if self.command:
+            return space
+        length, grams = (self._served.draft_length,) * 2, (self._served.ngram_min, self._served.ngram_max)
+        return replace(space, lookup_length=length, model_length=length, ngram=grams)
+
+    def _start(self, config: SpeculativeConfig) -> RunningEngine:
+        if not self.command:
+            if config.kind != "none" and config != self._served:
+                raise BackendError(f"server: {self.candidate_url} drafts with {self._served.label()}, not {config.label()}")
+            engine = RunningEngine("server", self._client("baseline_url" if config.kind == "none" else "candidate_url"))
+            if not engine.client.ready():
+                raise BackendError(f"server: nothing answers at {engine.client.url}/v1/models")
+            return engine
+        port = free_port()
+        process = EngineProcess(self.arguments(config, port), os.environ, "server")
+        client = Client(f"http://127.0.0.1:{port}", self.limit_seconds)
+        return RunningEngine("server", client, process, process.wait_until(client.ready, self.start_seconds))
+
+    def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
+        """Return the command of a configuration.
+
+        Raises:
+            BackendError: the configuration cannot be written as vLLM's, and the command asks for that.
+        """
+        plain = config.kind == "none"
+        parts = shlex.split(self.baseline_command if plain and self.baseline_command else self.command)
+        values: dict[str, Any] = {name: getattr(config, name, "") for name in _PLACES} | {"port": port}
+        if f"{{{_SPECULATIVE}}}" in self.command:
+            try:
+                values[_SPECULATIVE] = json.dumps(vllm_config(config))
+            except NotServed as error:
+                raise BackendError(f"server: {error}") from None
+        found: list[str] = []
+        for part in parts:
+            if plain and any(f"{{{name}}}" in part for name in _PLACES):
+                if not part.startswith("-") and found and found[-1].startswith("-") and "=" not in found[-1]:
+                    found.pop()  # the option that the argument belongs to
+                continue
+            for name, value in values.items():  # not str.format, as commands may hold JSON of their own
+                part = part.replace(f"{{{name}}}", str(value))
+            found.append(part)
+        return found
+
+    def _client(self, name: str) -> Client:
+        headers = {"Authorization": f"Bearer {os.environ[_KEY]}"} if os.environ.get(_KEY) else {}
+        try:
+            return Client(getattr(self, name), self.limit_seconds, headers)
+        except ValueError as error:
+            raise InputError(f"backend.{name}: {error}") from None

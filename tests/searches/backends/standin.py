@@ -1,0 +1,183 @@
+"""A server with OpenAI's interface for completions whose tokens, rounds and faults are planted. Run as a script.
+
+``standin.py --port N [--speculative-config JSON] [--fault NAME]``. The new tokens of a prompt depend on the
+prompt alone. With a speculative configuration of ``num_speculative_tokens`` k, every draft has k tokens, of which the rounds
+accept 0, 1, ..., k, 0, 1, ... The counters under ``/metrics`` say so in vLLM's words. Every process writes its id to
+the folder of ``--folder``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+FIRST, SPAN = 40, 60  # ids of the tokens that it writes
+FAULTS = (
+    *("", "crash_at_start", "memory_at_start", "hang_at_start", "crash", "memory", "hang"),
+    *("html", "not_json", "no_tokens", "too_many", "wrong", "strict", "plain_text"),
+)
+
+
+def planted(prompt: list[int], count: int) -> list[int]:
+    """Return the continuation of a prompt."""
+    begin = sum(prompt) * 31 + len(prompt)
+    return [FIRST + (begin + 7 * place * place) % SPAN for place in range(count)]
+
+
+def planted_rounds(count: int, drafted: int) -> list[int]:
+    """Return how many tokens each round accepts until ``count`` tokens after the first one are decoded."""
+    accepted: list[int] = []
+    while sum(accepted) + len(accepted) < count:
+        left = count - sum(accepted) - len(accepted)
+        accepted.append(min(len(accepted) % (drafted + 1), left - 1))
+    return accepted
+
+
+def record(folder: str | None, process: int) -> None:
+    """Write down a process, so that a test can see whether it still runs."""
+    if folder:
+        Path(folder, str(process)).touch()
+
+
+class Standin(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    options: argparse.Namespace
+    drafted = 0
+    lock = threading.Lock()
+    accepted: list[int]
+    seen: list[dict[str, Any]]
+    in_flight = most_in_flight = 0
+
+    def do_GET(self) -> None:
+        """Answer ``/v1/models``, ``/metrics`` and ``/seen``, which holds the requests so far."""
+        pages = {"/v1/models": json.dumps({"data": [{"id": "standin"}]}), "/seen": json.dumps(self.seen)}
+        if self.drafted:
+            pages["/metrics"] = self._metrics()
+        pages["/most_in_flight"] = str(type(self).most_in_flight)
+        body = pages.get(self.path, "").encode()
+        self.send_response(200 if self.path in pages else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _metrics(self) -> str:
+        labels, rounds = 'engine="0",model_name="standin"', self.accepted
+        lines = [
+            "# TYPE vllm:spec_decode_num_drafts counter",
+            f"vllm:spec_decode_num_drafts_total{{{labels}}} {len(rounds)}.0",
+            f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {len(rounds) * self.drafted}.0",
+            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {sum(rounds)}.0",
+            f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e+09",
+        ]
+        for place in range(self.drafted):
+            count = sum(length > place for length in rounds)
+            lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}} {count}.0')
+        return "\n".join(lines)
+
+    def do_POST(self) -> None:
+        """Stream a completion, or fail as planned."""
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        fault = self.options.fault if len(self.seen) >= self.options.after else ""
+        if fault == "strict" and "return_token_ids" in asked:
+            self.send_error(400, "unknown field return_token_ids")
+            return
+        self.seen.append(asked)
+        kind = type(self)
+        with self.lock:
+            kind.in_flight += 1
+            kind.most_in_flight = max(kind.most_in_flight, kind.in_flight)
+        try:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                for line in self._lines(asked, fault):
+                    self.wfile.write(line.encode() + b"\n\n")
+                    self.wfile.flush()
+        finally:
+            with self.lock:
+                kind.in_flight -= 1
+
+    def _lines(self, asked: dict[str, Any], fault: str) -> Iterator[str]:
+        count = int(asked["max_tokens"])
+        tokens = planted(asked["prompt"], count + (3 if fault == "too_many" else 0))
+        if fault == "wrong" and self.drafted:
+            tokens[-1] += 1
+        accepted = planted_rounds(count - 1, self.drafted)
+        sizes = [1 + (3 if fault == "too_many" else 0), *(length + 1 for length in accepted)]
+        done = 0
+        for number, size in enumerate(sizes):
+            if number == 1:
+                if fault == "crash":
+                    print("stand-in: a planned crash", file=sys.stderr, flush=True)
+                    os._exit(3)
+                if fault == "memory":
+                    print("torch.OutOfMemoryError: CUDA out of memory.", file=sys.stderr, flush=True)
+                    os._exit(1)
+                if fault == "hang":
+                    time.sleep(600)
+                if fault == "html":
+                    yield "<html>an error page</html>"
+                if fault == "not_json":
+                    yield "data: {nonsense"
+            if number and self.drafted:
+                with self.lock:
+                    self.accepted.append(size - 1)
+            new, done = tokens[done : done + size], done + size
+            choice: dict[str, Any] = {"index": 0, "text": "".join(f" {token}" for token in new)}
+            if asked.get("return_token_ids") and fault not in ("plain_text", "strict"):
+                choice["token_ids"] = new
+            if fault != "no_tokens":
+                yield "data: " + json.dumps({"choices": [choice]})
+            time.sleep(self.options.pause)
+        yield "data: " + json.dumps({"choices": [], "usage": {"completion_tokens": 0 if fault == "no_tokens" else done}})
+        yield "data: [DONE]"
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing: the log is for planned messages."""
+
+
+def main() -> None:
+    """Serve until the process is ended."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--speculative-config", type=json.loads, default=None)
+    parser.add_argument("--fault", choices=FAULTS, default="")
+    parser.add_argument("--after", type=int, default=1, help="number of requests before the fault; the first one warms up")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each piece")
+    parser.add_argument("--folder", default=None)
+    parser.add_argument("--broken-length", type=int, default=0, help="drafts of so many tokens end the server as it starts")
+    parser.add_argument("--only-drafting", action="store_true", help="plain decoding has no fault")
+    options = parser.parse_args()
+    drafted = (options.speculative_config or {}).get("num_speculative_tokens", 0)
+    if options.only_drafting and not drafted:
+        options.fault = ""
+    if options.broken_length and drafted == options.broken_length:
+        options.fault = "crash_at_start"
+    record(options.folder, os.getpid())
+    # An engine's own process, in a session of its own, which no signal to the engine's group reaches.
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    record(options.folder, child.pid)
+    if options.fault == "crash_at_start":
+        sys.exit("stand-in: a planned crash at the start")
+    if options.fault == "memory_at_start":
+        sys.exit("MemoryError: no memory")
+    if options.fault == "hang_at_start":
+        time.sleep(600)
+    Standin.options, Standin.accepted, Standin.seen = options, [], []
+    Standin.drafted = drafted
+    ThreadingHTTPServer(("127.0.0.1", options.port), Standin).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Engines as processes: nothing that they start outlives them, whatever ends first."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from searches.backends.backend import BackendError
+from searches.backends.client import Client
+from searches.backends.engine_process import EngineProcess, free_port
+from tests.searches.backends.processes import STANDIN, running, wait_for
+from tests.searches.programs import Fork
+
+_PROCESSES = 2  # of a stand-in: itself and one in a session of its own
+
+
+def _start(folder: Path, *options: str) -> tuple[EngineProcess, Client]:
+    port = free_port()
+    command = [*STANDIN, "--port", str(port), "--folder", str(folder), *options]
+    return EngineProcess(command, os.environ, "stand-in", grace_seconds=2.0), Client(f"http://127.0.0.1:{port}", 20.0)
+
+
+def test_a_stopped_engine_ends_with_what_it_started(tmp_path: Path) -> None:
+    process, client = _start(tmp_path)
+    seconds = process.wait_until(client.ready, 30)
+    assert seconds > 0 and process.running
+    assert len(running(tmp_path)) == _PROCESSES
+    process.stop()
+    assert running(tmp_path) == [] and not process.running
+    process.stop()  # once more changes nothing
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_engine_does_not_outlive_a_program_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+    folder, program = tmp_path / "processes", tmp_path / "program.py"
+    folder.mkdir()
+    program.write_text(f"""
+import os, time
+from searches.backends.engine_process import EngineProcess
+command = [*{STANDIN!r}, "--port", "0", "--folder", {str(folder)!r}]
+engine = EngineProcess(command, os.environ, "stand-in", grace_seconds=2.0)
+time.sleep(600)
+""")
+    with Fork(str(program), cwd=tmp_path) as process:
+        assert len(wait_for(folder, _PROCESSES, 60)) == _PROCESSES
+        process.send(number)
+    assert wait_for(folder, 0) == []
+
+
+def test_an_engine_ends_even_if_its_guard_was_killed(tmp_path: Path) -> None:
+    process, client = _start(tmp_path)
+    process.wait_until(client.ready, 30)
+    engine, child = sorted(running(tmp_path), key=lambda each: _parent(each) in running(tmp_path))
+    try:
+        os.kill(_parent(engine), signal.SIGKILL)
+        process.stop()
+        assert wait_for(tmp_path, 1) == [child]  # out of reach: it has left the engine's group
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def _parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "logged"),
+    [
+        ("crash_at_start", "ended with exit code 1, while it started", "a planned crash at the start"),
+        ("memory_at_start", "out of memory (exit code 1), while it started: MemoryError: no memory", "no memory"),
+        ("hang_at_start", "not ready after 1 seconds", ""),
+    ],
+)
+def test_an_engine_that_does_not_start_is_an_error_with_its_log(
+    tmp_path: Path, fault: str, reason: str, logged: str
+) -> None:
+    process, client = _start(tmp_path, "--fault", fault)
+    with pytest.raises(BackendError) as error:
+        process.wait_until(client.ready, 1 if fault == "hang_at_start" else 30)
+    assert error.value.reason == f"stand-in: {reason}"
+    assert logged in error.value.log_tail
+    assert wait_for(tmp_path, 0) == []
+
+
+def test_a_signal_that_ended_an_engine_is_named(tmp_path: Path) -> None:
+    process, client = _start(tmp_path)
+    process.wait_until(client.ready, 30)
+    (engine,) = (each for each in running(tmp_path) if _parent(each) not in running(tmp_path))
+    os.kill(engine, signal.SIGKILL)
+    error = process.error("while it decoded")
+    process.stop()
+    assert error.reason == "stand-in: ended by SIGKILL, possibly for lack of memory, while it decoded"
+    assert wait_for(tmp_path, 0) == []

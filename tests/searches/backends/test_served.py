@@ -1,0 +1,197 @@
+"""Measuring through servers, against stand-ins whose tokens, rounds and faults are planted."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tests.searches.backends.contract as contract
+from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.measure.measure import Task
+from layerskip.prompts import PromptItem
+from searches.backends.backend import BackendError, Load
+from searches.backends.client import Client
+from searches.backends.engine_process import EngineProcess, free_port
+from searches.backends.server import ServerBackend
+from tests.searches.backends.processes import STANDIN, running, wait_for
+from tests.searches.backends.standin import planted_rounds
+
+_TASK = Task(max_new_tokens=12)
+_PROMPTS = PromptSet(tuple(PromptItem(f"p{place}", "chat", f"prompt {place}") for place in range(4)))
+_PER_ENGINE = 2  # processes
+
+
+def _lookup(length: int) -> SpeculativeConfig:
+    return SpeculativeConfig("prompt_lookup", length)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Holds the ids of all processes that stand-ins start."""
+    path = tmp_path / "processes"
+    path.mkdir()
+    return path
+
+
+def _command(folder: Path, *options: str) -> str:
+    words = [*STANDIN, "--port", "{port}", "--folder", str(folder), *options, "--speculative-config", "{speculative_config}"]
+    return shlex.join(words)
+
+
+@pytest.fixture
+def backend(tiny_target: Target, folder: Path) -> Iterator[ServerBackend]:
+    backend = ServerBackend(tiny_target, command=_command(folder))
+    yield backend
+    backend.close()
+    assert running(folder) == []
+
+
+class TestServer(contract.BackendContract, contract.FailingEngine, contract.ServesSeveral):
+    @pytest.fixture
+    def make(self, folder: Path) -> Callable[[Target], ServerBackend]:
+        return lambda target: ServerBackend(target, command=_command(folder, "--broken-length", "7"))
+
+    @pytest.fixture
+    def broken(self) -> SpeculativeConfig:
+        return _lookup(7)
+
+
+def test_rows_are_pairs_with_the_planted_rounds(backend: ServerBackend) -> None:
+    rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK))
+    assert [row["two"].prompt_id for row in rows] == [item.id for item in _PROMPTS]
+    for row in rows:
+        assert row["baseline"].tokens == row["two"].tokens == 12
+        assert [each.accepted for each in row["baseline"].stats.rounds] == [0] * 11
+        assert sorted(each.accepted for each in row["two"].stats.rounds) == sorted(planted_rounds(11, 2))
+        assert row["two"].stats.drafted == 2 * len(planted_rounds(11, 2))
+        assert row["two"].lossless.verdict == row["baseline"].lossless.verdict == "exact"
+        assert row["two"].decode_seconds > 0 and row["two"].prefill_seconds > 0
+    figures = backend.figures()
+    assert figures.keys() >= {"startup_seconds", "baseline_startup_seconds", "throughput", "ttft_p50", "tpot_p95"}
+    assert all(value > 0 for value in figures.values())
+
+
+def test_configurations_that_do_not_fit_take_turns(backend: ServerBackend, folder: Path) -> None:
+    backend.engines = 2
+    configs = {str(length): _lookup(length) for length in (1, 2, 3)}
+    rows = list(backend.compare(configs, _PROMPTS, _TASK))
+    assert len(rows) == len(_PROMPTS)
+    for row in rows:
+        assert row.keys() == {"baseline", *configs}
+        for name, config in configs.items():
+            assert max(each.drafted for each in row[name].stats.rounds) == config.draft_length
+            assert row[name].lossless.verdict == "exact"
+    assert len(running(folder)) == 2 * _PER_ENGINE
+    assert len(list(folder.iterdir())) == 4 * _PER_ENGINE  # plain decoding started once
+    backend.engines = 1
+    (row,) = backend.compare({"1": _lookup(1)}, PromptSet(_PROMPTS.items[:1]), _TASK)
+    assert row.keys() == {"baseline", "1"}
+    assert len(running(folder)) == _PER_ENGINE
+
+
+def test_an_engine_stays_for_the_next_comparison(backend: ServerBackend, folder: Path) -> None:
+    for _ in range(3):
+        assert len(list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK))) == 4
+    assert len(list(folder.iterdir())) == 2 * _PER_ENGINE
+
+
+def test_names_that_are_left_out_are_measured_no_more(backend: ServerBackend) -> None:
+    without: set[str] = set()
+    rows = []
+    for row in backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, without=without):
+        rows.append(row)
+        without.add("two")
+    assert [set(row) for row in rows] == [{"baseline", "two"}, *[{"baseline"}] * 3]
+
+
+def test_under_load_so_many_requests_are_in_flight(tiny_target: Target, folder: Path) -> None:
+    backend = ServerBackend(tiny_target, command=_command(folder, "--pause", "0.01"))
+    try:
+        rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Load(3)))
+        engines = list(backend._running.values())
+        assert [engine.client.get("/most_in_flight") for engine in engines] == ["3", "3"]
+        accepted = [each.accepted for row in rows for each in row["two"].stats.rounds]
+        assert sum(accepted) == 4 * sum(planted_rounds(11, 2))
+        assert {row["two"].lossless.verdict for row in rows} == {"exact"}
+    finally:
+        backend.close()
+
+
+def test_a_conversation_continues_from_the_answers_of_plain_decoding(backend: ServerBackend, tiny_target: Target) -> None:
+    item = PromptItem("talk", "chat", "first", ("second", "third"))
+    (row,) = backend.compare({"two": _lookup(2)}, PromptSet((item,)), _TASK)
+    assert row["two"].tokens == 36 and row["two"].lossless.compared == 3 and row["two"].lossless.verdict == "exact"
+
+
+def test_a_changed_output_is_different(tiny_target: Target, folder: Path) -> None:
+    backend = ServerBackend(tiny_target, command=_command(folder, "--fault", "wrong"))
+    try:
+        measured = backend.measure(_lookup(2), _PROMPTS, _TASK)
+    finally:
+        backend.close()
+    assert measured.lossless.verdict == "different"
+    assert {divergence.position for divergence in measured.lossless.divergences} == {11}
+
+
+def test_sampled_outputs_are_not_compared_but_greedy_ones_are(backend: ServerBackend) -> None:
+    rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, Task(Sampling(temperature=1.0), 12)))
+    assert [row["two"].lossless.compared for row in rows] == [1, 0, 0, 0]
+    assert rows[0]["two"].lossless.basis.startswith("greedy outputs of one prompt")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "logged"),
+    [
+        ("crash_at_start", "ended with exit code 1, while it started", "a planned crash at the start"),
+        ("memory_at_start", "out of memory", "MemoryError: no memory"),
+        ("crash", "ended with exit code 3, ", "a planned crash"),
+        ("memory", "out of memory (exit code 1), ", "CUDA out of memory"),
+        ("hang", "no answer within 2 seconds", ""),
+        ("html", "not an event of a stream", ""),
+        ("no_tokens", "the answer has no tokens", ""),
+    ],
+)
+def test_a_failing_engine_is_an_error_and_the_next_configuration_runs(
+    tiny_target: Target, folder: Path, fault: str, reason: str, logged: str
+) -> None:
+    limit = 2.0 if fault == "hang" else 30.0
+    command = _command(folder, "--only-drafting", "--fault", fault)
+    backend = ServerBackend(tiny_target, command=command, limit_seconds=limit)
+    try:
+        with pytest.raises(BackendError) as error:
+            list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK))
+        assert reason in error.value.reason and error.value.name == "two"
+        assert logged in error.value.log_tail
+        assert len(wait_for(folder, _PER_ENGINE)) == _PER_ENGINE  # plain decoding alone
+        assert len(list(backend.compare({}, _PROMPTS, _TASK))) == 4
+    finally:
+        backend.close()
+    assert running(folder) == []
+
+
+def test_two_running_servers_are_measured_as_they_are(tiny_target: Target, folder: Path) -> None:
+    ports = [free_port(), free_port()]
+    options: list[list[str]] = [[], ["--speculative-config", '{"num_speculative_tokens": 2}']]
+    servers = []
+    try:
+        for port, more in zip(ports, options, strict=True):
+            servers.append(EngineProcess([*STANDIN, "--port", str(port), *more], {}, "stand-in", 2.0))
+            servers[-1].wait_until(Client(f"http://127.0.0.1:{port}").ready, 30)
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        served = {"kind": "prompt_lookup", "draft_length": 2}
+        backend = ServerBackend(tiny_target, baseline_url=urls[0], candidate_url=urls[1], candidate=served)
+        assert backend.supports("prompt_lookup") is None and "prompt_lookup" in str(backend.supports("eagle"))
+        measured = backend.measure(_lookup(2), _PROMPTS, _TASK)
+        assert measured.lossless.verdict == "exact" and measured.to_dict()["acceptance_rate"] > 0
+        with pytest.raises(BackendError, match="drafts with prompt lookup"):
+            backend.measure(_lookup(3), _PROMPTS, _TASK)
+        backend.close()
+        assert all(server.running for server in servers)
+    finally:
+        for server in servers:
+            server.stop()
+    with pytest.raises(BackendError, match="nothing answers at"):
+        backend.measure(_lookup(2), _PROMPTS, _TASK)
