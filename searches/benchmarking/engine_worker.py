@@ -1,0 +1,160 @@
+"""A process that decodes with an inference engine, under the interpreter in which the engine is installed.
+
+It imports nothing of this project, so that the engine's packages and ours need not fit together. Requests and answers are
+lines of JSON on its standard input and output: first the settings, answered when the model is loaded; then one prompt a
+line, answered by a line when its first tokens are known and by another at the end. It ends with its input.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+import uuid
+
+
+class OpenVinoGenAi:
+    """A pipeline of OpenVINO GenAI on the CPU, with its attention cache in the model's precision."""
+
+    package = "openvino_genai"
+
+    def __init__(self, settings):
+        import openvino
+        import openvino_genai
+
+        self._genai, self._openvino = openvino_genai, openvino
+        precision = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[settings["dtype"]]
+        options = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
+        options["INFERENCE_NUM_THREADS"] = settings["threads"]
+        schedule = openvino_genai.SchedulerConfig()
+        schedule.enable_prefix_caching = False  # every prompt is read whole, as the others read it
+        drafting = {"scheduler_config": schedule}
+        self._assist = {}
+        if settings["method"] == "prompt_lookup":
+            drafting["prompt_lookup"] = True
+            self._assist = {"num_assistant_tokens": settings["draft_length"], "max_ngram_size": settings["ngram_max"]}
+        elif settings["method"] == "assistant":
+            drafting["draft_model"] = openvino_genai.draft_model(settings["draft"], "CPU", **options)
+            self._assist = {"num_assistant_tokens": settings["draft_length"]}
+        self._pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", **drafting, **options)
+        self.version = openvino_genai.__version__
+
+    def decode(self, request, on_first):
+        """Return the new tokens of a prompt, and how many of them were known after each round."""
+        import numpy
+
+        lengths = []
+
+        class Streamer(self._genai.StreamerBase):
+            def __init__(self):
+                super().__init__()
+                self.count = 0
+
+            def write(self, token):
+                self.count += len(token) if isinstance(token, (list, tuple)) else 1
+                if not lengths:
+                    on_first(self.count)
+                lengths.append(self.count)
+                return Streamer.running
+
+            def end(self):
+                pass
+
+        Streamer.running = self._genai.StreamingStatus.RUNNING
+        config = self._genai.GenerationConfig(max_new_tokens=request["max_new_tokens"], **self._assist)
+        config.do_sample, config.apply_chat_template = False, False
+        config.repetition_penalty = request["repetition_penalty"]
+        config.stop_token_ids = set(request["eos"])
+        tokens = self._openvino.Tensor(numpy.array([request["tokens"]], dtype=numpy.int64))
+        streamer = Streamer()
+        output = list(self._pipeline.generate(tokens, config, streamer).tokens[0])
+        return output, lengths
+
+
+class Vllm:
+    """vLLM's engine for one request at a time."""
+
+    package = "vllm"
+
+    def __init__(self, settings):
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # gigabytes
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        speculative = None
+        if settings["method"] == "prompt_lookup":
+            lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": settings["ngram_max"]}
+            speculative = {"method": "ngram", "num_speculative_tokens": settings["draft_length"], **lookup}
+        elif settings["method"] == "assistant":
+            speculative = {"method": "draft_model", "num_speculative_tokens": settings["draft_length"]}
+            speculative["model"] = settings["draft"]
+        arguments = AsyncEngineArgs(
+            model=settings["model"],
+            dtype=settings["dtype"],
+            max_model_len=settings["max_length"],
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+            generation_config="vllm",
+            speculative_config=speculative,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._start(AsyncLLM, arguments))
+        self.version = vllm.__version__
+
+    async def _start(self, engine, arguments):
+        self._engine = engine.from_engine_args(arguments)
+
+    def decode(self, request, on_first):
+        """Return the new tokens of a prompt, and how many of them were known after each round."""
+        return self._loop.run_until_complete(self._decode(request, on_first))
+
+    async def _decode(self, request, on_first):
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=request["max_new_tokens"],
+            repetition_penalty=request["repetition_penalty"],
+            stop_token_ids=request["eos"],
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = TokensPrompt(prompt_token_ids=request["tokens"])
+        output, lengths = [], []
+        async for part in self._engine.generate(prompt, sampling, uuid.uuid4().hex):
+            output += part.outputs[0].token_ids
+            if not lengths:
+                on_first(len(output))
+            lengths.append(len(output))
+        return output, lengths
+
+
+ENGINES = {engine.package: engine for engine in (OpenVinoGenAi, Vllm)}
+
+
+def main():
+    """Load the engine of the first line, and decode the prompts of the others."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print goes to the log
+
+    def answer(**fields):
+        answers.write(json.dumps(fields) + "\n")
+
+    settings = json.loads(sys.stdin.readline())
+    start = time.monotonic()
+    try:
+        engine = ENGINES[settings["engine"]](settings)
+    except Exception as error:
+        answer(error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+        raise
+    answer(version=engine.version, seconds=time.monotonic() - start)
+    for line in sys.stdin:
+        tokens, lengths = engine.decode(json.loads(line), lambda count: answer(first=count))
+        answer(tokens=[int(token) for token in tokens], lengths=lengths)
+
+
+if __name__ == "__main__":
+    main()
