@@ -15,14 +15,14 @@ from typing import Any
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.sampling import Sampling
 from layerskip.heads.portable import why_not_portable
-from layerskip.heads.published_eagle import is_published
+from layerskip.heads.published_eagle import is_eagle_3, is_published
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.wheels import WHEELS
 
 Commands = list[list[str]]
 _WAYS = ("none", "prompt_lookup", "draft_model", "cross_tokenizer")
 _NO_METHOD = {
-    "retrieval": "no engine drafts from a datastore or from the answers to earlier prompts as it does",
+    "retrieval": "no engine drafts from a datastore, or from earlier answers as it does",
     "token_recycling": "no engine drafts from a table of successors",
     "lookahead": "no engine generates n-grams in a window beside the text",
     "cascade": "the engine runs one drafter, and this configuration combines several",
@@ -129,12 +129,13 @@ class Deployment:
         return folder
 
 
-def way_of_drafting(deployment: Deployment) -> str:
+def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
     """Return how a configuration drafts, in terms that engines know.
 
     Returns:
         ``none``, ``prompt_lookup``, ``draft_model`` (also for a mask of whole layers, whose kept layers are a model),
-        ``cross_tokenizer``, ``eagle`` or ``medusa``.
+        ``cross_tokenizer``, ``eagle``, ``eagle3`` (a published head), ``medusa``, or ``suffix`` (retrieval without a
+        datastore) if the engine has it.
 
     Raises:
         Unsupported: no engine drafts so.
@@ -144,6 +145,8 @@ def way_of_drafting(deployment: Deployment) -> str:
         raise Unsupported(f"config.accept: the rule {config.accept.kind} changes the output; engines accept exactly")
     if deployment.target.get("quantization") is not None:
         raise Unsupported("target.quantization: weights that are quantised while they are loaded are no model of the engine")
+    if suffix and config.kind == "retrieval" and not config.datastore:
+        return "suffix"
     if config.kind in _NO_METHOD:
         raise Unsupported(f"config.kind: {config.kind}: {_NO_METHOD[config.kind]}")
     if config.kind == "layer_skip":
@@ -152,7 +155,8 @@ def way_of_drafting(deployment: Deployment) -> str:
     if config.kind in ("eagle", "medusa"):
         if (reason := why_not_portable(Path(config.head))) is not None:
             raise Unsupported(f"config.head: {reason}")
-    elif config.kind not in _WAYS:
+        return "eagle3" if is_eagle_3(Path(config.head)) else config.kind
+    if config.kind not in _WAYS:
         raise Unsupported(f"config.kind: {config.kind}: no engine knows it")
     return config.kind
 

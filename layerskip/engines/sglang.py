@@ -11,7 +11,7 @@ from typing import Any
 from layerskip.engines.deployment import Deployment, Launch, Unsupported, left_out, openai_request, way_of_drafting
 
 VERSION = "0.5.23"
-_ALGORITHMS = {"prompt_lookup": "NGRAM", "draft_model": "STANDALONE", "eagle": "EAGLE"}
+_ALGORITHMS = {"prompt_lookup": "NGRAM", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
 def launch(deployment: Deployment) -> Launch:
@@ -32,7 +32,7 @@ def launch(deployment: Deployment) -> Launch:
         values["ngram-max-trie-depth"] = config.ngram_max + config.draft_length
         differs.append("config.ngram_min: matches of any length are found, in all requests")
     elif way != "none":
-        tree = way == "eagle" and config.candidates > 1
+        tree = config.kind == "eagle" and config.candidates > 1
         values = {
             "draft-model-path": deployment.draft(prepare, "sglang"),
             "num-steps": config.draft_length,

@@ -11,7 +11,11 @@ from typing import Any
 from layerskip.engines.deployment import Deployment, Launch, Unsupported, left_out, way_of_drafting
 
 VERSION = "1.3"
-_CONFIGS = {"prompt_lookup": "NGramDecodingConfig", "draft_model": "DraftTargetDecodingConfig"}
+_CONFIGS = {
+    "prompt_lookup": "NGramDecodingConfig",
+    "draft_model": "DraftTargetDecodingConfig",
+    "eagle3": "Eagle3DecodingConfig",
+}
 
 
 def launch(deployment: Deployment) -> Launch:
@@ -32,11 +36,11 @@ def launch(deployment: Deployment) -> Launch:
         values = {"max_draft_len": config.draft_length, "max_matching_ngram_size": config.ngram_max}
         values |= {"is_keep_all": True, "is_use_oldest": config.match == "first", "is_public_pool": False}
         differs += [f"config.ngram_min: matches of fewer than {config.ngram_min} tokens count, too"] * (config.ngram_min > 1)
-    elif way == "draft_model":
+    elif way != "none":
         values = {"max_draft_len": config.draft_length, "speculative_model": deployment.draft(prepare, "tensorrt_llm")}
     given = "" if way == "none" else f", speculative_config={_CONFIGS[way]}({_keywords(values)})"
     # The overlap scheduler is for drafters that run on the device within the target's step.
-    given += "" if way == "none" else ", disable_overlap_scheduler=True"
+    given += ", disable_overlap_scheduler=True" if way in ("prompt_lookup", "draft_model") else ""
     request = _request(deployment)
     lines = ["from tensorrt_llm import LLM, SamplingParams"]
     lines += [] if way == "none" else [f"from tensorrt_llm.llmapi import {_CONFIGS[way]}"]

@@ -24,7 +24,7 @@ def launch(deployment: Deployment) -> Launch:
 def _own(deployment: Deployment, way: str) -> Launch:
     """Return a call of transformers' own drafters, which need no package but transformers."""
     config = deployment.config
-    if way in ("eagle", "medusa") or config.kind == "layer_skip":
+    if way in ("eagle", "eagle3", "medusa") or config.kind == "layer_skip":
         return _custom(deployment)
     prepare, differs = list[list[str]](), left_out(config, stops=True)
     lines = [

@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,8 @@ class EnginePeer:
         check_whole("draft_length", self.draft_length)
         check_whole("ngram_max", self.ngram_max)
         python = self.python or sys.executable
+        if shutil.which(python) is None:
+            raise InputError(f"python: {python} is not a program")
         model = self._model_folder(self.target)
         draft = self._model_folder(load_draft(self.target, self.draft)) if self.method == "assistant" else ""
         settings = {name: getattr(self, name) for name in ("engine", "method", "draft_length", "ngram_max")}
@@ -88,20 +91,16 @@ class EnginePeer:
         }
         settings["max_length"] = min(_LONGEST, max_positions(self.target.model) or _LONGEST)
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        try:
-            self._process = subprocess.Popen(
-                [python, str(_WORKER)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                start_new_session=True,  # Ctrl-C is this program's to handle, which then closes the worker
-                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-                | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-            )
-        except OSError as error:
-            self._log.close()
-            raise InputError(f"python: cannot run {python}: {error.strerror}") from error
+        self._process = subprocess.Popen(
+            [python, str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,  # Ctrl-C is this program's to handle, which then closes the worker
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+        )
         try:
             self.version = str(self._ask(settings)["version"])
         except BaseException:

@@ -17,7 +17,7 @@ from tests.engines.known import CONFIGS, KEPT, LOOKUP, MODEL, deployment, interp
 
 CASES = [(engine, name) for engine in ENGINES for name in CONFIGS]
 RUNNABLE = {
-    "vllm": {"none", "lookup", "last lookup", "model", "stopping model", "other tokenizer", "kept layers"},
+    "vllm": {"none", "lookup", "last lookup", "model", "stopping model", "other tokenizer", "kept layers", "retrieval"},
     "sglang": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers"},
     "tensorrt_llm": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers"},
     "llama_cpp": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers", "lookup then model"},
@@ -63,6 +63,34 @@ def test_vllm_takes_the_range_of_n_grams() -> None:
     assert json.loads(_option(command, "--speculative-config")) == expected
     assert not any(note.startswith("config.match") for note in _entry("vllm", LOOKUP)["differs"])
     assert any(note.startswith("config.match") for note in _entry("vllm", CONFIGS["last lookup"])["differs"])
+
+
+def test_retrieval_is_vllms_suffix_decoding() -> None:
+    config = SpeculativeConfig("retrieval", 6, ngram_min=1, ngram_max=4, tree_tokens=8, least_probability=0.1)
+    assert _entry("vllm", config)["arguments"] == {
+        "method": "suffix",
+        "num_speculative_tokens": 6,
+        "suffix_decoding_max_tree_depth": 10,
+        "suffix_decoding_max_spec_factor": 2.0,
+        "suffix_decoding_min_token_prob": 0.1,
+    }
+    stored = SpeculativeConfig("retrieval", 6, datastore="store")
+    assert _entry("vllm", stored)["reason"].startswith("config.kind: retrieval: no engine drafts from a datastore")
+
+
+def test_a_published_head_of_eagle_3_is_for_the_engines_that_load_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    (tmp_path / "model.safetensors").touch()
+    engines = describe_engines(deployment(SpeculativeConfig("eagle", 3, head=str(tmp_path), candidates=1)))
+    methods = {name: entry.get("method") for name, entry in engines.items()}
+    assert methods == {
+        "vllm": "eagle3",
+        "sglang": "EAGLE3",
+        "tensorrt_llm": "Eagle3DecodingConfig",
+        "llama_cpp": None,
+        "openvino_genai": None,
+        "transformers": "custom_generate",
+    }
 
 
 def test_plain_decoding_has_no_speculation() -> None:
