@@ -120,8 +120,8 @@ def _eagle(
 
 def _embedding_table(target: Target) -> Tensor:
     """Return the embeddings of all tokens, ``[V, H]``, as the target computes them, which some families scale."""
-    embeddings = target.model.get_input_embeddings()
-    rows = int(embeddings.weight.shape[0])  # type: ignore[union-attr,arg-type]
+    embeddings: Any = target.model.get_input_embeddings()
+    rows = int(embeddings.weight.shape[0])
     with torch.inference_mode():
         table: Tensor = embeddings(torch.arange(rows, device=target.device))
     return table.clone()
@@ -141,7 +141,7 @@ def _with_bias(table: Tensor, joined: Tensor, bias: Tensor) -> Tensor:
     share = joined[:, : table.shape[1]].double().cpu()
     wanted = bias.double().cpu()
     shift = torch.linalg.lstsq(share, wanted[:, None], driver="gelsd").solution[:, 0]
-    moved = (table.float().cpu() + shift.float()).to(table.dtype)
+    moved: Tensor = (table.float().cpu() + shift.float()).to(table.dtype)
     sample = slice(0, None, max(1, len(table) // 256))
     got, expected = moved[sample].double() @ share.T, table[sample].double().cpu() @ share.T + wanted
     rounding = 0.0 if table.dtype == torch.float32 else _TOLERANCE * float(expected.norm())
@@ -154,8 +154,8 @@ def _medusa(
     shape: MedusaShape, weights: dict[str, Tensor], tokens: Tensor | None, target: Target
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return configuration and tensors of Medusa heads, with the rows of the target's output layer that they share."""
-    layer = target.model.get_output_embeddings()
-    if not isinstance(layer, nn.Linear) or layer.bias is not None:
+    layer: Any = target.model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear) or getattr(layer, "bias", None) is not None:
         raise ConfigError(f"head: vLLM's Medusa needs an output layer without bias; {target.architecture} has none")
     size = layer.out_features
     tensors = {

@@ -161,7 +161,8 @@ def close_engines(decoders: Mapping[str, Decoder | Peer | EnginePeer]) -> None:
 
 def _peer(target: Target, row: DictConfig, folder: Path) -> Peer | EnginePeer:
     """Return a decoding method of transformers, or of an engine, which keeps its models in a folder."""
-    return EnginePeer(target, folder, **row) if "engine" in row else Peer(target, **row)
+    fields = {str(name): value for name, value in row.items()}
+    return EnginePeer(target, folder, **fields) if "engine" in row else Peer(target, **fields)
 
 
 def _present(group: DictConfig) -> dict[str, Any]:
