@@ -92,7 +92,7 @@ class EnginePeer:
         settings["max_length"] = min(_LONGEST, max_positions(self.target.model) or _LONGEST)
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [python, str(_WORKER)],
+            [python, str(_WORKER), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

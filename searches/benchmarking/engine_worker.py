@@ -1,8 +1,9 @@
 """A process that decodes with an inference engine, under the interpreter in which the engine is installed.
 
-It imports nothing of this project, so that the engine's packages and ours need not fit together. Requests and answers are
-lines of JSON on its standard input and output: first the settings, answered when the model is loaded; then one prompt a
-line, answered by a line when its first tokens are known and by another at the end. It ends with its input.
+Usage: ``python engine_worker.py PROGRAM``, the number of the process that uses it. It imports nothing of this project, so
+that the engine's packages and ours need not fit together. Requests and answers are lines of JSON on its standard input and
+output: first the settings, answered when the model is loaded; then one prompt a line, answered by a line when its first
+tokens are known and by another at the end. It ends with its input or with the program, and leads a process group of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -149,8 +152,19 @@ class Vllm:
 ENGINES: dict[str, Callable[[dict[str, Any]], Engine]] = {"openvino_genai": OpenVinoGenAi, "vllm": Vllm}
 
 
+def end_with(program: int) -> None:
+    """Kill this process and what it started as soon as the program that uses it has ended."""
+    while True:
+        try:
+            os.kill(program, 0)
+        except ProcessLookupError:
+            os.killpg(0, signal.SIGKILL)
+        time.sleep(0.5)
+
+
 def main() -> None:
     """Load the engine of the first line, and decode the prompts of the others."""
+    threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print goes to the log
 

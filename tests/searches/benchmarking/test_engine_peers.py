@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -143,11 +145,29 @@ def test_a_worker_ends_with_its_program(target: Target, tmp_path: Path, python: 
     peer.close()
     peer.close()
     assert not _is_running(worker)
-    reader, writer = os.pipe()
-    program = subprocess.Popen([python, str(_WORKER)], stdin=reader, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    os.close(reader)
-    os.close(writer)  # as when the program is killed
-    program.wait(20)
+
+
+_KILLED = """
+import os, subprocess, sys
+command = [sys.argv[1], sys.argv[2], str(os.getpid())]
+worker = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+print(worker.pid, flush=True)
+os.set_inheritable(worker.stdin.fileno(), True)
+subprocess.Popen(["sleep", "60"], close_fds=False)  # keeps the worker's input open
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_worker_ends_when_its_program_is_killed(python: str) -> None:
+    """It does so while it loads an engine, too, when it reads no input."""
+    killed = [sys.executable, "-c", _KILLED, python, str(_WORKER)]
+    with subprocess.Popen(killed, stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
+        assert program.stdout is not None
+        worker = int(program.stdout.readline())
+        program.wait()
+        while _is_running(worker):
+            time.sleep(0.05)
+        os.killpg(program.pid, signal.SIGKILL)
 
 
 def test_bad_settings_are_refused_by_field(target: Target, tmp_path: Path, python: str) -> None:
