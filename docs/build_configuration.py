@@ -236,7 +236,11 @@ def shared(program: str) -> Iterator[str]:
     """Which of the parts above a program reads, and their defaults where these are others than in a study."""
     config, study = compose_config(program), compose_config("layerskip")
     own = OmegaConf.load(ROOT / "conf" / f"{program}.yaml")
-    parts = [str(part) for part in config if part in (*TYPES, *CHOSEN) and (program != "verify" or part not in own)]
+    parts = [
+        str(part)
+        for part in config
+        if part in (*TYPES, *CHOSEN) and (program not in ("verify", "export") or part not in own)
+    ]
     other = []
     for part in parts:
         values, usual = (OmegaConf.to_container(one[part], resolve=True) for one in (config, study))

@@ -223,7 +223,7 @@ def _benchmark(names: Sequence[str], wrong: Sequence[str] = ()) -> list[str]:
             f"{found['acceptance_rate']:.2f}" if drafts else "",
             f"{found['tokens_per_round']:.2f}",
             _percent(found["draft_share"]) if drafts else "",
-            f"{found['drafter_bytes'] / 2**20:.0f} MB",
+            "" if found["drafter_bytes"] is None else f"{found['drafter_bytes'] / 2**20:.0f} MB",
             found["losslessness"]["verdict"].replace("_", "-"),
         ]
         shown = "rival" in found and found["rival"]["name"] not in wrong

@@ -13,13 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from layerskip.attachments import copy_attachments, resolve_attachments
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.decoding.sampling import Sampling, SamplingError
+from layerskip.engines.deployment import Deployment
+from layerskip.engines.registry import describe_engines
 from layerskip.files import write_json
 from layerskip.hugging_face import custom_generate
 from layerskip.models.target import Target
 from layerskip.models.trained_module import check_trained, has_trained
 
 SCHEMA = "layerskip.export/1"
-_SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search")
+_SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search", "engines")
 _TARGET_FIELDS = {"name": str, "architecture": str, "layers": int, "dtype": str}
 
 
@@ -65,17 +67,26 @@ class Export:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the file atomically, and copy the trained modules of the configuration next to it.
+        """Write the file atomically, with the commands of engines, and copy the trained modules next to it.
 
         Raises:
             ConfigError: a folder that the configuration names has no trained module.
         """
         portable = replace(self, config=copy_attachments(self.config, Path(path)))
-        write_json(Path(path), portable.to_dict())
+        write_json(Path(path), portable.to_dict() | {"engines": portable.engines(path)})
+
+    def engines(self, path: str | Path) -> dict[str, dict[str, Any]]:
+        """Return how inference engines start with this export; see :mod:`layerskip.engines`.
+
+        Args:
+            path: the export's file. Commands name it, and what they write is put beside it.
+        """
+        config = resolve_attachments(self.config, Path(path))
+        return describe_engines(Deployment(self.target, config, self.sampling, Path(path)))
 
     @classmethod
     def load(cls, path: str | Path, target: Target | None = None) -> Export:
-        """Read an export.
+        """Read an export. Its ``engines`` are not read, as they follow from the other fields.
 
         Args:
             path: the JSON file.

@@ -66,6 +66,7 @@ def _edit(file: Path, **changes: Any) -> Path:
 def test_the_file_has_the_layout_of_its_schema(file: Path, tiny_target: Target, tiny_folder: Path) -> None:
     fields = json.loads(file.read_text())
     assert next(iter(fields)) == "schema"
+    assert set(fields.pop("engines")) == {"vllm", "sglang", "tensorrt_llm", "llama_cpp", "openvino_genai", "transformers"}
     assert fields == {
         "schema": "layerskip.export/1",
         "target": {
@@ -103,6 +104,14 @@ def test_sampling_and_evidence_are_optional(file: Path) -> None:
     loaded = Export.load(file)
     assert (loaded.config, loaded.sampling) == (CONFIG, Sampling())
     assert (loaded.evidence, loaded.environment, loaded.search) == ({}, {}, {})
+
+
+def test_engines_are_not_read(export: Export, file: Path) -> None:
+    """They follow from the other fields; exports of earlier versions have none."""
+    stored = json.loads(file.read_text())["engines"]
+    assert Export.load(file).engines(file) == stored
+    assert Export.load(_edit(file, engines={"vllm": {"command": ["other"]}})).engines(file) == stored
+    assert Export.load(_edit(file, engines=None)) == export
 
 
 def test_folders_are_created_with_nothing_but_the_file(export: Export, tmp_path: Path) -> None:
@@ -164,6 +173,7 @@ REFUSED = [
     ({"target": []}, "target: "),
     ({"config": "none"}, "config: "),
     ({"evidence": 3}, "evidence: "),
+    ({"engines": 3}, "engines: "),
     ({"sampling": []}, "sampling: "),
     ({"extra": {}}, "extra: "),
     ({"target__name": None}, "target.name: "),

@@ -33,6 +33,16 @@ def is_published(folder: Path) -> bool:
     return (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in _WEIGHTS)
 
 
+def is_eagle_3(folder: Path) -> bool:
+    """Return whether a published head's configuration names EAGLE-3, whose heads other engines load."""
+    try:
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    named = config if isinstance(config, dict) else {}
+    return "eagle3" in f"{named.get('architectures')} {named.get('speculators_model_type')}".lower()
+
+
 def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the fields of a head's shape, except its modules, and its weights under this project's names.
 

@@ -114,17 +114,8 @@ def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str
     Raises:
         ConfigError: the folder has no trained module, its metadata is damaged, or it belongs to another target.
     """
-    try:
-        metadata = json.loads((folder / _METADATA).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: cannot read {folder}: {' '.join(str(error).split())}") from error
-    if not isinstance(metadata, dict) or metadata.get("schema") != _SCHEMA:
-        raise ConfigError(f"{field}: {folder} is not a head of this version")
-    made_for, own = metadata.get("target"), _identity(target)
-    if not isinstance(made_for, dict) or not isinstance(metadata.get("shape"), dict):
-        raise ConfigError(
-            f"{field}: {folder} is damaged: {_METADATA} has no {'shape' if isinstance(made_for, dict) else 'target'}"
-        )
+    metadata = read_metadata(folder, field)
+    made_for, own = metadata["target"], _identity(target)
     mismatch = f"{field}: {folder} was made for another target, {made_for.get('name')}, not for {target.name}: its"
     for name in ("architecture", "layers"):
         if made_for.get(name) != own[name]:
@@ -138,6 +129,31 @@ def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str
     # A copy under another name has no revision to compare.
     if made_for.get("name") == target.name and None not in revisions and revisions[0] != revisions[1]:
         raise ConfigError(f"{mismatch} revision is {revisions[0]}, not {revisions[1]}")
+    return metadata
+
+
+def read_metadata(folder: Path, field: str = "head") -> dict[str, Any]:
+    """Read the metadata of a trained module of any kind, whatever its target.
+
+    Args:
+        folder: as written by :func:`save_trained`.
+        field: the configuration field that errors name.
+
+    Returns:
+        The contents of ``head.json``.
+
+    Raises:
+        ConfigError: the folder has no trained module, or its metadata is damaged.
+    """
+    try:
+        metadata = json.loads((folder / _METADATA).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field}: cannot read {folder}: {' '.join(str(error).split())}") from error
+    if not isinstance(metadata, dict) or metadata.get("schema") != _SCHEMA:
+        raise ConfigError(f"{field}: {folder} is not a head of this version")
+    for part in ("target", "shape"):
+        if not isinstance(metadata.get(part), dict):
+            raise ConfigError(f"{field}: {folder} is damaged: {_METADATA} has no {part}")
     return metadata
 
 

@@ -1,12 +1,13 @@
 """Benchmark of named configurations and transformers' own decoding methods, measured side by side.
 
-Body of ``python -m searches.benchmark``. All contenders are measured in one run, interleaved prompt by prompt.
+Body of ``python -m searches.benchmark``. All contenders are measured in one run, interleaved prompt by prompt; OpenVINO
+GenAI and vLLM are among them where they are installed.
 ``config=best.json`` adds an export and measures on held-out prompts only. Prints a table, writes JSON and logs to MLflow. An
 interrupted benchmark prints a table of the finished measurements and keeps nothing.
 
 The memory of a drafter is that of its weights, caches and tables, without what it shares with the target. Memory-mapped
-files and the caches of transformers' methods are not counted. On CUDA the table also has the peak memory of decoding, beyond
-everything that is loaded.
+files and the caches of transformers' methods are not counted; that of engines is unknown. On CUDA the table also has the
+peak memory of decoding, beyond everything that is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from layerskip.measure.measurement import Sample
 from searches.app.checks import check_flag, check_seed, check_whole
 from searches.app.interrupt import is_interrupt
 from searches.app.record_header import record_header
-from searches.benchmarking.contenders import BASELINE, build_contenders, check_rows, fill_defaults
+from searches.benchmarking.contenders import BASELINE, build_contenders, check_rows, close_engines, fill_defaults
+from searches.benchmarking.engine_peers import EnginePeer
 from searches.benchmarking.table import table
 from searches.study.objective import MeasureSettings
 from searches.tracking.tracker import Tracker
@@ -53,7 +55,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     timing = _time_tree(config, target, sampling)
     task = Task(sampling, measuring.max_new_tokens, config.seed)
     rows: list[Mapping[str, Sample]] = []
-    memory = dict.fromkeys(decoders, 0)
+    memory: dict[str, int | None] = dict.fromkeys(decoders, 0)
     repeats = measuring.repeats
 
     def record_of(repeats: int, count: int) -> dict[str, Any]:
@@ -69,13 +71,14 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
                 for name in decoders
             },
             "verification": None if timing is None else timing.to_dict(),
+            "engines": {peer.engine: peer.version for peer in decoders.values() if isinstance(peer, EnginePeer)},
         }
 
     try:
         with tqdm(total=len(prompts) * repeats, unit="prompt", disable=None) as bar:
             for row in interleave(target, prompts, decoders, task, repeats):
                 rows.append(row)
-                memory |= {name: max(memory[name], decoder.memory_bytes()) for name, decoder in decoders.items()}
+                memory |= {name: _larger(memory[name], decoder.memory_bytes()) for name, decoder in decoders.items()}
                 bar.update()
     except BaseException as error:
         if is_interrupt(error) and rows:
@@ -83,6 +86,8 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
             total = len(prompts) * repeats
             print(f"{table(partial)}\n\nInterrupted after {len(rows)} of {total} measurements; no record is written.")
         raise
+    finally:
+        close_engines(decoders)
     record = record_of(repeats, len(prompts))
     text = table(record)
     print(text)
@@ -91,6 +96,11 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     print(f"wrote {path}")
     tracker.log_benchmark(record, {"benchmark.md": text, "config.yaml": OmegaConf.to_yaml(config, resolve=True)}, path)
     return record
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    """Return the larger of two numbers of bytes, None if one is unknown."""
+    return None if one is None or other is None else max(one, other)
 
 
 def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTiming | None:

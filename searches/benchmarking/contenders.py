@@ -24,6 +24,7 @@ from layerskip import (
 )
 from layerskip.measure.measure import Decoder
 from searches.app.checks import InputError
+from searches.benchmarking.engine_peers import EnginePeer, is_installed
 from searches.benchmarking.peers import Peer
 from searches.space.choices import DraftCost
 from searches.study.cascade_costs import CostTimer
@@ -37,12 +38,12 @@ class Contenders(NamedTuple):
     """Everything that a benchmark measures.
 
     Args:
-        decoders: decoders by name, ours and transformers'.
+        decoders: decoders by name: ours, transformers' and those of engines.
         rivals: the peer that each of ours is compared with, by name.
         configs: our configurations by name.
     """
 
-    decoders: dict[str, Decoder | Peer]
+    decoders: dict[str, Decoder | Peer | EnginePeer]
     rivals: dict[str, str]
     configs: dict[str, SpeculativeConfig]
 
@@ -53,13 +54,14 @@ def check_rows(config: DictConfig) -> None:
     Raises:
         InputError: one of them is not.
     """
-    known = {field.name for field in dataclasses.fields(Peer) if field.init} - {"target"}
+    known = {kind: {field.name for field in dataclasses.fields(kind) if field.init} for kind in (Peer, EnginePeer)}
     for group in ("contenders", "peers"):
         for name, row in config[group].items():
             if row is not None and not isinstance(row, DictConfig):
                 raise InputError(f"{group}.{name}: {row!r} is not a configuration; null leaves the row out")
-            if group == "peers" and row is not None and (unknown := [str(key) for key in row if key not in known]):
-                raise InputError(f"peers.{name}.{unknown[0]}: is not one of {', '.join(sorted(known))}")
+            fields = known[EnginePeer if row is not None and "engine" in row else Peer] - {"target", "folder"}
+            if group == "peers" and row is not None and (unknown := [str(key) for key in row if key not in fields]):
+                raise InputError(f"peers.{name}.{unknown[0]}: is not one of {', '.join(sorted(fields))}")
 
 
 def fill_defaults(config: DictConfig, target: Target) -> None:
@@ -98,7 +100,7 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
     export = None if config.config is None else Export.load(config.config, target)
     if config.draft_mask and config.draft_folder in drafts and not Path(config.draft_folder).exists():
         save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), Path(config.draft_folder))
-    decoders: dict[str, Decoder | Peer] = {}
+    decoders: dict[str, Decoder | Peer | EnginePeer] = {}
     rivals = {BASELINE: "transformers"}
     configs, cascade_costs = {BASELINE: SpeculativeConfig()}, dict[str, dict[str, Any]]()
     for name, row in own.items():
@@ -137,25 +139,47 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
                     raise InputError(f"contenders.{lossy}: allow_lossy=true adds a row of that name for {name}")
                 configs[lossy] = dataclasses.replace(drafting, accept=AcceptRule(rule))
                 decoders[lossy] = Decoder.of(target, configs[lossy])
-    for name, row in peers.items():
-        try:
-            decoders[name] = Peer(target, **row)
-        except UnsupportedModel as error:
-            print(f"peers.{name}: left out: {error}")
+    try:
+        for name, row in peers.items():
+            try:
+                decoders[name] = _peer(target, row, Path(config.outputs) / "engines")
+            except UnsupportedModel as error:
+                print(f"peers.{name}: left out: {error}")
+    except BaseException:
+        close_engines(decoders)
+        raise
     present = {name: rival for name, rival in rivals.items() if name in decoders and rival in decoders}
     return Contenders(decoders, present, configs)
 
 
+def close_engines(decoders: Mapping[str, Decoder | Peer | EnginePeer]) -> None:
+    """End the processes of engines."""
+    for decoder in decoders.values():
+        if isinstance(decoder, EnginePeer):
+            decoder.close()
+
+
+def _peer(target: Target, row: DictConfig, folder: Path) -> Peer | EnginePeer:
+    """Return a decoding method of transformers, or of an engine, which keeps its models in a folder."""
+    fields = {str(name): value for name, value in row.items()}
+    return EnginePeer(target, folder, **fields) if "engine" in row else Peer(target, **fields)
+
+
 def _present(group: DictConfig) -> dict[str, Any]:
-    """Return the rows that are not null. Rows without their draft model or head are left out with a message."""
-    present = {}
+    """Return the rows that are not null. Rows without their draft model, head or engine are left out with a message."""
+    present, not_installed = {}, []
     for name, row in group.items():
+        if row is not None and "engine" in row and not is_installed(str(row.engine), row.get("python")):
+            not_installed.append(str(name))
+            continue
         missing = [] if row is None else [str(part) for part in row if OmegaConf.is_missing(row, str(part))]
         missing += [part for part in ("draft", "head") if row is not None and row.get(part, "") is None]
         if missing:
             print(f"{name!s}: left out: it has no {missing[0]}")
         elif row is not None:
             present[str(name)] = row
+    if not_installed:
+        print(f"{', '.join(not_installed)}: left out: not installed; peers.NAME.python names an interpreter that has it")
     return present
 
 

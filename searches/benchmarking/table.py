@@ -45,12 +45,13 @@ def table(record: Mapping[str, Any]) -> str:
         ]
     machine, versions = record["environment"], record["environment"]["versions"]
     prompts = record["prompts"]
+    engines = "".join(f"{engine} {version}, " for engine, version in record.get("engines", {}).items())
     lines += [
         "",
         f"{record['target']['name']} in {record['target']['dtype']} on {machine['device']} ({machine['device_name']}, "
         f"{machine['threads']} threads), {prompts['count']} prompts ({prompts['name']}) x {record['repeats']}, "
         f"{record['max_new_tokens']} new tokens, torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"{record['date']}.",
+        f"{engines}{record['date']}.",
     ]
     return "\n".join(lines)
 
@@ -62,7 +63,7 @@ def _interval(ratio: Mapping[str, float]) -> str:
 def _memory(result: Mapping[str, Any]) -> str:
     """Return the memory of the drafter without the target and, on CUDA, the further memory of decoding."""
     peak = "" if result["decoding_bytes"] is None else f", {result['decoding_bytes'] / 2**20:.0f} MB to decode"
-    return f"+{result['drafter_bytes'] / 2**20:.0f} MB{peak}"
+    return "" if result["drafter_bytes"] is None else f"+{result['drafter_bytes'] / 2**20:.0f} MB{peak}"
 
 
 def _by_category(title: str, categories: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -170,7 +170,8 @@ class Tracker:
         for name, result in record["results"].items():
             own = {"mlflow.parentRunId": self.run_id, "role": "contender", "contender": name}
             child = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
-            metrics = {metric: result[metric] for metric in (*_METRICS, "drafter_bytes")}
+            metrics = {metric: result[metric] for metric in _METRICS}
+            metrics |= {} if result["drafter_bytes"] is None else {"drafter_bytes": result["drafter_bytes"]}
             self.log(child, metrics, params | {"lossless": str(result["lossless"])})
             self._client.set_terminated(child)
         for name, text in texts.items():

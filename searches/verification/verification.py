@@ -8,10 +8,9 @@ the repeats are used up. An interrupted run resumes. The exit code states the ve
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from layerskip import Export, Measurement, PromptSet, SpeculativeConfig, Target, load_target
+from layerskip import Export, Measurement, PromptSet, SpeculativeConfig, Target
 from layerskip.attachments import attachment_digests
 from layerskip.files import digest, write_json
 from layerskip.measure.measurement import LEAST_RESAMPLED
 from layerskip.models.environment import machine
 from searches.app.application import NOT_CONFIRMED
 from searches.app.checks import InputError, check_flag, check_number, check_seed, check_whole
+from searches.app.exported import load_exported_target
 from searches.app.interrupt import INTERRUPTED
 from searches.app.record_header import program_sources, record_header
 from searches.app.resume_log import ResultLog
@@ -94,7 +94,7 @@ def verify(config: DictConfig) -> None:
     claim = Claim.of(export, held_out, prompts, max_new_tokens)
     if len(prompts) < LEAST_RESAMPLED:
         raise InputError(f"prompts: {len(prompts)} held-out prompts are too few; {LEAST_RESAMPLED} are the least")
-    target = _load_target(config.target, export)
+    target = load_exported_target(config.target, export)
     export.check(target)
     claim = dataclasses.replace(claim, repeatable=claim.repeatable and _is_alike(export, target))
     refuse_answers_of("config", export.config, target, prompts)
@@ -152,24 +152,6 @@ def _load_export(config: DictConfig) -> Export:
         rule = export.config.accept.kind
         raise InputError(f"config.accept: {rule} may change the output (in {path}); allow_lossy=true measures it, too")
     return export
-
-
-def _load_target(fields: DictConfig, export: Export) -> Target:
-    """Return the configured model, or else the model that the export names."""
-    if fields.dtype is None:
-        fields.dtype = export.target["dtype"]
-    if "_target_" in fields:
-        target: Target = instantiate(fields)
-        return target
-    return load_target(
-        export.target["name"],
-        revision=export.target.get("revision"),
-        dtype=fields.dtype,
-        device=fields.device,
-        trust_remote_code=fields.trust_remote_code,
-        device_map=fields.device_map,
-        quantization=export.target.get("quantization"),
-    )
 
 
 def _is_alike(export: Export, target: Target) -> bool:
@@ -244,12 +226,3 @@ def measure_claim(
         if verdict.clear:
             break
     return verdict
-
-
-def command_line(arguments: Sequence[str]) -> list[str]:
-    """Return command-line arguments for Hydra; a leading path becomes the override ``export=``."""
-    if not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "~")):
-        return list(arguments)
-    # Hydra reads a quoted value literally, except for quotes and the backslashes before them.
-    quoted = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), arguments[0])
-    return [f"export='{quoted}'", *arguments[1:]]

@@ -17,7 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from searches.app.composition import compose_config
-from searches.verification.verification import command_line
+from searches.app.exported import command_line
 from tests.searches.programs import fork
 from tests.tiny import save_tiny
 
@@ -59,7 +59,7 @@ def test_a_command_composes(command: Command) -> None:
     assert program.startswith("searches.")
     assert (REPOSITORY / Path(*program.split("."))).with_suffix(".py").exists()
     name = program.rpartition(".")[2]
-    if name == "verify":
+    if name in ("verify", "export"):
         overrides = command_line(overrides)
     if overrides[-2:] == ["--cfg", "job"]:
         overrides = overrides[:-2]

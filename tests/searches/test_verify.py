@@ -24,10 +24,11 @@ from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from searches.app.application import run
+from searches.app.exported import command_line
 from searches.app.resume_log import ResultLog
 from searches.study.bench import BASELINE, ModelBench
 from searches.verification.claim import Claim, Speedup, Verdict
-from searches.verification.verification import VerifySettings, _is_alike, command_line, measure_claim, verify
+from searches.verification.verification import VerifySettings, _is_alike, measure_claim, verify
 from tests.searches.programs import execute
 from tests.tiny import save_tiny
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from searches.verification.verification import command_line
+from searches.app.exported import command_line
 
 
 @pytest.mark.parametrize(

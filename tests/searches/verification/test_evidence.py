@@ -20,8 +20,9 @@ from layerskip.files import digest
 from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measurement import Sample
 from searches.app.application import run
+from searches.app.exported import command_line
 from searches.study.bench import BASELINE, ModelBench
-from searches.verification.verification import command_line, verify
+from searches.verification.verification import verify
 
 LOOKUP = SpeculativeConfig("prompt_lookup", 16)
 LOSSY = SpeculativeConfig.from_dict({"kind": "prompt_lookup", "accept": {"kind": "threshold", "threshold": 0.0}})

@@ -10,8 +10,8 @@ from hydra.utils import instantiate
 
 from layerskip import Export, SpeculativeConfig, TargetError, load_target
 from searches.app.composition import compose_config
+from searches.app.exported import load_exported_target
 from searches.verification.report import differences
-from searches.verification.verification import _load_target
 
 FP8 = "{_target_:transformers.FineGrainedFP8Config,weight_block_size:[32,32]}"
 
@@ -44,7 +44,7 @@ def test_an_export_of_a_quantised_target_is_verified_on_one(tiny_folder: Path) -
     dense = load_target(str(tiny_folder), dtype="float32", device="cpu")
     export = Export(Export.describe(target), SpeculativeConfig())
     fields = compose_config("verify", ["export=best.json", "target.device=cpu"]).target
-    loaded = _load_target(fields, export)
+    loaded = load_exported_target(fields, export)
     assert (loaded.quantization, loaded.digest) == ("torchao-int8", target.digest)
     assert differences(export, _conditions(loaded)) == []
     changed = [("target.quantization", "torchao-int8", "None")]

@@ -1,0 +1,221 @@
+"""What an inference engine is asked to run: an export's target, configuration and sampling, with the files that it needs.
+
+The modules of this package turn a :class:`Deployment` into a :class:`Launch`, the command or call that starts one engine
+with it, or raise :class:`Unsupported` with the reason. They are written from the engines' documentation, whose version each
+names, and run no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layerskip.config import SpeculativeConfig
+from layerskip.decoding.sampling import Sampling
+from layerskip.heads.portable import why_not_portable
+from layerskip.heads.published_eagle import is_eagle_3, is_published
+from layerskip.mask import MaskError, SkipMask
+from layerskip.models.wheels import WHEELS
+
+Commands = list[list[str]]
+_WAYS = ("none", "prompt_lookup", "draft_model", "cross_tokenizer")
+_NO_METHOD = {
+    "retrieval": "no engine drafts from a datastore, or from earlier answers as it does",
+    "token_recycling": "no engine drafts from a table of successors",
+    "lookahead": "no engine generates n-grams in a window beside the text",
+    "cascade": "the engine runs one drafter, and this configuration combines several",
+}
+
+
+class Unsupported(ValueError):
+    """An engine cannot run a configuration. The message is the reason and begins with a field."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How an engine is started with a configuration.
+
+    Args:
+        method: the engine's name for its way of drafting.
+        command: the words of the command line that starts a server; empty if ``call`` starts the engine.
+        call: Python statements that load the engine and generate a text from ``prompt``.
+        arguments: the values that set up drafting, as they are in the command or the call.
+        prepare: commands to run before, once.
+        request: the sampling parameters of every request, under the engine's names.
+        differs: what the engine drafts otherwise than the configuration. The output is the target's own in any case.
+    """
+
+    method: str
+    command: Sequence[str] = ()
+    call: str = ""
+    arguments: Mapping[str, Any] | None = None
+    prepare: Sequence[Sequence[str]] = ()
+    request: Mapping[str, Any] | None = None
+    differs: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that are set, as plain values."""
+        fields = {
+            "method": self.method,
+            "prepare": [list(words) for words in self.prepare],
+            "command": list(self.command),
+            "call": self.call,
+            "arguments": dict(self.arguments or {}),
+            "request": dict(self.request or {}),
+            "differs": list(self.differs),
+        }
+        return {name: value for name, value in fields.items() if value}
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """An export as the engines see it. Its commands run in the folder from which ``file`` is found.
+
+    Args:
+        target: the export's fields of the target.
+        config: its configuration, with folders that can be found from here.
+        sampling: its sampling.
+        file: the export's file.
+    """
+
+    target: Mapping[str, Any]
+    config: SpeculativeConfig
+    sampling: Sampling
+    file: Path
+
+    @property
+    def revision(self) -> list[str]:
+        """The words that select the target's revision, if it has one."""
+        revision = self.target.get("revision")
+        return [] if revision is None else ["--revision", str(revision)]
+
+    @property
+    def dtype(self) -> str:
+        """The data type of the target, ``float32``, ``bfloat16`` or ``float16``."""
+        return str(self.target["dtype"])
+
+    def model(self, prepare: Commands, hub: bool = True) -> str:
+        """Return the target's hub id or folder.
+
+        Args:
+            prepare: takes the command that writes the folder, if the target is a GGUF file or comes in a wheel.
+            hub: whether the engine takes hub ids; otherwise such a target is written, too.
+        """
+        return self._found("model", str(self.target["name"]), prepare, hub)
+
+    def draft(self, prepare: Commands, engine: str, hub: bool = True) -> str:
+        """Return the hub id or folder of what drafts: a model, kept layers of the target, or a head.
+
+        Args:
+            prepare: takes the command that writes it, if it is not there yet.
+            engine: the engine that loads it.
+            hub: whether the engine takes hub ids.
+        """
+        if self.config.head and is_published(Path(self.config.head)):
+            return self.config.head
+        return self._found("draft", self.config.draft, prepare, hub, [f"engine={engine}"] if self.config.head else [])
+
+    def beside(self, part: str) -> str:
+        """Return the name of a file or folder beside the export."""
+        return str(self.file.with_name(f"{self.file.stem}.{part}"))
+
+    def _found(self, part: str, name: str, prepare: Commands, hub: bool, more: Sequence[str] = ()) -> str:
+        if name and name not in WHEELS and not name.endswith(".gguf") and (hub or Path(name).is_dir()):
+            return name
+        folder = self.beside(part)
+        prepare.append(["python", "-m", "searches.export", str(self.file), f"{part}={folder}", *more])
+        return folder
+
+
+def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
+    """Return how a configuration drafts, in terms that engines know.
+
+    Returns:
+        ``none``, ``prompt_lookup``, ``draft_model`` (also for a mask of whole layers, whose kept layers are a model),
+        ``cross_tokenizer``, ``eagle``, ``eagle3`` (a published head), ``medusa``, or ``suffix`` (retrieval without a
+        datastore) if the engine has it.
+
+    Raises:
+        Unsupported: no engine drafts so.
+    """
+    config = deployment.config
+    if not config.lossless:
+        raise Unsupported(f"config.accept: the rule {config.accept.kind} changes the output; engines accept exactly")
+    if deployment.target.get("quantization") is not None:
+        raise Unsupported("target.quantization: weights that are quantised while they are loaded are no model of the engine")
+    if suffix and config.kind == "retrieval" and not config.datastore:
+        return "suffix"
+    if config.kind in _NO_METHOD:
+        raise Unsupported(f"config.kind: {config.kind}: {_NO_METHOD[config.kind]}")
+    if config.kind == "layer_skip":
+        check_kept_layers(config, int(deployment.target["layers"]))
+        return "draft_model"
+    if config.kind in ("eagle", "medusa"):
+        if (reason := why_not_portable(Path(config.head))) is not None:
+            raise Unsupported(f"config.head: {reason}")
+        return "eagle3" if is_eagle_3(Path(config.head)) else config.kind
+    if config.kind not in _WAYS:
+        raise Unsupported(f"config.kind: {config.kind}: no engine knows it")
+    return config.kind
+
+
+def check_kept_layers(config: SpeculativeConfig, layers: int) -> None:
+    """Check that a self-draft is a model of its own: the target without some whole layers.
+
+    Args:
+        config: a configuration of ``layer_skip``.
+        layers: the number of the target's layers.
+
+    Raises:
+        Unsupported: it skips single sub-layers, or has a bridge.
+    """
+    try:
+        mask = SkipMask.parse(config.mask, layers)
+    except MaskError as error:
+        raise Unsupported(f"config.{error}") from None
+    if config.bridge:
+        raise Unsupported("config.bridge: no engine replaces layers by a bridge")
+    if not mask.is_whole_layers or not any(mask.attention):
+        raise Unsupported("config.mask: no engine skips single sub-layers; whole layers left out are a draft model")
+    if all(mask.attention):
+        raise Unsupported("config.mask: skips every layer, so no layer is left for a draft model")
+
+
+def left_out(config: SpeculativeConfig, stops: bool = False, trees: bool = False) -> list[str]:
+    """Return what an engine that drafts constant chains does otherwise than a configuration.
+
+    Args:
+        config: the configuration.
+        stops: whether the engine can stop below a constant confidence.
+        trees: whether it drafts trees.
+    """
+    differs = []
+    if config.stop.kind == "adaptive" or (config.stop.kind == "threshold" and not stops):
+        differs.append(f"config.stop: the {config.stop.kind} rule is left out")
+    if config.draft_head:
+        differs.append("config.draft_head: the draft scores its whole vocabulary")
+    if config.siblings:
+        differs.append("config.siblings: a chain is drafted in place of a tree")
+    if config.kind == "layer_skip":
+        differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
+    if config.kind == "medusa" or (config.kind == "eagle" and config.candidates > 1 and not trees):
+        differs.append("config.tree_tokens: a chain is drafted in place of a tree")
+    if config.kind == "prompt_lookup":
+        differs.append("config.draft_length: drafts end where the text ends; copied tokens are not copied again")
+    return differs
+
+
+def openai_request(sampling: Sampling, unlimited_k: int, penalty: str = "repetition_penalty") -> dict[str, Any]:
+    """Return the sampling parameters of a request to an OpenAI-compatible server, which has a default for each.
+
+    Args:
+        sampling: the sampling.
+        unlimited_k: the engine's value of ``top_k`` for all tokens.
+        penalty: the engine's name of the repetition penalty.
+    """
+    fields: dict[str, Any] = {"temperature": sampling.temperature, penalty: sampling.repetition_penalty}
+    if not sampling.greedy:
+        fields |= {"top_k": int(sampling.top_k) or unlimited_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    return fields

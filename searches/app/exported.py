@@ -1,0 +1,43 @@
+"""An export as the input of a program: its path on the command line, and the model that it is for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from layerskip import Export, Target, load_target
+
+
+def load_exported_target(fields: DictConfig, export: Export) -> Target:
+    """Return the configured model, or else the model that the export names.
+
+    Args:
+        fields: the part ``target`` of a configuration, in which a model is optional.
+        export: the export; its data type is the default.
+    """
+    if fields.dtype is None:
+        fields.dtype = export.target["dtype"]
+    if "_target_" in fields:
+        target: Target = instantiate(fields)
+        return target
+    return load_target(
+        export.target["name"],
+        revision=export.target.get("revision"),
+        dtype=fields.dtype,
+        device=fields.device,
+        trust_remote_code=fields.trust_remote_code,
+        device_map=fields.device_map,
+        quantization=export.target.get("quantization"),
+    )
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """Return command-line arguments for Hydra; a leading path becomes the override ``export=``."""
+    if not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "~")):
+        return list(arguments)
+    # Hydra reads a quoted value literally, except for quotes and the backslashes before them.
+    quoted = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), arguments[0])
+    return [f"export='{quoted}'", *arguments[1:]]

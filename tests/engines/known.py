@@ -1,0 +1,50 @@
+"""Configurations and deployments for tests of engines, and interpreters that have them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerskip import AcceptRule, Sampling, SpeculativeConfig, StopRule
+from layerskip.engines.deployment import Deployment
+
+TARGET = {"name": "Org/Model", "revision": "abc", "architecture": "LlamaForCausalLM", "layers": 6, "dtype": "float32"}
+LOOKUP = SpeculativeConfig("prompt_lookup", 7, ngram_min=2, ngram_max=4, match="first")
+MODEL = SpeculativeConfig("draft_model", 3, draft="Org/Draft")
+KEPT = SpeculativeConfig("layer_skip", 3, mask="layers:2-3", stop=StopRule("adaptive"))
+CONFIGS = {
+    "none": SpeculativeConfig(),
+    "lookup": LOOKUP,
+    "last lookup": SpeculativeConfig("prompt_lookup", 5, ngram_min=1, ngram_max=3),
+    "model": MODEL,
+    "stopping model": SpeculativeConfig("draft_model", 3, draft="Org/Draft", stop=StopRule("threshold", threshold=0.4)),
+    "other tokenizer": SpeculativeConfig("cross_tokenizer", 4, draft="Org/Other"),
+    "kept layers": KEPT,
+    "sub-layers": SpeculativeConfig("layer_skip", 3, mask="mlp:2"),
+    "all layers": SpeculativeConfig("layer_skip", 3, mask="layers:0-5"),
+    "bridge": SpeculativeConfig("layer_skip", 3, mask="layers:2-3", bridge="bridges"),
+    "recycling": SpeculativeConfig("token_recycling", 3),
+    "retrieval": SpeculativeConfig("retrieval", 3),
+    "lookahead": SpeculativeConfig("lookahead", 3),
+    "lookup then model": SpeculativeConfig("cascade", members=(LOOKUP, MODEL)),
+    "lookup then recycling": SpeculativeConfig("cascade", members=(LOOKUP, SpeculativeConfig("token_recycling", 3))),
+    "lossy": SpeculativeConfig("prompt_lookup", 5, accept=AcceptRule("typical")),
+}
+
+
+def deployment(
+    config: SpeculativeConfig, sampling: Sampling | None = None, file: str = "best.json", **target: Any
+) -> Deployment:
+    """Return a deployment of a configuration; ``target`` changes fields of the target."""
+    return Deployment(TARGET | target, config, sampling or Sampling(), Path(file))
+
+
+def interpreter(engine: str) -> str:
+    """Return the interpreter that ``LAYERSKIP_<ENGINE>_PYTHON`` names; without it, the test is skipped."""
+    name = f"LAYERSKIP_{engine.upper()}_PYTHON"
+    if name not in os.environ:
+        pytest.skip(f"{name} names no interpreter that has the engine")
+    return os.environ[name]

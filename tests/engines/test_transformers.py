@@ -1,0 +1,48 @@
+"""Calls of transformers, executed: they generate what plain decoding does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from layerskip import Export, SpeculativeConfig, StopRule, Target, load_target
+from tests.tiny import save_tiny
+
+PROMPT = "the cat in the hat, the cat in the"
+LOOKUP = SpeculativeConfig("prompt_lookup", 5, ngram_min=1, ngram_max=3, match="first")
+CONFIGS = {
+    "none": SpeculativeConfig(),
+    "lookup": LOOKUP,
+    "model": SpeculativeConfig("draft_model", 3, draft="DRAFT", stop=StopRule("threshold", threshold=0.2)),
+    "skip": SpeculativeConfig("layer_skip", 3, mask="layers:1"),
+    "cascade": SpeculativeConfig("cascade", members=(LOOKUP, SpeculativeConfig("token_recycling", 3))),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return load_target(str(save_tiny(tmp_path_factory.mktemp("target"))), dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def expected(target: Target) -> str:
+    inputs = target.tokenizer(PROMPT, return_tensors="pt")
+    output = target.model.generate(**inputs, max_new_tokens=64, do_sample=False)
+    return str(target.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_call_generates_the_text_of_plain_decoding(
+    target: Target, expected: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIGS[name]
+    if config.kind == "draft_model":
+        config = SpeculativeConfig("draft_model", 3, draft=str(save_tiny(tmp_path / "draft", seed=1)), stop=config.stop)
+    export = Export(Export.describe(target), config)
+    export.save(tmp_path / "best.json")
+    entry = export.engines(tmp_path / "best.json")["transformers"]
+    assert "prepare" not in entry
+    exec(compile(entry["call"], name, "exec"), {"prompt": PROMPT})
+    assert capsys.readouterr().out == expected + "\n"
+    assert (entry["method"] == "custom_generate") == (name in ("skip", "cascade"))
