@@ -34,8 +34,8 @@ _HELD_OUT = "Held-out prompts, 95 % intervals. A stroke is the speedup in the se
 _BEST = "Speedups are those on the tune prompts that every trial decodes, over all trials of the configuration."
 _CHARTS = (
     ("history", "Search history", "Tune prompts, 95 % intervals. Cross: stopped early. Line: the best so far.", "wide"),
-    ("acceptance", "Speedup against acceptance", "Dashed: the Pareto front of the trials that were measured to the end.", ""),
-    ("memory", "Speedup against memory", "Peak of the GPU, or of the process on a CPU. Dashed: the Pareto front, as before.", ""),
+    ("acceptance", "Speedup against acceptance", "Dashed: the Pareto front of trials measured to the end.", ""),
+    ("memory", "Speedup against memory", "Peak of the GPU, or of the process on a CPU. Dashed: the Pareto front.", ""),
     ("predictions", "Predicted against measured", "Predictions were made before the trials ran. Dotted: equal.", ""),
     (
         "skips",
