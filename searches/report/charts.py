@@ -9,7 +9,7 @@ import html
 import itertools
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ Figure = dict[str, Any]
 _GREY = "#9aa3af"
 _LINE = {"color": "#4b5563", "width": 1, "dash": "dot"}
 _FARTHEST = 1.3  # an interval is drawn up to this multiple of the fastest trial; two prompts may have one without end
-_FEW_TRIALS = 12
+_FEW = 12  # trials or layers that each have a tick
 _HOVER_COLUMNS = 44  # characters of a line; a narrow screen has no more
 _MEBIBYTE = 2**20
 
@@ -43,8 +43,8 @@ def history(measured: Sequence[Point]) -> Figure | None:
         "line": {"color": "#111827", "width": 1.5, "shape": "hv"},
     }
     axes = layout("trial", "speedup", hline=1.0)
-    if measured and measured[-1].trial < _FEW_TRIALS:
-        axes["xaxis"]["dtick"] = 1  # no ticks between two trials
+    if measured and measured[-1].trial < _FEW:
+        axes["xaxis"]["dtick"] = 1
     return _scatter(measured, [float(point.trial) for point in measured], axes, [line] if leading else [])
 
 
@@ -222,7 +222,7 @@ def _heat_map(cells: NDArray[np.float64], texts: list[list[str]], name: str) -> 
     axes = layout("layer", "")
     axes["plot_bgcolor"] = "#e5e7eb"
     common = {"showgrid": False, "zeroline": False, "automargin": True}
-    axes["xaxis"] = common | {"nticks": 12}
+    axes["xaxis"] = common | ({"dtick": 1} if cells.shape[1] <= _FEW else {"nticks": 12})
     axes["yaxis"] = common | {"fixedrange": True, "autorange": "reversed"}
     bar = {"orientation": "h", "thickness": 10, "y": 1.02, "yanchor": "bottom", "title": {"text": name, "side": "top"}}
     trace = {
@@ -270,7 +270,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def kinds(measured: Iterable[Point]) -> list[str]:
-    """Return the kinds of drafters of the trials, in the order of the colours."""
-    found = {point.config.kind for point in measured}
+def kinds(found: Set[str]) -> list[str]:
+    """Return kinds of drafters in the order of the colours."""
     return [kind for kind in COLORS if kind in found] + sorted(found - COLORS.keys())

@@ -21,9 +21,9 @@ from searches.report import charts
 from searches.report.page_tables import best_table, finals_table, usage
 from searches.report.study_report import search_seconds, verdict, winner_notes
 from searches.report.timeline import timeline
-from searches.report.trial_points import COLORS, OTHER, Point, points
+from searches.report.trial_points import COLORS, OTHER, points
 from searches.study.finals import Finals
-from searches.study.leaderboard import ranking
+from searches.study.leaderboard import configuration, ranking
 from searches.study.study import finished
 
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
@@ -139,7 +139,7 @@ def _content(study: optuna.Study, page: Page, figures: Mapping[str, charts.Figur
             _verdict(study, page),
             finals,
             f'<section class="card use"><h2>Use the winner</h2>{usage(study, page.finals, path)}</section>',
-            _legend(points(finished(study))),
+            _legend(study),
             f'<div class="grid">{"".join(cards)}</div>',
             f'<section class="card"><h2>Best trials</h2><p>{_BEST}</p>{best_table(study) or _EMPTY}</section>',
         )
@@ -166,9 +166,10 @@ def _verdict(study: optuna.Study, page: Page) -> str:
     return f'<section class="card verdict">{shown}</section>'
 
 
-def _legend(measured: Sequence[Point]) -> str:
+def _legend(study: optuna.Study) -> str:
     """Return the colours of the drafters, which all charts share."""
-    names = {kind: "no drafting" if kind == "none" else kind.replace("_", " ") for kind in charts.kinds(measured)}
+    found = {configuration(trial).kind for trial in finished(study)}
+    names = {kind: "no drafting" if kind == "none" else kind.replace("_", " ") for kind in charts.kinds(found)}
     items = (
         f'<li><i style="background:{COLORS.get(kind, OTHER)}"></i>{html.escape(name)}</li>' for kind, name in names.items()
     )
