@@ -29,6 +29,7 @@ from searches.backends.selection import closing
 from searches.predict.preparation import prepare_predictor
 from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
+from searches.report.live import LiveView
 from searches.report.publish import publish
 from searches.report.study_report import summary
 from searches.space.bridge_spec import bridge_specs
@@ -65,7 +66,7 @@ def search(config: DictConfig) -> Finals:
     5. Write the export and the report.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with _opened_sweep(config) as sweep:
+    with _opened_sweep(config) as sweep, sweep.view.closing():
         predictions = sweep.predict()
         sweep.run_trials(predictions)
         finals = sweep.measure_finalists(predictions)
@@ -146,6 +147,7 @@ class Sweep:
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.load)
+        self.view = LiveView(study, folder, plan.target.layers, plan.settings.n_trials)
         self.ledgers = TimeLedger(study, FITS), TimeLedger(study, SHARED)
         if plan.bridge_store is not None:
             plan.bridge_store.report_cost, plan.bridge_store.report_texts_cost = (ledger.use for ledger in self.ledgers)
@@ -153,6 +155,7 @@ class Sweep:
     def predict(self) -> Predictions:
         """Scan masks, measure costs, and choose the configurations to try first."""
         plan = self.plan
+        self.view.begin("predictions")
         with counting_preparation(self.study, self.ledgers):
             predictor = self._prepare_predictor()
             bridged = self._bridged_predictors(predictor)
@@ -160,6 +163,7 @@ class Sweep:
             space = self._space_with_costs(predictor) if "cascade" in plan.space.available_kinds else plan.space
             starts = starting_points(space, proposed)
         self._log_fits()
+        self.view.singles = None if predictor is None else predictor.single_agreements()
         return Predictions(predictor, bridged, space, starts)
 
     def run_trials(self, predictions: Predictions) -> None:
@@ -175,6 +179,7 @@ class Sweep:
                 f"{LEAST_RESAMPLED} are the least",
                 flush=True,
             )
+        self.view.begin("trials")
         predictor, bridged = predictions.predictor, predictions.bridged
         bounds = None if predictor is None else BoundEstimator(predictor, bridged)
         with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
@@ -183,6 +188,7 @@ class Sweep:
 
             def on_trial(trial: optuna.trial.FrozenTrial) -> None:
                 self.tracker.record(trial)
+                self.view.refresh()
                 bar.update()
                 bar.set_postfix_str(f"best {incumbent(study):.3f} x")
 
@@ -197,6 +203,7 @@ class Sweep:
     def measure_finalists(self, predictions: Predictions) -> Finals:
         """Train the bridges of the best configurations, and measure all finalists on held-out prompts."""
         measuring = self.plan.measuring
+        self.view.begin("finals")
         with counting_preparation(self.study, self.ledgers):
             trained = self._train_bridges(predictions)
         self._log_fits()

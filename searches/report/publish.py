@@ -1,4 +1,4 @@
-"""The results of a finished study: ``best.json``, ``report.md`` and ``report.png``, all logged to MLflow."""
+"""The results of a finished study: ``best.json`` and ``report.md``, ``.png`` and ``.html``, all logged to MLflow."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from searches.app.urls import without_password
 from searches.backends.selection import described
 from searches.predict.scan_predictor import ScanPredictor
 from searches.predict.stability import SeedStability, seed_stability
+from searches.report.html_report import FINISHED, Page, write_page
+from searches.report.live import PAGE
 from searches.report.study_plots import draw
-from searches.report.study_report import search_seconds, summary, verdict
+from searches.report.study_report import search_seconds, study_notes, summary, verdict
 from searches.study.finals import Finals
 from searches.study.leaderboard import ranking
 from searches.study.plan import Plan
@@ -46,11 +48,15 @@ def publish(
     _export(finals, plan, study, held_out, seconds, tracker.run_id).save(folder / "best.json")
     stability = predictor.stability(2 * len(plan.space.skippable)) if predictor is not None else None
     scan_seconds = predictor.scan_seconds if predictor is not None else None
-    text = summary(study, finals, stability, _compare_seeds(study, plan, folder, predictor), scan_seconds)
+    seeds = _compare_seeds(study, plan, folder, predictor)
+    text = summary(study, finals, stability, seeds, scan_seconds)
     (folder / "report.md").write_text(text, encoding="utf-8")
     singles = predictor.single_agreements() if predictor is not None else None
     draw(study, finals, plan.target.layers, folder / "report.png", singles)
-    for name in ("report.md", "report.png", "best.json"):
+    notes = study_notes(study, finals, stability, seeds, scan_seconds)
+    page = Page(plan.target.layers, plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
+    write_page(folder / PAGE, study, page)
+    for name in ("report.md", "report.png", PAGE, "best.json"):
         tracker.log_file(folder / name)
     for place in attached_folders(folder / "best.json"):
         for path in sorted(place.iterdir()):
@@ -60,7 +66,7 @@ def publish(
     tracker.log(tracker.run_id, metrics | {"search_seconds": seconds, "trials": len(finished(study))})
     tracker.tag({"winner": finals.winner.config.label(), "verdict": verdict(finals)})
     print(text)
-    print(f"wrote {folder / 'best.json'} and {folder / 'report.png'}; compare runs with:")
+    print(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
     print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
 
 

@@ -14,26 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip import SkipMask, SpeculativeConfig
-from layerskip.mask import count_skipped
+from searches.report.trial_points import COLORS, OTHER, points, skipped_speedups
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration
 from searches.study.study import finished
-
-_COLORS = {
-    "none": "0.4",
-    "layer_skip": "tab:blue",
-    "prompt_lookup": "tab:orange",
-    "retrieval": "tab:olive",
-    "token_recycling": "tab:purple",
-    "lookahead": "tab:pink",
-    "eagle": "tab:brown",
-    "medusa": "gold",
-    "draft_model": "tab:green",
-    "cross_tokenizer": "tab:cyan",
-    "cascade": "tab:red",
-}
-_OTHER = "black"  # of kinds that were registered since
 
 
 def draw(study: optuna.Study, finals: Finals | None, layers: int, path: Path, singles: np.ndarray | None = None) -> None:
@@ -64,7 +48,7 @@ def _speedup(trial: FrozenTrial) -> float:
 
 def _history(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
     """Draw the speedup of each trial, in order."""
-    for kind, color in _COLORS.items():
+    for kind, color in COLORS.items():
         for state, marker in ((TrialState.COMPLETE, "o"), (TrialState.PRUNED, "x")):
             chosen = [t for t in trials if configuration(t).kind == kind and t.state == state]
             if chosen:
@@ -82,7 +66,7 @@ def _history(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
 def _acceptance(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
     """Draw speedup against acceptance rate."""
     drafted = [t for t in trials if configuration(t).kind != "none"]
-    colors = [_COLORS.get(configuration(t).kind, _OTHER) for t in drafted]
+    colors = [COLORS.get(configuration(t).kind, OTHER) for t in drafted]
     rates = [t.user_attrs["measurement"]["acceptance_rate"] for t in drafted]
     axes.scatter(rates, [_speedup(t) for t in drafted], c=colors)
     axes.axhline(1.0, color="0.6", lw=0.8)
@@ -92,15 +76,9 @@ def _acceptance(axes: Axes, trials: Sequence[FrozenTrial]) -> None:
 
 def _heatmap(axes: Axes, trials: Sequence[FrozenTrial], layers: int, singles: np.ndarray | None) -> None:
     """Draw the mean speedup of the trials that skipped a sub-layer, or the agreement from scans; unknown cells are grey."""
-    skips = [(SkipMask.parse(configuration(t).mask, layers), _speedup(t)) for t in trials if _skips(configuration(t))]
-    cells = np.full((2, layers), np.nan)
-    for row, part in enumerate(("attention", "mlp")):
-        for layer in range(layers):
-            speedups = [speedup for mask, speedup in skips if getattr(mask, part)[layer]]
-            if speedups:
-                cells[row, layer] = np.mean(speedups)
+    cells, count = skipped_speedups(points(trials), layers)
     title = "Mean speedup of the trials that skipped a sub-layer"
-    if not skips and singles is not None:
+    if not count.any() and singles is not None:
         cells, title = singles, "First drafted token right, one sub-layer skipped (scan)"
     colors = matplotlib.colormaps["viridis"].with_extremes(bad="0.9")
     image = axes.imshow(cells, aspect="auto", cmap=colors)
@@ -108,10 +86,6 @@ def _heatmap(axes: Axes, trials: Sequence[FrozenTrial], layers: int, singles: np
     axes.set(title=title, xlabel="layer")
     if not np.isnan(cells).all():
         axes.figure.colorbar(image, ax=axes)
-
-
-def _skips(config: SpeculativeConfig) -> bool:
-    return config.kind == "layer_skip" and sum(count_skipped(config.mask)) > 0
 
 
 def _intervals(axes: Axes, finals: Finals | None) -> None:
@@ -125,7 +99,7 @@ def _intervals(axes: Axes, finals: Finals | None) -> None:
     for place, finalist in enumerate(shown):
         held_out: dict[str, Any] = finalist.held_out
         speedup, low, high = (held_out[name] for name in ("speedup", "speedup_low", "speedup_high"))
-        color = _COLORS.get(finalist.config.kind, _OTHER)
+        color = COLORS.get(finalist.config.kind, OTHER)
         axes.errorbar(speedup, place, xerr=[[speedup - low], [high - speedup]], fmt="o", color=color, capsize=4)
         axes.plot(finalist.search_speedup, place, "|", color="black", ms=12)
     labels = [textwrap.shorten(f.config.label(), 80, placeholder="...") for f in shown]

@@ -35,6 +35,33 @@ def summary(
 ) -> str:
     """Return the report: the cost of the search, the verdict, the finalists on held-out prompts, and the best trials.
 
+    The arguments are those of :func:`study_notes`.
+    """
+    trials = finished(study)
+    shown = [*study_notes(study, finals, stability, seeds, scan_seconds), *([verdict(finals)] if finals is not None else [])]
+    lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
+    if finals is not None:
+        lines += [*_finals_table(finals), "", *winner_notes(finals, search_seconds(study, finals)), ""]
+    lines += ["## Best trials (tune prompts)", "", *_trials_table(trials), *_load_table(trials)]
+    changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
+    if changed:
+        lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
+    reasons = {t.number: str(t.user_attrs.get("reason")) for t in trials}
+    failed = [f"- {number}: {reason}" for number, reason in reasons.items() if reason.startswith(ENGINE_FAILED)]
+    if failed:
+        lines += ["", "## Failed trials", "", *failed]
+    return "\n".join(lines) + "\n"
+
+
+def study_notes(
+    study: optuna.Study,
+    finals: Finals | None,
+    stability: Stability | None = None,
+    seeds: SeedStability | None = None,
+    scan_seconds: float | None = None,
+) -> list[str]:
+    """Return sentences on the trials, the stability of choices, costs and drift.
+
     Args:
         study: finished or running.
         finals: the results on held-out prompts; None while the study runs.
@@ -71,20 +98,7 @@ def summary(
         notes.append(
             f"The machine's speed changed on {finals.drifted} held-out prompts, which were measured again{unsteady}."
         )
-    if finals is not None:
-        notes.append(verdict(finals))
-    lines = [f"# Study {study.study_name}", "", *(line for note in notes for line in (note, ""))]
-    if finals is not None:
-        lines += [*_finals_table(finals), "", *_winner(finals, search_seconds(study, finals)), ""]
-    lines += ["## Best trials (tune prompts)", "", *_trials_table(trials), *_load_table(trials)]
-    changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
-    if changed:
-        lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
-    reasons = {t.number: str(t.user_attrs.get("reason")) for t in trials}
-    failed = [f"- {number}: {reason}" for number, reason in reasons.items() if reason.startswith(ENGINE_FAILED)]
-    if failed:
-        lines += ["", "## Failed trials", "", *failed]
-    return "\n".join(lines) + "\n"
+    return notes
 
 
 def _measured(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -127,7 +141,7 @@ def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
     return f"{len(trials)} trials: {stopped} stopped early, {len(reasons)} not run{why}."
 
 
-def _winner(finals: Finals, seconds: float) -> list[str]:
+def winner_notes(finals: Finals, seconds: float) -> list[str]:
     """Return the speedup by category of the winner, or of the fastest finalist if none wins, and the cost of the search."""
     cost = f"The search took {seconds:.0f} seconds"
     if finals.winner.config.kind == "none":
@@ -180,7 +194,7 @@ def verdict(finals: Finals) -> str:
     return (
         f"{winner.config.label()} wins: {held_out['speedup']:.2f} x plain decoding on held-out prompts "
         f"(95 % interval {held_out['speedup_low']:.2f} to {held_out['speedup_high']:.2f}{together}), "
-        f"output {_output(winner.config, held_out)}."
+        f"output {output_state(winner.config, held_out)}."
     )
 
 
@@ -192,22 +206,28 @@ _VERDICTS = {
 }
 
 
-def _output(config: SpeculativeConfig, measured: Mapping[str, Any]) -> str:
+def output_state(config: SpeculativeConfig, measured: Mapping[str, Any]) -> str:
     """Return the comparison of the output with that of plain decoding."""
     return _VERDICTS[measured["losslessness"]["verdict"]] if config.lossless else "LOSSY"
 
 
+def finals_rows(finals: Finals) -> list[tuple[str, float, Mapping[str, Any], str]]:
+    """Return label, speedup in the search, held-out figures and state of the output: of plain decoding and each finalist."""
+    rows = [("no drafting", 1.0, finals.baseline, output_state(SpeculativeConfig(), finals.baseline))]
+    return rows + [
+        (f.config.label(), f.search_speedup, f.held_out, output_state(f.config, f.held_out)) for f in finals.finalists
+    ]
+
+
 def _finals_table(finals: Finals) -> list[str]:
     """Return a table of plain decoding and the finalists on held-out prompts."""
-    rows = [("no drafting", 1.0, finals.baseline, _output(SpeculativeConfig(), finals.baseline))]
-    rows += [(f.config.label(), f.search_speedup, f.held_out, _output(f.config, f.held_out)) for f in finals.finalists]
     lines = [
         "## Finalists (held-out prompts)",
         "",
         "| configuration | speedup | 95 % interval | tokens/s | acceptance | tokens/round | in the search | output |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for label, search_speedup, figures, output in rows:
+    for label, search_speedup, figures, output in finals_rows(finals):
         lines.append(
             f"| {label} | {figures['speedup']:.3f} | {figures['speedup_low']:.3f} to {figures['speedup_high']:.3f} "
             f"| {figures['tokens_per_second']:.1f} | {figures['acceptance_rate']:.2f} | {figures['tokens_per_round']:.2f} "
@@ -216,11 +236,16 @@ def _finals_table(finals: Finals) -> list[str]:
     return lines
 
 
-def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
-    """Return a table of the fastest trials that were measured to the end and kept the output."""
-    lines = ["| trial | configuration | speedup | tokens/s | acceptance | tokens/round |", "|---|---|---|---|---|---|"]
+def best_trials(trials: Sequence[FrozenTrial], most: int = 10) -> list[FrozenTrial]:
+    """Return the fastest trials that were measured to the end and kept the output."""
     kept = [t for t in _measured(trials) if is_lossless(t.user_attrs["measurement"]) or not configuration(t).lossless]
-    for trial in sorted(kept, key=lambda t: -(t.value or 0.0))[:most]:
+    return sorted(kept, key=lambda t: -(t.value or 0.0))[:most]
+
+
+def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
+    """Return a table of the best trials."""
+    lines = ["| trial | configuration | speedup | tokens/s | acceptance | tokens/round |", "|---|---|---|---|---|---|"]
+    for trial in best_trials(trials, most):
         figures = trial.user_attrs["measurement"]
         lines.append(
             f"| {trial.number} | {configuration(trial).label()} | {trial.value:.3f} | {figures['tokens_per_second']:.1f} "

@@ -103,6 +103,7 @@ def test_an_earlier_study_resumes_with_all_that_it_stored(earlier: Path, launch:
     assert (study / "journal.log").read_bytes().startswith(journal)
     after = journal_study(results, STUDY)
     assert after.trials[:6] == trials
+    assert "8 of 8 trials finished" in (study / "report.html").read_text(encoding="utf-8")
     assert len(after.trials) == 8
     assert after.user_attrs["foresight_seconds"] > attributes["foresight_seconds"]
     assert {name for name in after.user_attrs if ":" not in name} == {name for name in attributes if ":" not in name}

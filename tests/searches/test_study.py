@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
@@ -20,6 +21,7 @@ from optuna.trial import TrialState
 import layerskip
 from layerskip import PromptSet, Target
 from tests.accelerator import DEVICE
+from tests.browser import CHROMIUM, Browser
 from tests.searches.conftest import Launch
 from tests.searches.programs import (
     Fork,
@@ -32,6 +34,7 @@ from tests.searches.programs import (
     sqlite,
     tracked,
 )
+from tests.searches.report.pages import figures_of
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -71,6 +74,12 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
     assert {"speedup", "speedup_low", "speedup_high", "tokens_per_second", "losslessness"} <= export["evidence"].keys()
     assert export["evidence"]["max_new_tokens"] == 8
     assert (folder / "report.png").stat().st_size > 10_000
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "5 of 5 trials finished" in page
+    assert '<span class="badge finished">' in page
+    measured = [trial.number for trial in journal_study(done, "one").trials if "measurement" in trial.user_attrs]
+    drawn = [trace["x"] for trace in figures_of(page)["history"]["data"] if trace["mode"] == "markers"]
+    assert sorted(itertools.chain(*drawn)) == measured
     target = layerskip.load_target(str(tiny_folder), dtype="float32", device=DEVICE)
     loaded = layerskip.Export.load(folder / "best.json", target)
     expected = layerskip.generate(target, "a prompt", max_new_tokens=12).tokens
@@ -100,7 +109,7 @@ def test_a_trials_run_logs_its_results(done: Path) -> None:
         assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["prompts.json"]
     parent = runs(sqlite(done), "study")[0]
     names = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
-    assert {"config.yaml", "report.md", "report.png", "best.json"} <= names
+    assert {"config.yaml", "report.md", "report.png", "report.html", "best.json"} <= names
     assert {"prompts_digest", "device", "versions", "git_commit"} <= parent.data.tags.keys()
 
 
@@ -189,6 +198,8 @@ def test_ctrl_c_prints_a_summary_and_the_same_command_resumes(tiny_folder: Path,
     assert "Best trials" in ended.stdout
     assert "Traceback" not in ended.stderr
     assert runs(sqlite(outputs), "study")[0].info.status == "KILLED"
+    page = outputs / "stopped" / "report.html"
+    assert '<span class="badge interrupted">' in page.read_text(encoding="utf-8")
     finished = len([t for t in journal_study(outputs, "stopped").trials if t.state in FINISHED])
     result = execute(
         "layerskip", *overrides[:-2], "space.kinds=[layer_skip]", "study.name=stopped",
@@ -196,6 +207,17 @@ def test_ctrl_c_prints_a_summary_and_the_same_command_resumes(tiny_folder: Path,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     _check_complete(outputs, "stopped", finished + 1)
+    assert '<span class="badge finished">' in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [375, 1440])
+def test_the_page_of_a_study_opens_in_a_browser(done: Path, width: int) -> None:
+    with Browser() as browser:
+        browser.open(done / "one" / "report.html", width, touch=width < 1000)
+        browser.evaluate("window.drawn.then(() => null)")
+        assert browser.problems == []
+        assert browser.evaluate("document.documentElement.scrollWidth") == width
 
 
 @pytest.fixture

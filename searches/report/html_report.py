@@ -1,0 +1,176 @@
+"""``report.html``: a study, finished or running, on one page that opens from the disk and loads nothing."""
+
+from __future__ import annotations
+
+import html
+import json
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import optuna
+from numpy.typing import NDArray
+from plotly.offline import get_plotlyjs
+
+from layerskip.files import atomic_write
+from searches.report import charts
+from searches.report.page_tables import best_table, finals_table, usage
+from searches.report.study_report import search_seconds, verdict, winner_notes
+from searches.report.timeline import timeline
+from searches.report.trial_points import COLORS, OTHER, points
+from searches.study.finals import Finals
+from searches.study.leaderboard import configuration, ranking
+from searches.study.study import finished
+
+RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
+_PLOTLY = "@plotly@"
+_REFRESH = '<meta http-equiv="refresh" content="60">'
+_EMPTY = '<p class="empty">Nothing measured yet.</p>'
+_HELD_OUT = "Held-out prompts, 95 % intervals. A stroke is the speedup in the search. Dotted: plain decoding."
+_BEST = "Speedups are those on the tune prompts that every trial decodes, over all trials of the configuration."
+_CHARTS = (
+    ("history", "Search history", "Tune prompts, 95 % intervals. Cross: stopped early. Line: the best so far.", "wide"),
+    ("acceptance", "Speedup against acceptance", "Dashed: the Pareto front of trials measured to the end.", ""),
+    ("memory", "Speedup against memory", "Peak of the GPU, or of the process on a CPU. Dashed: the Pareto front.", ""),
+    ("predictions", "Predicted against measured", "Predictions were made before the trials ran. Dotted: equal.", ""),
+    (
+        "skips",
+        "Skipped sub-layers",
+        "By layer: the mean speedup of the trials that skipped a sub-layer. Grey: none did.",
+        "low wide",
+    ),
+    (
+        "scans",
+        "Scanned sub-layers",
+        "By layer: how often the first drafted token is right with one skipped. Grey: unknown.",
+        "low wide",
+    ),
+    (
+        "timeline",
+        "Timeline",
+        "Faint: stopped early or not run. Grey: interrupted. Dashed: a pause that is cut out.",
+        "fitted wide",
+    ),
+)
+_ALWAYS = "history"
+"""The chart that has a place although it has nothing to draw yet."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """The content of a page, without the study.
+
+    Args:
+        layers: the number of decoder layers of the target.
+        trials: the number of finished trials at the end.
+        notes: sentences on the study.
+        state: ``running``, ``finished``, ``interrupted`` or ``failed``.
+        stage: what a running study does now; empty for nothing.
+        finals: the results on held-out prompts; None before them.
+        singles: ``[2, layers]``, the agreement with one attention or MLP sub-layer skipped, from scans; None without any.
+    """
+
+    layers: int
+    trials: int
+    notes: Sequence[str] = ()
+    state: str = RUNNING
+    stage: str = ""
+    finals: Finals | None = None
+    singles: NDArray[np.float64] | None = None
+
+
+def write_page(path: Path, study: optuna.Study, page: Page) -> None:
+    """Write the page atomically, so that a reader never sees a part of it."""
+    template = (resources.files("searches") / "data" / "report.html").read_text(encoding="utf-8")
+    now = datetime.now().astimezone()
+    figures = _figures(study, page, now)
+    before, after = template.split(_PLOTLY)
+    values = {
+        "title": html.escape(study.study_name),
+        "refresh": _REFRESH if page.state == RUNNING else "",
+        "badge": page.state,
+        "status": html.escape(": ".join(filter(None, (page.state, page.stage)))),
+        "progress": f"{len(finished(study))} of {page.trials} trials finished",
+        "written": now.isoformat(),
+        "written_text": f"{now:%Y-%m-%d %H:%M:%S %Z}",
+        "live": json.dumps(page.state == RUNNING),
+        "content": _content(study, page, figures, path),
+        "figures": json.dumps(charts.finite(figures), allow_nan=False).replace("<", "\\u003c"),
+    }
+    with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.write(string.Template(before).substitute(values))
+        file.write(get_plotlyjs())
+        file.write(string.Template(after).substitute(values))
+
+
+def _figures(study: optuna.Study, page: Page, now: datetime) -> dict[str, charts.Figure]:
+    """Return the figures that have something to draw, by the identifier of their place on the page."""
+    measured = points(finished(study))
+    drawn = {
+        "history": charts.history(measured),
+        "acceptance": charts.acceptance(measured),
+        "memory": charts.memory(measured),
+        "predictions": charts.predictions(measured),
+        "skips": charts.skipped_by_trials(measured, page.layers),
+        "scans": charts.agreement_of_scans(page.singles),
+        "timeline": timeline(study.get_trials(deepcopy=False), now),
+        "held-out": charts.held_out(page.finals),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _content(study: optuna.Study, page: Page, figures: Mapping[str, charts.Figure], path: Path) -> str:
+    """Return the cards of the page."""
+    cards = [
+        _chart(figures, name, title, text, shape)
+        for name, title, text, shape in _CHARTS
+        if name in figures or name == _ALWAYS
+    ]
+    finals = ""
+    if page.finals is not None:
+        chart = _chart(figures, "held-out", "Finalists", _HELD_OUT, "fitted wide")
+        finals = f'<div class="grid">{chart}<section class="card wide">{finals_table(page.finals)}</section></div>'
+    return "\n".join(
+        (
+            _verdict(study, page),
+            finals,
+            f'<section class="card use"><h2>Use the winner</h2>{usage(study, page.finals, path)}</section>',
+            _legend(study),
+            f'<div class="grid">{"".join(cards)}</div>',
+            f'<section class="card"><h2>Best trials</h2><p>{_BEST}</p>{best_table(study) or _EMPTY}</section>',
+        )
+    )
+
+
+def _chart(figures: Mapping[str, charts.Figure], name: str, title: str, text: str, shape: str) -> str:
+    """Return the card of a chart; ``shape`` names its classes."""
+    place = f'<div class="chart" id="{name}"></div>' if name in figures else _EMPTY
+    return f'<section class="card {shape}"><h2>{title}</h2><p>{text}</p>{place}</section>'
+
+
+def _verdict(study: optuna.Study, page: Page) -> str:
+    """Return the verdict, or the leader so far, and the notes."""
+    notes = list(page.notes)
+    if page.finals is not None:
+        first = verdict(page.finals)
+        notes += winner_notes(page.finals, search_seconds(study, page.finals))
+    else:
+        first = "No configuration that drafts was measured to the end yet."
+        for leader in ranking(study)[:1]:
+            first = f"Best so far: {leader.config.label()}, {leader.speedup:.2f} x plain decoding on tune prompts."
+    shown = "".join(f"<p>{html.escape(note)}</p>" for note in (first, *notes))
+    return f'<section class="card verdict">{shown}</section>'
+
+
+def _legend(study: optuna.Study) -> str:
+    """Return the colours of the drafters, which all charts share."""
+    found = {configuration(trial).kind for trial in finished(study)}
+    names = {kind: "no drafting" if kind == "none" else kind.replace("_", " ") for kind in charts.kinds(found)}
+    items = (
+        f'<li><i style="background:{COLORS.get(kind, OTHER)}"></i>{html.escape(name)}</li>' for kind, name in names.items()
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'

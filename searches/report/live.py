@@ -1,0 +1,68 @@
+"""The live view of a study: ``report.html``, written again at most once a minute while the study runs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import optuna
+from numpy.typing import NDArray
+
+from searches.app.interrupt import defer_interrupt, is_interrupt
+from searches.report.html_report import FAILED, INTERRUPTED, RUNNING, Page, write_page
+from searches.report.study_report import study_notes
+
+PAGE = "report.html"
+_SECONDS = 60.0  # between two writes; each takes a fraction of a second and writes five megabytes
+
+
+class LiveView:
+    """Writer of the page of a running study. A page that cannot be written stops no study.
+
+    Args:
+        study: the opened study.
+        folder: of the study.
+        layers: the number of decoder layers of the target.
+        trials: the number of finished trials at the end.
+
+    Attributes:
+        singles: ``[2, layers]``, the agreement with one sub-layer skipped, once scans have found it.
+    """
+
+    def __init__(self, study: optuna.Study, folder: Path, layers: int, trials: int) -> None:
+        self._study, self._path, self._layers, self._trials = study, folder / PAGE, layers, trials
+        self._stage, self._written = "", 0.0
+        self.singles: NDArray[np.float64] | None = None
+
+    def begin(self, stage: str) -> None:
+        """Write the page at the start of a stage of the study, which it names."""
+        self._stage = stage
+        self._write(RUNNING)
+
+    def refresh(self) -> None:
+        """Write the page unless it was written less than a minute ago. Call it where nothing is timed."""
+        if time.monotonic() - self._written >= _SECONDS:
+            self._write(RUNNING)
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """State on the page that a block was interrupted or failed, if it raises."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                self._stage = ""
+                self._write(INTERRUPTED if is_interrupt(error) else FAILED)
+            raise
+
+    @defer_interrupt()
+    def _write(self, state: str) -> None:
+        notes = study_notes(self._study, None)
+        with contextlib.suppress(OSError):
+            write_page(
+                self._path, self._study, Page(self._layers, self._trials, notes, state, self._stage, None, self.singles)
+            )
+        self._written = time.monotonic()

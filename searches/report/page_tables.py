@@ -1,0 +1,104 @@
+"""The tables of ``report.html``, and how to use the winner of a study."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from layerskip.measure.measurement import LEAST_RESAMPLED
+from searches.report.study_report import best_trials, finals_rows
+from searches.study.finals import Finalist, Finals
+from searches.study.leaderboard import configuration
+from searches.study.study import SETTINGS, finished
+
+_LONG = ("95 % interval", "output", "verdict")  # values that a narrow screen shows in lines of their own
+_CODE = """import layerskip
+
+target = layerskip.load_target({target!r})
+export = layerskip.Export.load({export!r}, target)
+drafter = layerskip.build_drafter(export.config, target)  # keep one drafter for all requests
+result = layerskip.generate(target, "Why is the sky blue?", export.config, drafter=drafter, max_new_tokens=64)
+print(result.text)
+
+# The same inside transformers' generate:
+method = export.custom_generate(target.tokenizer)
+messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
+inputs = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+output = target.model.generate(**inputs.to(target.device), custom_generate=method, max_new_tokens=64)
+"""
+
+
+def finals_table(finals: Finals) -> str:
+    """Return the table of plain decoding and the finalists."""
+    outcomes = ["wins" if finals.winner.config.kind == "none" else "reference"]
+    outcomes += [_outcome(finals, finalist) for finalist in finals.finalists]
+    rows = []
+    for (label, search_speedup, figures, output), outcome in zip(finals_rows(finals), outcomes, strict=True):
+        row = {"configuration": label, "verdict": outcome, "speedup": f"{figures['speedup']:.3f}"}
+        row |= {"in the search": f"{search_speedup:.3f}"}
+        row |= {"95 % interval": f"{figures['speedup_low']:.3f} to {figures['speedup_high']:.3f}"}
+        rows.append(row | _rates(figures) | {"output": output})
+    return _table(rows)
+
+
+def _outcome(finals: Finals, finalist: Finalist) -> str:
+    """Return why a finalist wins or does not."""
+    if finalist is finals.winner:
+        return "wins"
+    if not finalist.keeps_output:
+        return "cannot win: output changed"
+    if not finalist.stayed:
+        return "dropped: slower than the leader"
+    if finalist.held_out["prompts"] < LEAST_RESAMPLED:
+        return "too few prompts"
+    if not finalist.eligible:
+        return "not shown to be faster"
+    return "as fast as the winner, less simple" if finalist.ties else "faster than plain decoding"
+
+
+def best_table(study: optuna.Study) -> str:
+    """Return the table of the best trials; an empty text if none was measured to the end."""
+    rows = []
+    for trial in best_trials(finished(study)):
+        figures = trial.user_attrs["measurement"]
+        row = {"configuration": configuration(trial).label(), "trial": str(trial.number), "speedup": f"{trial.value:.3f}"}
+        rows.append(row | _rates(figures))
+    return _table(rows) if rows else ""
+
+
+def _rates(figures: Mapping[str, Any]) -> dict[str, str]:
+    formats = {"tokens_per_second": ("tokens/s", ".1f"), "acceptance_rate": ("acceptance", ".2f")}
+    formats["tokens_per_round"] = "tokens/round", ".2f"
+    return {title: format(figures[name], spec) for name, (title, spec) in formats.items()}
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a table; on a narrow screen each row becomes a list of named values."""
+    kinds = {name: ' class="text"' if name in _LONG else "" for name in rows[0]}
+    head = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in kinds.items())
+    body = []
+    for row in rows:
+        cells = (f'<td{kinds[name]} data-name="{html.escape(name)}">{html.escape(cell)}</td>' for name, cell in row.items())
+        start = '<tr class="best">' if row.get("verdict") == "wins" else "<tr>"
+        body.append(f"{start}{''.join(cells)}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def usage(study: optuna.Study, finals: Finals | None, path: Path) -> str:
+    """Return how the winner is used, or when there will be one; ``path`` is that of the page."""
+    if finals is None:
+        return "<p>The finals follow the last trial. They choose the winner and write best.json.</p>"
+    if finals.winner.config.kind == "none":
+        return "<p>Plain decoding wins: use the model as it is. best.json holds the evidence.</p>"
+    settings, export = study.user_attrs.get(SETTINGS, {}), str(path.with_name("best.json"))
+    target = str(settings.get("target.path") or settings.get("target.name") or "the searched model")
+    code = html.escape(_CODE.format(target=target, export=export))
+    return (
+        f"<p>best.json holds {html.escape(finals.winner.config.label())}.</p><pre><code>{code}</code></pre>"
+        "<p>Check it on another day, with the overrides of the search for target and prompts:</p>"
+        f"<pre><code>python -m searches.verify {html.escape(export)}</code></pre>"
+    )

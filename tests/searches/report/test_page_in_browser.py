@@ -1,0 +1,103 @@
+"""The page of a study in a real Chromium; skipped where none is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from searches.report.html_report import FINISHED, Page, write_page
+from searches.report.study_report import study_notes
+from tests.browser import CHROMIUM, Browser
+from tests.searches.report.pages import EARLIER_LAYERS, earlier_study, known_study
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+
+_PHONE, _DESKTOP = 375, 1440
+_MARKS = "document.querySelectorAll('#{} .points path').length"
+_CLIPPED = """Array.from(document.querySelectorAll('p, h1, h2, td, li, .chart')).filter(element => {
+  const box = element.getBoundingClientRect();
+  return box.width && (box.left < 0 || box.right > innerWidth || element.scrollWidth > element.clientWidth + 1);
+}).map(element => element.outerHTML.slice(0, 120))"""
+
+_CELLS = """(() => {
+  const chart = document.getElementById("skips");
+  window.hovered = new Promise(done => chart.on("plotly_hover", () => setTimeout(done, 0)));
+  chart.scrollIntoView();
+  const box = chart.querySelector(".bglayer .bg, .plot").getBoundingClientRect();
+  return [box.left, box.top, box.width, box.height];
+})()"""
+_TINY = """Array.from(document.querySelectorAll('p, td, li, .xtick text')).filter(
+  element => parseFloat(getComputedStyle(element).fontSize) < 12).length"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One Chromium for all tests."""
+    with Browser() as running:
+        yield running
+
+
+def _show(browser: Browser, page: Path, width: int) -> None:
+    """Open a page; check that it renders without a complaint, loads nothing and does not scroll sideways."""
+    browser.open(page, width, touch=width == _PHONE)
+    browser.evaluate("window.drawn.then(() => null)")
+    assert browser.problems == []
+    assert [address for address in browser.requests if not address.startswith(("data:", "blob:"))] == [
+        page.resolve().as_uri()
+    ]
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    assert browser.evaluate(_CLIPPED) == []
+    # plotly.js states what it does not understand; it would ignore it.
+    unknown = "Object.values(figures).flatMap(figure => Plotly.validate(figure.data, figure.layout) ?? [])"
+    assert browser.evaluate(unknown) == []
+    assert browser.evaluate(_TINY) == 0
+
+
+@pytest.mark.parametrize("width", [_PHONE, _DESKTOP])
+def test_a_finished_study_is_drawn_whole(browser: Browser, width: int, tmp_path: Path) -> None:
+    study, finals = known_study()
+    path = tmp_path / "report.html"
+    write_page(path, study, Page(6, 5, study_notes(study, finals), FINISHED, finals=finals))
+    _show(browser, path, width)
+    counts = {name: browser.evaluate(_MARKS.format(name)) for name in ("history", "acceptance", "memory", "predictions")}
+    assert counts == {"history": 5, "acceptance": 4, "memory": 5, "predictions": 3}
+    assert browser.evaluate(_MARKS.format("held-out")) == 2 * len(finals.finalists)
+    assert browser.evaluate(_MARKS.format("timeline")) == 6  # the interrupted trial, too
+    rows = browser.evaluate("Array.from(document.querySelectorAll('tr.best td')).map(cell => cell.textContent)")
+    assert rows[:3] == [finals.winner.config.label(), "wins", "1.600"]
+    assert browser.evaluate("document.querySelector('h1').textContent") == "Study known <b>&amp;"
+    assert "best.json" in browser.evaluate("document.querySelector('pre').textContent")
+
+
+@pytest.mark.parametrize("width", [_PHONE, _DESKTOP])
+def test_an_earlier_study_is_drawn_with_a_point_for_each_trial(browser: Browser, width: int, tmp_path: Path) -> None:
+    study = earlier_study(tmp_path)
+    write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 8, study_notes(study, None), stage="trials"))
+    _show(browser, tmp_path / "report.html", width)
+    assert browser.evaluate(_MARKS.format("history")) == len(study.trials) == 6
+    assert browser.evaluate("document.querySelectorAll('#history .errorbar').length") == 6
+    assert browser.evaluate("document.getElementById('skips')._fullData[0].z.map(row => row.length)") == [10, 10]
+
+
+def test_a_cell_of_the_heat_map_tells_its_layer(browser: Browser, tmp_path: Path) -> None:
+    study = earlier_study(tmp_path)
+    write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 8))
+    _show(browser, tmp_path / "report.html", _DESKTOP)
+    left, top, width, height = browser.evaluate(_CELLS)
+    browser.point(left + 2.5 * width / EARLIER_LAYERS, top + 0.75 * height)  # the MLP of layer 2
+    browser.evaluate("window.hovered")
+    shown = browser.evaluate("document.querySelector('#skips .hoverlayer').textContent")
+    speedups: list[Any] = [study.trials[number].user_attrs["measurement"]["speedup"] for number in (4, 5)]
+    assert shown == f"layer 2, MLPmean speedup {sum(speedups) / 2:.3f}2 trials skipped it"
+
+
+def test_an_empty_study_opens(browser: Browser, tmp_path: Path) -> None:
+    study = optuna.create_study(study_name="empty", direction="maximize")
+    write_page(tmp_path / "report.html", study, Page(4, 8))
+    for width in (_PHONE, _DESKTOP):
+        _show(browser, tmp_path / "report.html", width)
+        assert browser.evaluate("document.querySelector('.empty').textContent") == "Nothing measured yet."
