@@ -48,7 +48,7 @@ class Counters:
                 place = int(position[1])
                 positions[place] = positions.get(place, 0) + int(float(value))
         by_position = tuple(positions.get(place, 0) for place in range(max(positions, default=-1) + 1))
-        return cls(*totals.values(), by_position)
+        return cls(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], by_position)
 
     def since(self, before: Counters) -> Counters:
         """Return the counts after an earlier reading."""

@@ -250,15 +250,15 @@ class ServedBackend(Backend):
         """Compare two outputs, as tokens if the server reports them, else as texts; the target judges a difference."""
         one, other = expected.completion, actual.completion
         if one.tokens is not None and other.tokens is not None:
-            tokens = [one.tokens, other.tokens]
+            first, second = one.tokens, other.tokens
         elif one.text == other.text:
             return Losslessness(1)
         elif self.target.tokenizer is None:
             raise BackendError("server: reports no token ids, and the target has no tokenizer for its texts")
         else:
             words = self.target.tokenizer
-            tokens = [words(each.text, add_special_tokens=False)["input_ids"] for each in (one, other)]
-        divergence = find_divergence(self.target, prompt_id, expected.prompt, *tokens, sampling)
+            first, second = (words(each.text, add_special_tokens=False)["input_ids"] for each in (one, other))
+        divergence = find_divergence(self.target, prompt_id, expected.prompt, first, second, sampling)
         return Losslessness(1, (divergence,) if divergence else ())
 
     def _greedy_checks(self, asked: _Comparison) -> dict[str, Losslessness]:

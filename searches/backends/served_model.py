@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import tempfile
 from pathlib import Path
 
@@ -46,15 +45,7 @@ def served_folder(target: Target, folder: Path) -> str:
 
 
 def _save(target: Target, folder: Path) -> None:
-    """Save weights, configuration and tokenizer; weights that were unpacked from a GGUF file are plain ones by now."""
-    model = copy.copy(target.model)
-    model.config = copy.deepcopy(target.model.config)
-    for name in ("quantization_config", "_pre_quantization_dtype"):
-        if hasattr(model.config, name):
-            delattr(model.config, name)
-    for name in ("hf_quantizer", "quantization_method"):
-        vars(model).pop(name, None)
-    model.is_quantized = False
-    model.save_pretrained(folder)
+    """Save weights, configuration and tokenizer."""
+    target.model.save_pretrained(folder)
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(folder)
