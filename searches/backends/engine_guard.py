@@ -4,7 +4,7 @@ It is run as a script, with the standard library alone, and never imported by a 
 arguments and ends it when its standard input is closed, when its parent is gone or when it is told to terminate. The kernel
 closes the input of a guard whose program was killed, so that no engine outlives its search.
 
-Exit code: the engine's own; 128 plus the number of the signal that ended it.
+Exit code: the engine's own; 128 plus the number of a signal that ended the engine or this process.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     code = engine.poll()
     end_all(grace_seconds if code is None else 0.0)
     if code is None:
-        return 0
+        return 128 + told[0] if told else 0
     return 128 - code if code < 0 else code
 
 

@@ -20,9 +20,8 @@ def _page(rounds: list[tuple[int, int]], engine: str = "0") -> str:
     for place in range(5):
         count = sum(accepted > place for _, accepted in drafts)
         lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}} {float(count)}')
-    return "\n".join(
-        ["# HELP vllm:spec_decode_num_drafts_total Number of drafts.", *lines, 'vllm:prompt_tokens_total{engine="0"} 3.0']
-    )
+    described = "# HELP vllm:spec_decode_num_drafts_total Number of drafts."
+    return "\n".join([described, *lines, 'vllm:prompt_tokens_total{engine="0"} 3.0'])
 
 
 @pytest.mark.parametrize("seed", range(20))
