@@ -27,12 +27,28 @@ from searches.tracking.tracker import Tracker
 from searches.workers.alone import ALONE, Workers
 from searches.workers.crew import Crew
 
+JOINED = "works on study "
+"""In the line that a worker prints when it joins, before the name of the study."""
 _DATABASE = "study.db"
 
 
 def is_database(storage: str | None) -> bool:
     """Return whether a storage is a database or a server, on which several processes may work."""
     return storage is not None and "://" in storage
+
+
+def storage_url(settings: StudySettings, folder: Path) -> str:
+    """Return the URL of the database of a study that several processes work on: by default SQLite in the study's folder.
+
+    Raises:
+        InputError: the storage is a journal file.
+    """
+    if settings.storage is not None and not is_database(settings.storage):
+        raise InputError(
+            f"study.storage: {settings.storage} is a journal file, which is for one process; "
+            "several workers need a database, such as sqlite:///study.db"
+        )
+    return settings.storage or f"sqlite:///{(folder / _DATABASE).resolve()}"
 
 
 def device_type(target: Target) -> str:
@@ -70,7 +86,7 @@ def joined(
             yield open_journal(Path(settings.storage or folder / "journal.log"), not settings.storage), ALONE
         return
     folder.mkdir(parents=True, exist_ok=True)
-    storage = database or open_database(f"sqlite:///{(folder / _DATABASE).resolve()}")
+    storage = database or open_database(storage_url(settings, folder))
     with Crew(storage, name, device) as crew:
         first = crew.share("device", lambda: device)
         if first != device:
@@ -78,7 +94,7 @@ def joined(
                 f"study.devices: study {name} measures on {first}, and this is {device}; "
                 "study.devices=mixed keeps the results of each type apart"
             )
-        print(f"worker {crew.name} works on study {name}", flush=True)
+        print(f"worker {crew.name} {JOINED}{name}", flush=True)
         yield storage, crew
 
 
