@@ -17,7 +17,10 @@ from layerskip.rules import (
     NEVER,
     AcceptRule,
     ConfigError,
+    Costs,
     StopRule,
+    as_lists,
+    as_tuples,
     check_integer,
     check_number,
     check_type,
@@ -113,11 +116,13 @@ class SpeculativeConfig:
         verify_cost: for ``cascade``: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as
             measured by :func:`~layerskip.costs.verify_timing.time_verification`. Longer drafts are extrapolated linearly,
             and trees cost what chains of the same size cost. With it, each round is drafted by the member with the best
-            ratio of expected tokens to cost (:class:`~layerskip.drafters.priced_cascade.PricedCascade`). Empty if unknown;
-            not used by acceptance rules that change the output.
+            ratio of expected tokens to cost (:class:`~layerskip.drafters.priced_cascade.PricedCascade`). Where contexts
+            differ much, pairs of a context and the costs there. Empty if unknown; not used by acceptance rules that change
+            the output.
         draft_cost: for ``cascade`` with a ``verify_cost``: the cost of drafting one token of a chain or one level
             of a tree (all levels if drafted in one pass) for each member, in steps of plain decoding, as measured by
-            :func:`~layerskip.costs.draft_timing.time_drafting`; 0 for lookups. Empty if unknown.
+            :func:`~layerskip.costs.draft_timing.time_drafting`; 0 for lookups. Pairs as above are possible. Empty if
+            unknown.
         options: further fields declared by a registered kind, as pairs of name and value.
 
     Raises:
@@ -143,8 +148,8 @@ class SpeculativeConfig:
     draft: str = ""
     accept: AcceptRule = EXACT
     members: tuple[SpeculativeConfig, ...] = ()
-    verify_cost: tuple[float, ...] = ()
-    draft_cost: tuple[float, ...] = ()
+    verify_cost: Costs = ()
+    draft_cost: Costs = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -217,7 +222,7 @@ class SpeculativeConfig:
                 continue
             if name == "members":
                 value = [member.to_dict() for member in value]
-            fields[name] = value.to_dict() if isinstance(value, StopRule) else list(value) if name in _COSTS else value
+            fields[name] = value.to_dict() if isinstance(value, StopRule) else as_lists(value) if name in _COSTS else value
         fields |= {name: self.option(name) for name in kind.options}
         if not self.lossless:
             fields |= {"accept": self.accept.to_dict(), "lossless": False}
@@ -248,7 +253,7 @@ class SpeculativeConfig:
             values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
         for name in _COSTS:
             if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
+                values[name] = as_tuples(values[name])
         own = tuple((name, values.pop(name)) for name in kind.options if name in values)
         return cls(**values, options=own)
 

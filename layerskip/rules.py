@@ -1,4 +1,4 @@
-"""Stop rules and acceptance rules of a configuration, and checks of configuration values. Does not import torch."""
+"""Stop rules, acceptance rules and costs of a configuration, and checks of its values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -72,6 +72,59 @@ def check_number(name: str, value: Any, least: float, most: float) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ConfigError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
+
+
+Costs = tuple[float, ...] | tuple[tuple[int, tuple[float, ...]], ...]
+"""Costs in steps of plain decoding; or the costs at several contexts (tokens before the step), as pairs in rising order."""
+
+
+def contexts_of(costs: Costs) -> list[int]:
+    """Return the contexts of costs; empty for those of one context, which they do not state."""
+    return [entry[0] for entry in costs if isinstance(entry, tuple)]
+
+
+def tables_of(costs: Costs) -> list[tuple[float, ...]]:
+    """Return the costs at every context."""
+    return [entry[1] for entry in costs if isinstance(entry, tuple)] or [costs]  # type: ignore[list-item]
+
+
+def costs_at(costs: Costs, context: int) -> tuple[float, ...]:
+    """Return the costs at a context: interpolated between the nearest ones, or those of the nearest outside their range."""
+    pairs = list(zip(contexts_of(costs), tables_of(costs), strict=False))
+    if not pairs:
+        return tables_of(costs)[0]
+    low = max((pair for pair in pairs if pair[0] <= context), default=pairs[0])
+    high = min((pair for pair in pairs if pair[0] >= context), default=pairs[-1])
+    share = (context - low[0]) / max(1, high[0] - low[0])
+    return tuple(one + share * (other - one) for one, other in zip(low[1], high[1], strict=True))
+
+
+def check_costs(name: str, costs: Any, least: float) -> None:
+    """Raise ``ConfigError`` for a value that is not :data:`Costs` of at least ``least``."""
+    if not isinstance(costs, tuple):
+        raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
+    pairs = [entry for entry in costs if isinstance(entry, tuple)]
+    if pairs:
+        if len(pairs) < len(costs) or any(len(pair) != 2 or not isinstance(pair[1], tuple) for pair in pairs):
+            raise ConfigError(f"{name}: {costs!r} is neither a list of numbers nor one of pairs of a context and numbers")
+        for context, _ in pairs:
+            check_integer(name, context, 0)
+        contexts, sizes = [pair[0] for pair in pairs], {len(pair[1]) for pair in pairs}
+        if contexts != sorted(set(contexts)) or len(sizes) > 1 or 0 in sizes:
+            raise ConfigError(f"{name}: contexts must rise, and have as many numbers each")
+    for table in tables_of(costs):
+        for cost in table:
+            check_number(name, cost, least, 1e6)
+
+
+def as_tuples(value: Any) -> Any:
+    """Return a value with tuples in place of lists, as configurations hold them."""
+    return tuple(map(as_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def as_lists(value: Any) -> Any:
+    """Return a value with lists in place of tuples, as JSON holds them."""
+    return list(map(as_lists, value)) if isinstance(value, (list, tuple)) else value
 
 
 class _Rule:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import LEAST_RESAMPLED
 from layerskip.models.environment import environment
+from layerskip.rules import contexts_of
 from searches.app.application import instantiate_part
 from searches.app.interrupt import is_interrupt
 from searches.app.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
@@ -273,14 +274,19 @@ class Sweep:
             return propose_all(predictor, plan.space, settings, bar.update, similar, filled, empty)
 
     def _space_with_costs(self, predictor: ScanPredictor | None) -> SearchSpace:
-        """Return the space with the costs of verification and drafting, timed alone if there is no cost profile."""
+        """Return the space with the costs of verification and drafting.
+
+        They are those at the contexts of the cost profile. If there is none, verification is timed alone at the mean
+        context; so is drafting if there is one context.
+        """
         plan, study = self.plan, self.study
         lengths = [len(plan.target.encode(item.messages())) for item in self.tune]
         context = round(statistics.fmean(lengths) + plan.measuring.max_new_tokens / 2)
-        timer = CostTimer(plan.target, plan.sampling, context, plan.seed)
+        timer = CostTimer(plan.target, plan.sampling, [context], plan.seed)
         claim = partial(self.crew.claim, "costs")
         with claim():
             costs = verify_cost(study, timer.verify_costs if predictor is None else lambda: predictor.profile.verify_cost)
+            timer = dataclasses.replace(timer, contexts=contexts_of(costs) or timer.contexts)
             drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
         return dataclasses.replace(plan.space, verify_cost=costs, draft_cost=drafting)
 

@@ -44,6 +44,15 @@ CONFIGS: list[dict[str, Any]] = [
         "verify_cost": [1.5, 1.75],
         "draft_cost": [0.0, 0.5],
     },
+    {
+        "kind": "cascade",
+        "members": [
+            {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 5, "match": "first", "draft_length": 10},
+            {"kind": "layer_skip", "mask": "mlp:3", "draft_length": 4, "stop": {"kind": "length"}},
+        ],
+        "verify_cost": [[256, [1.5, 1.75]], [8192, [1.25, 1.5]]],
+        "draft_cost": [[256, [0.0, 0.5]], [8192, [0.0, 0.25]]],
+    },
 ]  # fmt: skip
 
 LAYER_SKIP = {"kind": "layer_skip"}
@@ -118,6 +127,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": 1.5}, "verify_cost"),
     ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5, 0.0]}, "verify_cost"),
     ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": ["high"]}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [1.5]], [8, [1.5]]]}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [1.5]], [9, [1.5, 2.0]]]}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [1.5]], 1.5]}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, 1.5], [9, 1.5]]}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[0.5, [1.5]]]}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [0.0]]]}, "verify_cost"),
+    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [[8, [0.5]]]}, "draft_cost"),
     ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "draft_cost": [0.0, 0.5]}, "draft_cost"),
     ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [0.5]}, "draft_cost"),
     ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [0.0, -0.5]}, "draft_cost"),

@@ -18,6 +18,7 @@ from typing import Any
 from layerskip.config import StopRule
 from layerskip.mask import SkipMask
 from layerskip.models.bridge import BridgeShape
+from layerskip.rules import Costs
 from layerskip.scan.replay import Counts
 from layerskip.scan.trace import CHAIN, Branching
 
@@ -197,9 +198,10 @@ class CostProfile:
         return len(self.verify_seconds) - 1
 
     @property
-    def verify_cost(self) -> tuple[float, ...]:
-        """Cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding."""
-        return in_steps(self.verify_seconds)
+    def verify_cost(self) -> Costs:
+        """Cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding; of each context if there are several."""
+        measured = [(one.context, in_steps(one.verify_seconds)) for one in (self, *self.others)]
+        return tuple(measured) if self.others else measured[0][1]
 
 
 def in_steps(verify_seconds: Sequence[float]) -> tuple[float, ...]:

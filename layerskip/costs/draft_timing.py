@@ -19,6 +19,7 @@ from layerskip.device.clock import now
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.timed_drafter import TimedDrafter
 from layerskip.models.target import Target
+from layerskip.rules import Costs
 
 _WARM_UP, _TIMED = 2, 12  # rounds
 _ROOM = 32  # tokens
@@ -66,35 +67,38 @@ def _time_drafts(target: Target, drafter: Drafter, context: int, sampling: Sampl
 def draft_costs(
     target: Target,
     members: Sequence[SpeculativeConfig],
-    context: int,
+    contexts: Sequence[int],
     sampling: Sampling | None = None,
     seed: int = 0,
     known: MutableMapping[str, float] | None = None,
-) -> tuple[float, ...]:
+) -> Costs:
     """Measure the drafting cost of every member of a cascade with :func:`time_drafting`.
 
     Args:
         target: the model that verifies.
         members: the configurations of the members.
-        context: tokens of the prompt.
+        contexts: tokens of the prompt, rising; at least one number.
         sampling: how tokens are chosen; None for greedy.
         seed: seed of sampling.
         known: earlier measurements; new ones are added.
 
     Returns:
-        A cost per member, 0.0 for lookups; empty if all members are lookups.
+        A cost per member, 0.0 for lookups; at each context if there are several. Empty if all members are lookups.
     """
     if all(member.lookup for member in members):
         return ()
     known = {} if known is None else known
-    costs = [0.0] * len(members)
-    for place, member in enumerate(members):
-        if not member.lookup:
-            key = _cost_key(member)
-            if key not in known:
-                known[key] = time_drafting(target, member, context, sampling, seed=seed)
-            costs[place] = known[key]
-    return tuple(costs)
+    tables = []
+    for context in contexts:
+        costs = [0.0] * len(members)
+        for place, member in enumerate(members):
+            if not member.lookup:
+                key = _cost_key(member) + (f" context={context}" if len(contexts) > 1 else "")
+                if key not in known:
+                    known[key] = time_drafting(target, member, context, sampling, seed=seed)
+                costs[place] = known[key]
+        tables.append((context, tuple(costs)))
+    return tuple(tables) if len(tables) > 1 else tables[0][1]
 
 
 def _cost_key(member: SpeculativeConfig) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from layerskip.config import ConfigError, Kind, SpeculativeConfig
 from layerskip.decoding.draft import Draft
@@ -26,7 +25,7 @@ from layerskip.drafters.expected_acceptance import AcceptanceEstimates
 from layerskip.drafters.registry import build_drafter, register
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
-from layerskip.rules import check_number
+from layerskip.rules import Costs, check_costs, costs_at, tables_of
 
 _DECAY = 0.99  # per round, of the totals that give the recent rate
 _WINDOW = 128  # rounds of one member; older ones fade
@@ -61,18 +60,19 @@ class PricedCascade(CascadeBase):
 
     Args:
         members: as for any cascade.
-        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding.
+        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding. If it is known at several
+            contexts, that of a text is interpolated at the length of its prompt; so is ``draft_cost``.
         draft_cost: what each member needs to draft one token of a chain, one level of a tree, or all levels if it drafts
             them in one pass, in such steps. Empty if unknown: members that run a model are then tried if no lookup pays. A
-            member that needs a whole step for every token is never tried, as that cannot pay.
+            member that needs a whole step for every token at every context is never tried, as that cannot pay.
     """
 
-    def __init__(self, members: Sequence[Drafter], verify_cost: Sequence[float], draft_cost: Sequence[float] = ()) -> None:
+    def __init__(self, members: Sequence[Drafter], verify_cost: Costs, draft_cost: Costs = ()) -> None:
         super().__init__(members)
-        self._verify_costs = tuple(verify_cost)
-        self._priced, self._draft_cost = bool(draft_cost), tuple(draft_cost) or (0.0,) * len(self.members)
+        self._priced, self._costs = bool(draft_cost), (verify_cost, draft_cost or (0.0,) * len(self.members))
+        least = list(map(min, zip(*tables_of(self._costs[1]), strict=True)))
         self._lookups = [index for index, member in enumerate(members) if isinstance(member, Lookup) and member.lookup]
-        viable = [index for index, member in enumerate(members) if self._draft_cost[index] < 1 or is_single_pass(member)]
+        viable = [index for index, member in enumerate(members) if least[index] < 1 or is_single_pass(member)]
         self._others = [index for index in viable if index not in self._lookups]
         self._estimates = AcceptanceEstimates(by_token=True)
         self._reset_rounds()
@@ -80,6 +80,7 @@ class PricedCascade(CascadeBase):
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Start every member; what is known from earlier texts counts for few rounds of this one."""
         super().start(prompt, cache, chooser)
+        self._verify_costs, self._draft_cost = (costs_at(costs, len(prompt)) for costs in self._costs)
         self._estimates.start_text()
         self._this_text = {
             index: replace(means, rounds=min(means.rounds, _EARLIER_WEIGHT)) for index, means in self._all_texts.items()
@@ -113,7 +114,7 @@ class PricedCascade(CascadeBase):
             self._drafted, best = fallback
         for index in self._others:
             self._skipped[index] = 0 if index in self._asked else self._skipped[index] + 1
-        self._size = best.tokens.shape[0]
+        self._size = best.tokens.shape[0]  # with those that only fill up a DeviceTree, as its pass computes them, too
         return best
 
     def _promising(self, rate: float) -> list[int]:
@@ -191,19 +192,13 @@ def _check(config: SpeculativeConfig) -> None:
     for member in config.members:
         if not isinstance(member, SpeculativeConfig) or member.kind in ("none", "cascade") or not member.lossless:
             raise ConfigError(f"members: {member!r} is not the configuration of a single lossless drafter")
-    _check_costs("verify_cost", config.verify_cost, 0.1)
-    _check_costs("draft_cost", config.draft_cost, 0.0)
+    check_costs("verify_cost", config.verify_cost, 0.1)
+    check_costs("draft_cost", config.draft_cost, 0.0)
     if config.draft_cost and not config.verify_cost:
         raise ConfigError("draft_cost: has no effect without verify_cost")
-    if config.draft_cost and len(config.draft_cost) != len(config.members):
-        raise ConfigError(f"draft_cost: {len(config.draft_cost)} numbers for {len(config.members)} members")
-
-
-def _check_costs(name: str, costs: Any, least: float) -> None:
-    if not isinstance(costs, tuple):
-        raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
-    for cost in costs:
-        check_number(name, cost, least, 1e6)
+    numbers = len(tables_of(config.draft_cost)[0])
+    if config.draft_cost and numbers != len(config.members):
+        raise ConfigError(f"draft_cost: {numbers} numbers for {len(config.members)} members")
 
 
 register(

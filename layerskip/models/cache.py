@@ -27,6 +27,10 @@ class CacheFull(ValueError):
     """A forward pass would write past the cache's last position."""
 
 
+class CacheOverflow(ValueError):
+    """Keys or values of a text that are too large for float16."""
+
+
 class _Layer(CacheLayerMixin):
     """The keys and values of one layer; the length belongs to the cache."""
 
@@ -178,7 +182,12 @@ class KVCache(Cache):
 
         Args:
             parts: caches of the same model, each with the number of its positions to copy.
+
+        Raises:
+            CacheOverflow: some of these keys or values are not finite. Passes over them would give NaN, or other outputs
+                where a cache replaces overflows.
         """
+        finite: list[Tensor] = []
         for index, layer in enumerate(self._layers):
             start = 0
             for other, count in parts:
@@ -189,9 +198,15 @@ class KVCache(Cache):
                     layer.lazy_initialization(source.keys, source.values)
                 assert layer.keys is not None
                 assert layer.values is not None
-                layer.keys[:, :, start : start + count] = source.keys[:, :, :count]
-                layer.values[:, :, start : start + count] = source.values[:, :, :count]
+                for states, given in ((layer.keys, source.keys), (layer.values, source.values)):
+                    states[:, :, start : start + count] = given[:, :, :count]
+                    if given.dtype == torch.float16:  # only float16 overflows in practice
+                        finite.append(given[:, :, :count].isfinite().all())
                 start += count
+        if not all(part.item() for part in finite):
+            raise CacheOverflow(
+                "target.dtype: float16 overflows in keys or values of this text; bfloat16 and float32 do not"
+            )
         self.length = sum(count for _, count in parts)
 
     def gather(self, offsets: Sequence[int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
@@ -19,8 +21,13 @@ from layerskip.models.positions import depends_on_positions_alone
 
 _MIN_LENGTH = 512  # positions; from here on lengths are powers of two, so that most prompts find a cache
 _LARGE = 4096  # from here on eighths of powers of two, because masked positions are read too
-_MAX_LENGTH = 32768  # an estimate: beyond it, reading masked positions takes longer than launching kernels
-_POOLED = 4  # free caches kept per model
+_MAX_LENGTH = 131072
+"""Positions of the longest cache with captured passes; estimated for 8 billion parameters on a GPU of 3 TB/s.
+
+A pass over a cache that is hardly used yet reads it in 5 ms, which is what launching the pass's kernels takes. Smaller
+models, fuller caches and the kernel that leaves unused positions out read less.
+"""
+_POOLED = 4  # free caches kept per model, as long as they have no more than ``_MAX_LENGTH`` positions together
 
 
 def acquire_cache(
@@ -40,8 +47,9 @@ def acquire_cache(
         layers: the number of layers that write to the cache.
         positions: the number of positions needed.
         device: where the cache is allocated.
-        static_shapes: whether to capture passes if the cache is not too long for it; None: on CUDA only, where it is
-            faster, and where compiling was requested. On a CPU, captured passes are recomputed in the same shapes.
+        static_shapes: whether to capture passes if the cache is not too long for it, which is logged otherwise; None: on
+            CUDA only, where it is faster, and where compiling was requested. On a CPU, captured passes are recomputed in
+            the same shapes.
         holder: keeps the cache until it acquires another or is garbage-collected; the cache then returns to the pool. None:
             the caller calls :func:`release_cache`.
         reads: modules that captured passes read in addition to the model; the cache is dropped when their weights move, too.
@@ -53,6 +61,10 @@ def acquire_cache(
     captures = static_shapes and positions <= _MAX_LENGTH
     if captures:
         prepare_compiling(model)
+    elif static_shapes and model not in _too_long:
+        _too_long.add(model)
+        longest = f"{type(model).__name__}: a text may have {positions} tokens, more than {_MAX_LENGTH}"
+        _log.warning("%s; its passes are neither captured nor compiled", longest)
     made_for = _weight_addresses(model, *reads) if captures else None
     with _lock:
         # Also where no pooled cache is wanted: caches on a device that the model has left would never be used again.
@@ -79,8 +91,9 @@ def release_cache(model: nn.Module, cache: KVCache) -> None:
     """Return a cache to the pool; the caller must not use it any more."""
     if isinstance(cache, CapturingCache):
         with _lock:
-            others = [other for other in _free.get(model, ()) if other is not cache]
-            _free[model] = [cache, *others][:_POOLED]
+            free = [cache, *(other for other in _free.get(model, ()) if other is not cache)][:_POOLED]
+            ends = itertools.accumulate(part.max_length for part in free)
+            _free[model] = [part for part, end in zip(free, ends, strict=True) if end <= _MAX_LENGTH]
 
 
 def generation_lock(model: nn.Module) -> threading.RLock:
@@ -111,5 +124,7 @@ def _weight_addresses(*models: nn.Module) -> Hashable | None:
 _free: weakref.WeakKeyDictionary[nn.Module, list[CapturingCache]] = weakref.WeakKeyDictionary()
 _held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
 _generation_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_too_long: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models for which it was logged
+_log = logging.getLogger(__name__)
 _lock = threading.RLock()  # re-entrant: a holder may be collected, and release its cache, while another is acquired
 on_memory_release(_free.clear)

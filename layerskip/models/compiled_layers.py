@@ -15,6 +15,7 @@ import contextlib
 import copy
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,7 +56,8 @@ def _path_of_layers(model: PreTrainedModel) -> str | None:
 class CompiledLayers:
     """The compiled decoder layers of a model or of a view of it.
 
-    A layer whose own forward pass was replaced, as one that is skipped, runs as it is.
+    A layer whose own forward pass was replaced, as one that is skipped, runs as it is. So does every layer in a pass of
+    another thread, which may share the view and has a cache of its own.
 
     Args:
         model: the model or view.
@@ -68,6 +70,7 @@ class CompiledLayers:
         self._first_of_type = [types.index(kind) for kind in types]
         self._trees: dict[int, nn.Module] = {}
         self._addresses: tuple[int, ...] = ()  # of the weights that the trees read
+        self._lock, self._thread = threading.RLock(), 0  # of the thread whose passes are compiled
 
     @property
     def _layers(self) -> nn.ModuleList:
@@ -79,11 +82,21 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def running(self, mask_of: MaskOf) -> Iterator[None]:
-        """Run the layers compiled within the ``with`` block.
+        """Run the layers compiled within the ``with`` block, for one thread at a time.
 
         Args:
             mask_of: applied to every layer's mask.
         """
+        with self._lock:
+            self._thread = threading.get_ident()
+            with (
+                self._replaced(mask_of),
+                torch._dynamo.config.patch(recompile_limit=_VARIANTS, accumulated_recompile_limit=_VARIANTS),
+            ):
+                yield
+
+    @contextlib.contextmanager
+    def _replaced(self, mask_of: MaskOf) -> Iterator[None]:
         layers, replaced = self._layers, []
         addresses = tuple(part.data_ptr() for part in (*layers.parameters(), *layers.buffers()))
         if addresses != self._addresses:  # weights have moved, or were replaced
@@ -93,13 +106,15 @@ class CompiledLayers:
                 layer.forward = functools.partial(self._run, index, mask_of)
                 replaced.append(layer)
         try:
-            with torch._dynamo.config.patch(recompile_limit=_VARIANTS, accumulated_recompile_limit=_VARIANTS):
-                yield
+            yield
         finally:
             for layer in replaced:
                 del layer.__dict__["forward"]
 
     def _run(self, index: int, mask_of: MaskOf, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            layer: Any = self._layers[index]
+            return type(layer).forward(layer, hidden, *args, **kwargs)
         cache = kwargs["past_key_values"]
         assert isinstance(cache, KVCache)
         kwargs["attention_mask"] = mask_of(kwargs["attention_mask"])

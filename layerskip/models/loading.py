@@ -59,9 +59,9 @@ def load_target(
         TargetError: the model does not exist, or it cannot be loaded as requested.
     """
     if not isinstance(trust_remote_code, bool):  # "no" would be true
-        raise TargetError(f"trust_remote_code: {trust_remote_code!r} is neither true nor false")
+        raise TargetError(f"target.trust_remote_code: {trust_remote_code!r} is neither true nor false")
     if pack_weights is not None and not isinstance(pack_weights, bool):
-        raise TargetError(f"pack_weights: {pack_weights!r} is not true, false or null")
+        raise TargetError(f"target.pack_weights: {pack_weights!r} is not true, false or null")
     if device_map is not None and device != "auto":
         raise TargetError(f"target.device_map: the places of the weights are given, so target.device={device} has no effect")
     torch_device = _device(device)
@@ -186,9 +186,9 @@ def _device(device: str) -> torch.device:
     try:
         parsed = torch.device(device)
     except RuntimeError:
-        raise TargetError(f"device: {device!r} is not one that torch knows; write cpu, cuda or cuda:1") from None
+        raise TargetError(f"target.device: {device!r} is not one that torch knows; write cpu, cuda or cuda:1") from None
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise TargetError(f"device: {device} is not available; torch sees {torch.cuda.device_count()} CUDA devices")
+        raise TargetError(f"target.device: {device} is not available; torch sees {torch.cuda.device_count()} CUDA devices")
     return parsed
 
 
@@ -206,7 +206,7 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype:
             return torch.float16
         return torch.bfloat16 if _processor_has_bfloat16() else torch.float32
     if dtype not in DTYPES:
-        raise TargetError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+        raise TargetError(f"target.dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from layerskip import ConfigError, ExportError, MaskError, PromptError, SamplingError, TargetError, UnsupportedModel
 from layerskip.files import DISK_FULL
+from layerskip.models.cache import CacheOverflow
 from searches.app.checks import InputError, check_output_paths
 from searches.app.composition import CONF, prepare_overrides, store_drafters
 from searches.app.defaults import fill_defaults
@@ -30,7 +31,10 @@ from searches.app.interrupt import INTERRUPTED, error_chain, is_interrupt, resen
 
 BAD_INPUT = 2
 NOT_CONFIRMED = 4
-_INPUT_ERRORS = (InputError, ConfigError, ExportError, MaskError, PromptError, SamplingError, TargetError, UnsupportedModel)
+_INPUT_ERRORS = (
+    *(InputError, ConfigError, ExportError, MaskError, PromptError, SamplingError, TargetError, UnsupportedModel),
+    CacheOverflow,
+)
 
 
 def instantiate_part(config: DictConfig, part: str, **more: Any) -> Any:

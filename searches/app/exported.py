@@ -30,6 +30,7 @@ def load_exported_target(fields: DictConfig, export: Export) -> Target:
         device=fields.device,
         trust_remote_code=fields.trust_remote_code,
         device_map=fields.device_map,
+        compile=fields.get("compile", "auto"),  # an export of commands decodes nothing
         quantization=export.target.get("quantization"),
     )
 

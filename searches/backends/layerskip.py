@@ -12,9 +12,11 @@ from layerskip.files import digest
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
+from layerskip.models.graph_capture import capture_seconds
 from searches.app.checks import InputError
 from searches.app.record_header import program_sources
 from searches.backends.backend import BASELINE, Backend, Load
+from searches.tracking.names import STARTUP_SECONDS
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class LayerskipBackend(Backend):
 
     target: Target = field(metadata={"runtime": True})
     name: ClassVar[str] = "layerskip"
+    _compared: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The configurations of the last comparison, and the seconds of capturing before they were first compared."""
 
     @property
     def exact(self) -> bool:
@@ -57,9 +61,19 @@ class LayerskipBackend(Backend):
         """
         if load.concurrency > 1:
             raise InputError("load.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
+        if self._compared.get("configs") != configs:
+            self._compared.update(configs=dict(configs), before=capture_seconds())
         entries = {BASELINE: SpeculativeConfig(), **configs}
         contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
         return interleave(self.target, prompts, contenders, task, repeats, without, before)
+
+    def figures(self) -> dict[str, float]:
+        """Return the seconds of compiling and capturing passes, those of plain decoding included; empty if there were none.
+
+        They count from the first of several comparisons of the same configurations on.
+        """
+        seconds = capture_seconds() - self._compared.get("before", capture_seconds())
+        return {STARTUP_SECONDS: seconds} if seconds else {}
 
     def close(self) -> None:
         """Do nothing, as nothing was started."""

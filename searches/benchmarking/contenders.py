@@ -23,6 +23,7 @@ from layerskip import (
     save_draft_checkpoint,
 )
 from layerskip.measure.measure import Decoder
+from layerskip.rules import Costs
 from searches.app.checks import InputError
 from searches.benchmarking.engine_peers import EnginePeer, is_installed
 from searches.benchmarking.peers import Peer
@@ -119,7 +120,7 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
         configs["export"] = export.config
         _report_differences(export, target, sampling)
         refuse_answers_of("config", export.config, target, prompts)
-    timer = CostTimer(target, sampling, config.tree.context, config.seed)
+    timer = CostTimer(target, sampling, [config.tree.context], config.seed)
     verify_costs, draft_costs = cache(timer.verify_costs), partial(timer.draft_costs, known={})
     for name, drafting in list(configs.items()):
         try:
@@ -195,7 +196,7 @@ def _report_differences(export: Export, target: Target, sampling: Sampling) -> N
 def _with_costs(
     cascade: SpeculativeConfig,
     given: Mapping[str, Any],
-    verify_costs: Callable[[], tuple[float, ...]],
+    verify_costs: Callable[[], Costs],
     draft_costs: DraftCost,
 ) -> SpeculativeConfig:
     """Return a cascade with the costs of drafting and verification: the given ones, otherwise measured ones."""

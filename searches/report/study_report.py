@@ -20,7 +20,7 @@ from searches.study.leaderboard import configuration, is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
 from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
-from searches.tracking.names import DRIFTED, ENGINE_FAILED, FIGURES, WORKER
+from searches.tracking.names import DRIFTED, ENGINE_FAILED, FIGURES, STARTUP_SECONDS, WORKER
 
 _LEAST_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
 
@@ -88,6 +88,12 @@ def study_notes(
         )
     if fits := recorded_seconds(study, FITS):
         notes.append(f"Fitting bridges took {sum(fits.values()):.0f} seconds, {len(fits)} times.")
+    figures = [trial.user_attrs.get(FIGURES, {}) for trial in trials]
+    if started := [found[STARTUP_SECONDS] for found in figures if STARTUP_SECONDS in found]:
+        notes.append(
+            f"{len(started)} trials began with {statistics.fmean(started):.1f} seconds of compiling and capturing passes, "
+            "or of starting an engine, on average. No speedup includes them."
+        )
     if len(trials) > 1:
         notes.append(f"Optuna, MLflow and Hydra took {overhead_seconds(trials):.2f} seconds per trial.")
     if drifted := sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerskip import MaskError, SkipMask, SpeculativeConfig
+from layerskip.rules import Costs
 from searches.app.checks import InputError, check_flag, check_list, check_whole
 from searches.space.bridge_spec import BRIDGES, BridgeSource
 
@@ -14,7 +15,7 @@ MATCHES = ("last", "first")
 LEAST_PROBABILITY = (0.005, 0.5)
 Range = tuple[int, int]
 Params = dict[str, int | float | str]
-DraftCost = Callable[[Sequence[SpeculativeConfig]], tuple[float, ...]]
+DraftCost = Callable[[Sequence[SpeculativeConfig]], Costs]
 """The cost that each member of a cascade has for one drafted token, in steps of plain decoding; empty if unknown."""
 
 _RUNTIME = {"runtime": True}  # measured or made by the program, not configured
@@ -96,7 +97,7 @@ class Choices:
     ranges: Mapping[str, Range] = field(default_factory=dict)
     allow_lossy: bool = False
     trees: bool = field(default=True, metadata=_RUNTIME)
-    verify_cost: tuple[float, ...] = field(default=(), metadata=_RUNTIME)
+    verify_cost: Costs = field(default=(), metadata=_RUNTIME)
     draft_cost: DraftCost | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
     bridge_store: BridgeSource | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
 

@@ -12,6 +12,7 @@ from layerskip import Sampling, SpeculativeConfig, Target
 from layerskip.costs.cost_model import in_steps
 from layerskip.costs.draft_timing import draft_costs
 from layerskip.costs.verify_timing import time_verification
+from layerskip.rules import Costs, as_lists, as_tuples
 from searches.app.memory import within_memory
 from searches.space.choices import DraftCost
 
@@ -28,38 +29,40 @@ class CostTimer:
     Args:
         target: the target.
         sampling: of the target's tokens.
-        context: number of tokens before the timed ones.
+        contexts: numbers of tokens before the timed ones, rising. Drafting is timed at all of them, verification at the
+            first.
         seed: of the random tokens.
     """
 
     target: Target
     sampling: Sampling
-    context: int
+    contexts: Sequence[int]
     seed: int
 
     def verify_costs(self) -> tuple[float, ...]:
         """Return the costs of verifying 1, 2, ... drafted tokens."""
-        return in_steps(time_verification(self.target, self.context, sampling=self.sampling, seed=self.seed))
+        return in_steps(time_verification(self.target, self.contexts[0], sampling=self.sampling, seed=self.seed))
 
-    def draft_costs(self, members: Configs, known: dict[str, float]) -> tuple[float, ...]:
+    def draft_costs(self, members: Configs, known: dict[str, float]) -> Costs:
         """Return the cost of one drafted token for each member of a cascade; new measurements are added to ``known``."""
-        return draft_costs(self.target, members, self.context, self.sampling, self.seed, known)
+        return draft_costs(self.target, members, self.contexts, self.sampling, self.seed, known)
 
 
-def verify_cost(study: optuna.Study, measure: Callable[[], Sequence[float]]) -> tuple[float, ...]:
+def verify_cost(study: optuna.Study, measure: Callable[[], Costs]) -> Costs:
     """Return the verification costs that a study's cascades use.
 
     They are measured once and stored with the study, since other numbers would make other configurations. A study of an
     earlier version with cascades without costs continues without them.
     """
     if _VERIFY_COST not in study.user_attrs:
-        study.set_user_attr(_VERIFY_COST, [] if _has_cascades(study) else list(measure()))
-    return tuple(study.user_attrs[_VERIFY_COST])
+        study.set_user_attr(_VERIFY_COST, [] if _has_cascades(study) else as_lists(measure()))
+    costs: Costs = as_tuples(study.user_attrs[_VERIFY_COST])
+    return costs
 
 
 def draft_cost(
     study: optuna.Study,
-    measure: Callable[[Configs, dict[str, float]], tuple[float, ...]],
+    measure: Callable[[Configs, dict[str, float]], Costs],
     claim: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> DraftCost:
     """Return a function from a cascade's members to their drafting costs, which are measured on first use and stored.
@@ -72,7 +75,7 @@ def draft_cost(
     if _DRAFT_COST not in study.user_attrs:
         study.set_user_attr(_DRAFT_COST, None if _has_cascades(study) else {})
 
-    def costs_of(members: Configs) -> tuple[float, ...]:
+    def costs_of(members: Configs) -> Costs:
         with claim():
             known = study.user_attrs[_DRAFT_COST]
             if known is None:

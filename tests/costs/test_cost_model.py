@@ -51,6 +51,12 @@ def test_seconds_follow_from_counts() -> None:
     assert CostProfile.from_dict(PROFILE.to_dict()) == PROFILE
 
 
+def test_the_costs_of_verification_are_those_of_every_measured_context() -> None:
+    far = replace(PROFILE, context=90, verify_seconds=(40.0, 50.0, 60.0))
+    assert PROFILE.verify_cost == (1.05, 1.2)
+    assert replace(PROFILE, others=(far,)).verify_cost == ((10, (1.05, 1.2)), (90, (1.25, 1.5)))
+
+
 def test_siblings_cost_no_draft_pass() -> None:
     """Two rounds of one drafted token each, of which one has a sibling."""
     profile = replace(PROFILE, siblings_seconds=0.125, tree_seconds=0.25)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -179,6 +181,28 @@ def test_a_stored_prefill_is_not_computed_again(target: Target) -> None:
         assert decode(target, NoDraft(), PROMPT, GREEDY, 1, prefill=changed).tokens == [token]
     with pytest.raises(ValueError, match="^prefill: has 8 tokens, the prompt has 7"):
         decode(target, NoDraft(), PROMPT[1:], GREEDY, 1, prefill=prefill)
+
+
+def test_threads_take_turns_at_a_model(target: Target) -> None:
+    """Also if each has a target of its own over it. Views, captured passes and drafters hold the state of one text."""
+    drafter, ended, found = _drafter("layer_skip", target), list[str](), dict[str, list[int]]()
+
+    def run(name: str, prompt: list[int], callback: Callable[[list[int]], None] | None = None) -> None:
+        found[name] = decode(Target(target.model), drafter, prompt, GREEDY, 12, callback=callback).tokens
+        ended.append(name)
+
+    second = threading.Thread(target=run, args=("second", PROMPT[2:]))
+
+    def interrupt(_: list[int]) -> None:
+        if second.ident is None:
+            second.start()
+        second.join(0.02)  # time for all of its rounds, unless it waits
+
+    run("first", PROMPT, interrupt)
+    second.join()
+    assert ended == ["first", "second"]
+    for name, prompt in (("first", PROMPT), ("second", PROMPT[2:])):
+        assert found[name] == _generate(target, prompt, max_new_tokens=12)
 
 
 @pytest.mark.parametrize("length", [0, -1])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from layerskip.config import AcceptRule, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter, Lookup
+from layerskip.decoding.drafter import Drafter, LateRead, Lookup, VerifyOutput
 from layerskip.decoding.stats import Round
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
@@ -153,6 +154,34 @@ def test_without_draft_costs_a_model_is_asked_if_no_lookup_pays() -> None:
         asked, lost = asked + len(theirs), lost + len(watched.drafts) - len(theirs)
     assert asked > 5
     assert lost > 5
+
+
+def test_tokens_that_only_fill_up_a_tree_on_the_device_have_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass computes them like the others, so a tree of few likely tokens costs what a full one does."""
+    target, head = target_of("llama"), eagle_head("llama")
+    embeddings = target.model.get_input_embeddings()
+    trees = Eagle(head, embeddings, Readout(target, head.tokens), 3, StopRule(), 3, 7, 0.2)
+    cascade = PricedCascade([member_of("prompt_lookup", target), trees], (1.05, 1.1), (0.0, 0.02))
+    computed, priced, drafted = list[int](), list[int](), list[int]()
+    observe_logits, observe, verify_cost = cascade.observe_logits, cascade.observe, cascade._verify_cost
+
+    def observed_logits(output: VerifyOutput) -> Sequence[LateRead]:
+        computed.append(output.block.shape[0] - 1)
+        return observe_logits(output)
+
+    def observed(verdict: Verdict) -> None:
+        drafted.append(len(verdict.drafted))
+        with monkeypatch.context() as patch:
+            patch.setattr(cascade, "_verify_cost", lambda size: priced.append(size) or verify_cost(size))
+            observe(verdict)
+
+    monkeypatch.setattr(cascade, "observe_logits", observed_logits)
+    monkeypatch.setattr(cascade, "observe", observed)
+    for prompt in PROMPTS:
+        decode(target, cascade, prompt, GREEDY, LENGTH, static_shapes=True)
+        computed[len(priced) :] = []  # of the round that ends the text
+    assert priced == computed
+    assert sum(few < size for few, size in zip(drafted, computed, strict=True)) > 0
 
 
 def test_lossy_rules_use_the_cascade_without_costs() -> None:

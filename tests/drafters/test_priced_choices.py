@@ -241,6 +241,35 @@ def test_a_tree_is_cut_to_the_tokens_that_pay(costs: tuple[float, ...], sizes: l
     assert found == sizes
 
 
+@pytest.mark.parametrize(("context", "size"), [(1, 4), (100, 4), (150, 1), (200, 0), (300, 0)])
+def test_costs_are_those_at_the_context_of_the_text(context: int, size: int) -> None:
+    """Between two contexts half of each counts, and outside of them the nearest. The sizes are those of the test above."""
+    silent = Member()
+    silent.proposes = False
+    near, between, far = (1.0, 1.0, 1.0, 1.0), (1.05, 1.6, 1.9, 2.2), (2.8, 2.9, 3.0, 3.1)
+    middle = tuple(2 * half - one for half, one in zip(between, near, strict=True))
+    costs = {100: near, 200: far} if context != 150 else {100: near, 200: middle}
+    cascade = PricedCascade([silent, Trees()], tuple(costs.items()))
+    text = [7] * context
+    cascade.start(text, None, None)  # type: ignore[arg-type]
+    assert cascade.draft(Context(text, torch.tensor([7])), 4).tokens.shape[0] == size
+
+
+def test_a_member_is_tried_at_the_contexts_where_its_drafts_are_cheap() -> None:
+    first, second = Member(), Member()
+    first.proposes = False
+    costs = (100, (0.0, 5.0)), (200, (0.0, 0.1))
+    cascade = PricedCascade([first, second], (1.0, 1.0), costs)
+    spent = []
+    for context in (100, 200):
+        cascade.reset_state()
+        cascade.start([0] * context, None, None)  # type: ignore[arg-type]
+        cascade.draft(Context([0] * context, torch.tensor([0])), 4)
+        cascade.observe(Verdict((1,), 1, 7, torch.tensor([7])))
+        spent.append(cascade._asked[1])
+    assert spent == [5.0, 0.1]
+
+
 def test_tokens_cut_from_a_tree_are_scored_too() -> None:
     """The text takes the second branch again and again, of which nothing is verified at first."""
     silent = Member()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from layerskip.models.cache import CacheFull, KVCache
+from layerskip.models.cache import CacheFull, CacheOverflow, KVCache
 from layerskip.models.forward import forward
 from layerskip.models.skip_view import decoding_view
 from tests.accelerator import DEVICE
@@ -119,6 +121,25 @@ def test_a_length_outside_the_buffers_is_refused(static_shapes: bool, length: in
     with pytest.raises(CacheFull, match=f"length {length} .* 0 to 10"):
         cache.length = length
     assert cache.length == 10
+
+
+@SHAPES
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@torch.inference_mode()
+def test_a_copied_overflow_of_float16_is_refused(static_shapes: bool, dtype: torch.dtype) -> None:
+    """Values of token 63 are beyond the range of float16. The positions before it can be copied."""
+    model, tokens = build("llama").to(dtype), _tokens(0, 8) % 63
+    words, values = model.get_input_embeddings().weight, model.model.layers[0].self_attn.v_proj.weight
+    words[:, 0], values[:, 0], words[63], tokens[5] = 0.0, 6e4, torch.eye(32, dtype=dtype)[0], 63
+    source, cache = _cache(model), _cache(model, static_shapes)
+    for part in (tokens[:5], tokens[5:]):  # in one pass, the overflow times 0 would spoil the positions before it
+        forward(decoding_view(model), part, source, last=1)
+        source.length += len(part)
+    cache.copy_from([(source, 5)])
+    assert cache.length == 5
+    overflows = pytest.raises(CacheOverflow, match=r"^target\.dtype: float16 overflows [^\n]*$")
+    with overflows if dtype == torch.float16 else nullcontext():
+        cache.copy_from([(source, 2), (source, 6)])
 
 
 @SHAPES

@@ -101,10 +101,39 @@ def test_pooled_caches_are_freed_when_memory_is_short() -> None:
 def test_passes_are_captured_on_a_gpu_unless_the_context_is_long() -> None:
     model = build("llama")
     assert isinstance(acquire_cache(model, LAYERS, 40, TORCH_DEVICE), CapturingCache) == (TORCH_DEVICE.type == "cuda")
-    assert type(acquire_cache(model, LAYERS, 100_000, TORCH_DEVICE)) is KVCache
+    assert type(acquire_cache(model, LAYERS, 200_000, TORCH_DEVICE)) is KVCache
 
 
-@pytest.mark.parametrize("positions", [4097, 4608, 4609, 8192, 8193, 20_000, 32_768])
+def test_a_context_that_is_too_long_to_be_captured_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It is decoded all the same; without captured passes, as on a CPU by default, no length is too long."""
+    model = build("llama")
+    assert type(acquire_cache(model, LAYERS, 131_073, TORCH_DEVICE, static_shapes=False)) is KVCache
+    assert not caplog.records
+    for _ in range(2):
+        assert type(acquire_cache(model, LAYERS, 131_073, TORCH_DEVICE, static_shapes=True)) is KVCache
+    (record,) = caplog.records
+    expected = (
+        "LlamaForCausalLM: a text may have 131073 tokens, more than 131072; its passes are neither captured nor compiled"
+    )
+    assert record.getMessage() == expected
+
+
+def test_long_free_caches_are_not_all_kept() -> None:
+    """Four of 32768 positions are, so the longest cache is kept alone."""
+    model = build("llama")
+    caches = [_acquired(model, positions) for positions in (40, 100_000, 40_000, 40)]
+    for cache in caches:
+        release_cache(model, cache)
+    short, middle, long, _ = reversed(caches)
+    assert cache_pool._free[model] == [short, middle]
+    release_cache(model, long)
+    assert cache_pool._free[model] == [long, short]
+    whole = _acquired(model, 131_072)
+    release_cache(model, whole)
+    assert cache_pool._free[model] == [whole]
+
+
+@pytest.mark.parametrize("positions", [4097, 4608, 4609, 8192, 8193, 20_000, 32_768, 100_000, 131_072])
 def test_a_long_cache_is_at_most_an_eighth_longer_than_requested(positions: int) -> None:
     """Passes read masked positions too. There are few lengths, so that most prompts find a pooled cache."""
     length = _acquired(build("llama"), positions).max_length

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -250,6 +252,57 @@ def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.
     expected = decode(Target(build("llama")), NoDraft(), [3, 4, 5], Sampling(), 8, eos_ids=frozenset()).tokens
     assert decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, eos_ids=frozenset()).tokens == expected
     assert runs
+
+
+@torch.inference_mode()
+def test_another_thread_may_run_the_view_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a check of an output beside a decoding. Its pass runs the layers as they are, on its own cache."""
+    with torch.inference_mode(False):
+        model = _model("llama")
+    view, tokens = decoding_view(model), _tokens(16)
+    cache, plain = _caches(model, view, 12)
+    expected = forward(view, tokens, KVCache(LAYERS, 16, device=DEVICE), last=16)
+    found: list[Tensor] = []
+
+    @torch.inference_mode()
+    def check() -> None:
+        found.append(forward(view, tokens, KVCache(LAYERS, 16, device=DEVICE), last=16))
+
+    def run(*args: Any) -> Any:
+        if not found:  # between two layers of the compiled pass
+            thread = threading.Thread(target=check)
+            thread.start()
+            thread.join()
+        return module._run(*args)
+
+    monkeypatch.setattr(module, "_compiled_run", lambda: run)
+    _assert_close(*(forward(view, tokens[12:], held, last=4) for held in (cache, plain)))
+    assert _compiled_passes(cache) == [True]
+    assert len(found) == 1
+    assert torch.equal(found[0], expected)
+
+
+@torch.inference_mode()
+def test_threads_run_the_compiled_layers_of_a_shared_view_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a draft model of two targets. The second pass waits for the first, and is compiled, too."""
+    monkeypatch.setattr(module, "_compiled_run", lambda: module._run)
+    with torch.inference_mode(False):
+        model = _model("llama")
+    layers, entered, left = compiled_layers(decoding_view(model)), threading.Event(), list[bool]()
+    assert layers is not None
+
+    def enter() -> None:
+        with layers.running(lambda mask: mask):
+            left.append(bool(entered.is_set()))
+            left.append("forward" in layers._layers[0].__dict__)
+
+    with layers.running(lambda mask: mask):
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join(0.1)
+        entered.set()
+    thread.join()
+    assert left == [True, True]
 
 
 def test_replaced_weights_are_read_by_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:

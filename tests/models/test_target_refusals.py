@@ -143,19 +143,19 @@ def test_a_broken_file_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Pat
 
 def test_an_unknown_dtype_is_refused_with_the_valid_ones(tiny_folder: Path) -> None:
     message = _refused(tiny_folder, dtype="int8")
-    assert message.startswith("dtype: 'int8'")
+    assert message.startswith("target.dtype: 'int8'")
     assert all(name in message for name in ("auto", "float32", "bfloat16", "float16"))
 
 
 @pytest.mark.parametrize("device", ["gpu", "", "cpu:x"])
 def test_an_unknown_device_is_refused(tiny_folder: Path, device: str) -> None:
-    assert _refused(tiny_folder, device=device).startswith(f"device: {device!r}")
+    assert _refused(tiny_folder, device=device).startswith(f"target.device: {device!r}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_cuda_without_a_cuda_device_is_refused(tiny_folder: Path, device: str) -> None:
-    assert _refused(tiny_folder, device=device).startswith(f"device: {device} ")
+    assert _refused(tiny_folder, device=device).startswith(f"target.device: {device} ")
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:

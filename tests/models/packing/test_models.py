@@ -159,5 +159,5 @@ def test_a_later_setting_applies_to_existing_views(packed: list[Tensor]) -> None
 
 
 def test_an_invalid_setting_is_refused(tiny_folder: Path) -> None:
-    with pytest.raises(TargetError, match="^pack_weights: 'auto' is not true, false or null"):
+    with pytest.raises(TargetError, match=r"^target\.pack_weights: 'auto' is not true, false or null"):
         load_target(str(tiny_folder), pack_weights="auto")  # type: ignore[arg-type]

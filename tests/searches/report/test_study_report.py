@@ -56,6 +56,17 @@ def test_the_report_leaves_out_trials_that_were_not_run() -> None:
     assert "4 trials: 0 stopped early, 1 not run (1 measured before)." in report.summary(study, None)
 
 
+def test_start_up_is_stated_where_there_was_any() -> None:
+    study = run_known(Known({lookup(4): 1.5, lookup(6): 1.2}), lookup(4), lookup(6), lookup(8))
+    assert "compiling" not in report.summary(study, None)
+    with_startup = optuna.create_study(direction="maximize")
+    for trial, seconds in zip(study.trials, (30.0, 2.0, None), strict=True):
+        figures = {} if seconds is None else {"figures": {"startup_seconds": seconds}}
+        given = trial.params, trial.distributions, trial.user_attrs | figures
+        with_startup.add_trial(create_trial(value=trial.value, params=given[0], distributions=given[1], user_attrs=given[2]))
+    assert "2 trials began with 16.0 seconds of compiling" in report.summary(with_startup, None)
+
+
 def test_scans_are_compared_with_the_decoding_time_of_trials() -> None:
     trial = run_known(Known({lookup(4): 1.5}), lookup(4)).trials[0]
     study = optuna.create_study(direction="maximize")

@@ -166,6 +166,8 @@ def test_a_study_resumes_with_its_stored_cost_of_verification() -> None:
     """Another cost would change the configurations of the same choices, so the leader would not be measured again."""
     study = optuna.create_study()
     assert verify_cost(study, lambda: (1.5, 1.75)) == verify_cost(study, lambda: (9.0,)) == (1.5, 1.75)
+    several, costs = optuna.create_study(), ((256, (1.5,)), (8192, (1.25,)))
+    assert verify_cost(several, lambda: costs) == verify_cost(several, lambda: (9.0,)) == costs
     older = optuna.create_study()
     member = SpeculativeConfig("prompt_lookup")
     attributes = {"config": SpeculativeConfig("cascade", members=(member, member)).to_dict()}
