@@ -55,7 +55,7 @@ class LayerskipBackend(Backend):
 
         The arguments are those of :meth:`Backend.compare`, the errors those of :func:`~layerskip.build_drafter`.
         """
-        if load.concurrency > 1:
+        if load.levels != (1,):
             raise InputError("load.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
         entries = {BASELINE: SpeculativeConfig(), **configs}
         contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
