@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from layerskip.config import SpeculativeConfig
-from layerskip.engines.deployment import Deployment, Launch, left_out, openai_request, way_of_drafting
+from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.engines.deployment import Deployment, Launch, Unsupported, left_out, openai_request, way_of_drafting
+from layerskip.heads.portable import count_medusa_heads
 
 VERSION = "0.32"
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -60,6 +62,9 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
         way: how the configuration drafts, see :func:`~layerskip.engines.deployment.way_of_drafting`.
         config: the configuration.
         model: returns the hub id or folder of what drafts; called if the way has a model or a head.
+
+    Raises:
+        Unsupported: a folder of Medusa heads does not state their number.
     """
     if way == "none":
         return {}
@@ -72,4 +77,10 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
             "suffix_decoding_max_spec_factor": config.tree_tokens / config.ngram_max,
             "suffix_decoding_min_token_prob": config.least_probability,
         }
+    if way == "medusa":  # vLLM would make up heads that are missing
+        try:
+            heads = count_medusa_heads(Path(config.head))
+        except ConfigError as error:
+            raise Unsupported(f"config.{error}") from None
+        found["num_speculative_tokens"] = min(config.draft_length, heads)
     return found | {"model": model()} | ({"use_heterogeneous_vocab": True} if way == "cross_tokenizer" else {})
