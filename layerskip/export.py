@@ -82,7 +82,7 @@ class Export:
             path: the export's file. Commands name it, and what they write is put beside it.
         """
         config = resolve_attachments(self.config, Path(path))
-        return describe_engines(Deployment(self.target, config, self.sampling, Path(path)))
+        return describe_engines(Deployment(self.target, config, self.sampling, Path(path), self.environment))
 
     @classmethod
     def load(cls, path: str | Path, target: Target | None = None) -> Export:

@@ -8,7 +8,7 @@ names, and run no engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +78,25 @@ class Deployment:
         config: its configuration, with folders that can be found from here.
         sampling: its sampling.
         file: the export's file.
+        environment: where it was measured, as the export states.
     """
 
     target: Mapping[str, Any]
     config: SpeculativeConfig
-    sampling: Sampling
-    file: Path
+    sampling: Sampling = field(default_factory=Sampling)
+    file: Path = Path()
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if it was measured on a CPU."""
+        return self.environment.get("device") == "cpu"
+
+    def engine_arguments(self, engine: str) -> list[str]:
+        """Return the user's arguments of an engine that it was measured with; none if that was another one."""
+        measured = self.environment.get("backend")
+        stored = measured.get("args") if isinstance(measured, Mapping) and measured.get("name") == engine else None
+        return [str(word) for word in stored] if isinstance(stored, list) else []
 
     @property
     def revision(self) -> list[str]:

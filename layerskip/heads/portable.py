@@ -7,6 +7,7 @@ has the bias and takes the target's embeddings. Both read the draft with the tar
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,21 @@ def why_not_portable(folder: Path) -> str | None:
     if len(shape.get("modules", ())) > 1:
         return "it reads three layers, but joins embedding and state before its layer; EAGLE-3's layout does it inside"
     return None
+
+
+def count_medusa_heads(folder: Path) -> int:
+    """Return the number of Medusa heads in a folder, of this project's layout or of their authors'.
+
+    Raises:
+        ConfigError: it does not say.
+    """
+    try:
+        if is_published(folder):
+            described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            return int(described.get("num_heads") or described["medusa_num_heads"])
+        return int(read_metadata(folder, "head")["shape"]["heads"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(f"head: {folder} does not state its number of heads") from None
 
 
 def save_portable(source: Path, folder: Path, target: Target, engine: str = "vllm") -> Path:

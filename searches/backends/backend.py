@@ -10,14 +10,14 @@ names the class. Its tests inherit those of ``tests/searches/backends/contract.p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
-from searches.app.checks import InputError, check_whole
+from searches.app.checks import InputError, check_list, check_whole
 from searches.space.search_space import SearchSpace
 
 BASELINE = "baseline"
@@ -51,18 +51,35 @@ class Load:
     """The requests that an engine serves while it is measured.
 
     Args:
-        concurrency: number of requests in flight, at least 1. The next one is sent as soon as one is finished.
+        concurrency: number of requests in flight, at least 1. The next one is sent as soon as one is finished. With several
+            numbers, such as ``[1,8]``, every prompt is decoded under each of them, and a speedup is that of all together.
         goal: what a speedup compares: ``decoding``, the tokens per second of a request after its first token, or
             ``throughput``, the tokens per second of the engine, prefill included.
     """
 
-    concurrency: int = 1
+    concurrency: int | Sequence[int] = 1
     goal: str = "decoding"
 
     def __post_init__(self) -> None:
-        check_whole("load.concurrency", self.concurrency)
+        if not isinstance(self.concurrency, int):
+            check_list("load.concurrency", self.concurrency, or_empty=False)
+            object.__setattr__(self, "concurrency", tuple(self.concurrency))
+        for level in self.levels:
+            check_whole("load.concurrency", level)
+        if len(set(self.levels)) < len(self.levels):
+            raise InputError(f"load.concurrency: {list(self.levels)} names a number twice")
         if self.goal not in ("decoding", "throughput"):
             raise InputError(f"load.goal: {self.goal!r} is neither decoding nor throughput")
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The numbers of requests in flight."""
+        return (self.concurrency,) if isinstance(self.concurrency, int) else tuple(self.concurrency)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        one = isinstance(self.concurrency, int)
+        return {"concurrency": self.concurrency if one else list(self.levels), "goal": self.goal}
 
 
 class Backend(Protocol):

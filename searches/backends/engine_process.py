@@ -9,19 +9,22 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from searches.backends.backend import BackendError
+from searches.backends.engine_marks import end_marked, end_orphans, open_log
 
 GRACE_SECONDS = 5.0
 """An engine that is told to end has so long to free what it holds before it is killed."""
 _GUARD = Path(__file__).with_name("engine_guard.py")
 _TAIL_BYTES = 65536
 _SHOWN = 200  # characters of an error
-_ERROR = re.compile(r"(?<!`)\b(\w*(?:Error|Exception): )(.+)")  # vLLM's advice on file limits quotes one
+_ERROR = re.compile(
+    r"^(?:\(.*?\) )?(?:[A-Z]+ \S+ \S+ \[.*?\] )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt): .+)", re.MULTILINE
+)
+"""A line that an exception ends with, behind vLLM's names of process and place. Advice may quote an error within a line."""
 _POLL_SECONDS = 0.1
 _OUT_OF_MEMORY = ("out of memory", "memoryerror", "cannot allocate memory", "can't allocate memory", "bad_alloc")
 _NO_CACHE = ("no available memory for the cache blocks", "larger than the available kv cache memory")
@@ -38,7 +41,8 @@ class EngineProcess:
     """A running engine, with the last lines of its log.
 
     A guard (:mod:`searches.backends.engine_guard`) starts it, and ends it at :meth:`stop` or when this process is gone.
-    The log is an unnamed file, which vanishes with the processes that hold it.
+    If the guard is killed, the processes are found by their log (:mod:`searches.backends.engine_marks`), at :meth:`stop` or
+    when another engine is started.
 
     Args:
         command: of the engine.
@@ -51,7 +55,8 @@ class EngineProcess:
         self, command: Sequence[str], environment: Mapping[str, str], name: str, grace_seconds: float = GRACE_SECONDS
     ) -> None:
         self.name, self._grace = name, grace_seconds
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the engine
+        end_orphans()  # of a program whose guard was killed with it
+        self._log = open_log()
         self.started = time.monotonic()
         # Isolated, and without site-packages, as it needs nothing but the standard library.
         guard = [sys.executable, "-I", "-S", str(_GUARD), str(grace_seconds)]
@@ -122,7 +127,9 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._guard.pid, signal.SIGKILL)  # only what the guard could not end is still in its group
             self._guard.wait()
-            self._log.close()
+            if not self._log.closed:
+                end_marked(self._log)
+                self._log.close()
 
     @staticmethod
     def _end(code: int, tail: str) -> str:
@@ -139,7 +146,7 @@ class EngineProcess:
 
 def _cause(tail: str) -> str:
     """Return the last error in a log that does not point to another one, after a colon; empty if there is none."""
-    found = [name + text for name, text in _ERROR.findall(tail) if "root cause" not in text]
+    found = [error for error in _ERROR.findall(tail) if "root cause" not in error]
     return f": {' '.join(found[-1].split())[:_SHOWN]}" if found else ""
 
 

@@ -59,7 +59,7 @@ class LayerskipBackend(Backend):
 
         The arguments are those of :meth:`Backend.compare`, the errors those of :func:`~layerskip.build_drafter`.
         """
-        if load.concurrency > 1:
+        if load.levels != (1,):
             raise InputError("load.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
         if self._compared.get("configs") != configs:
             self._compared.update(configs=dict(configs), before=capture_seconds())

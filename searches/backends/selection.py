@@ -19,6 +19,7 @@ from searches.app.composition import CONF
 from searches.app.defaults import fill_defaults
 from searches.backends.backend import Backend, BackendError, Load
 from searches.backends.layerskip import LayerskipBackend
+from searches.backends.server import ServerBackend
 from searches.space.search_space import SearchSpace
 
 _OWN = LayerskipBackend.name
@@ -36,7 +37,8 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
     """Return the back end and the load that an export was measured with.
 
     The export gives the names alone. Settings are those of the configuration, since a back end may start programs that they
-    name, and files of others must not choose these.
+    name, and files of others must not choose these. An export of another engine may be measured on a server that runs this
+    engine, such as one that its command started.
 
     Args:
         config: with the export's back end as ``backend``; None takes it with its default settings.
@@ -57,11 +59,14 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
         fill_defaults(config)
         backend, _ = make_backend(config, target)
         return backend, load
+    if config.backend.get("candidate_url") and not config.backend.candidate:
+        config.backend.candidate = export.config.to_dict()  # what a server is taken to decode with
     backend, asked = make_backend(config, target)
-    if backend.name != name:
+    if backend.name != name and (backend.name != ServerBackend.name or name == _OWN):
         raise InputError(f"backend: the export was measured with {name}, not with {backend.name}")
     if asked not in (Load(), load):
-        raise InputError(f"load: the export was measured with {load.concurrency} requests in flight, for {load.goal}")
+        stated = " and ".join(map(str, load.levels))
+        raise InputError(f"load: the export was measured with {stated} requests in flight, for {load.goal}")
     return backend, load
 
 
@@ -74,7 +79,7 @@ def described(backend: Backend, load: Load) -> dict[str, Any]:
     """Return what exports and records say about another engine than this library's decoder, as ``backend``."""
     if backend.name == _OWN:
         return {}
-    return {"backend": {"name": backend.name, "load": dataclasses.asdict(load), **backend.describe()}}
+    return {"backend": {"name": backend.name, "load": load.to_dict(), **backend.describe()}}
 
 
 def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:

@@ -36,7 +36,7 @@ class _Comparison:
     entries: Mapping[str, SpeculativeConfig]
     prompts: PromptSet
     task: Task
-    load: Load
+    concurrency: int
     without: Collection[str]
     before: PromptSet | None
     order: random.Random
@@ -95,14 +95,24 @@ class ServedBackend(Backend):
         If configurations take turns, their times are stated at the speed that plain decoding had beside the first ones.
         """
         entries = {BASELINE: _PLAIN, **configs}
-        asked = _Comparison(entries, prompts, task, load, without, before, random.Random(task.seed))
+        asked = _Comparison(entries, prompts, task, 1, without, before, random.Random(task.seed))
         checks = None if task.sampling.greedy else self._greedy_checks(asked)
         self._figures = Figures()
         for repeat in range(repeats):
             asked = replace(asked, task=replace(task, seed=task.seed + 1000 * repeat))
-            for item, answers in zip(prompts, self._rows(asked), strict=True):
+            for item, answers in zip(prompts, self._rows_under(load, asked), strict=True):
                 yield {name: self._sample(item, name, answers, task.sampling, checks) for name in entries if name in answers}
                 checks = checks and dict.fromkeys(checks, Losslessness(0))  # the comparison counts once
+
+    def _rows_under(self, load: Load, asked: _Comparison) -> Iterator[_Answers]:
+        """Yield the answers to each prompt; those under several numbers of requests in flight together, at the end."""
+        under = [self._rows(replace(asked, concurrency=level)) for level in load.levels]
+        if len(under) == 1:
+            yield from under[0]
+            return
+        for rows in zip(*map(list, under), strict=True):
+            names = [name for name in rows[0] if all(name in row for row in rows)]
+            yield {name: [answer for row in rows for answer in row[name]] for name in names}
 
     def _rows(self, asked: _Comparison) -> Iterator[_Answers]:
         """Yield the answers to each prompt: at once, or at the end under load or if engines take turns."""
@@ -133,17 +143,17 @@ class ServedBackend(Backend):
             group: the names.
             reference: answers of plain decoding by prompt, where it was measured before.
         """
-        entries, prompts, load = {name: asked.entries[name] for name in group}, asked.prompts, asked.load
+        entries, prompts = {name: asked.entries[name] for name in group}, asked.prompts
         learning = {name: config for name, config in entries.items() if config.kind == "retrieval"}
         for config in learning.values():
             self._forget(config)  # it must not have decoded a prompt before, as it would not have in use
-        warming = [self.target.encode(item.messages()) for item in prompts.items[: load.concurrency]]
+        warming = [self.target.encode(item.messages()) for item in prompts.items[: asked.concurrency]]
         for name, config in entries.items():
             with self._ending(name, config):
                 self._figures.startup_seconds[name] = self._engine(config, entries.values(), warming).startup_seconds
         if learning and asked.before is not None and len(asked.before):
             self._batch(replace(asked, entries=learning), asked.before.items, 0, {}, counted=False)
-        size = 1 if load.concurrency == 1 else len(prompts)
+        size = 1 if asked.concurrency == 1 else len(prompts)
         for begin in range(0, len(prompts), size):
             left = {name: config for name, config in entries.items() if name not in asked.without}
             items = prompts.items[begin : begin + size]
@@ -189,9 +199,9 @@ class ServedBackend(Backend):
         """Return the answers of one engine; one that fails is stopped."""
         config = asked.entries[name]
         with self._ending(name, config):
-            answers, seconds = self._running[config].answer(prompts, tasks, asked.load.concurrency, config)
+            answers, seconds = self._running[config].answer(prompts, tasks, asked.concurrency, config)
         if counted:
-            self._figures.add(name, [answer.completion for answer in answers], seconds)
+            self._figures.add(name, asked.concurrency, [answer.completion for answer in answers], seconds)
         return answers
 
     def _engine(

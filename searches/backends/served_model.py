@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from layerskip import Target
-from layerskip.files import report_full_disk
+from layerskip import SpeculativeConfig, Target
+from layerskip.attachments import attachment_digests
+from layerskip.files import digest, report_full_disk
+from layerskip.heads.portable import save_portable
+from layerskip.heads.published_eagle import is_published
 from layerskip.models.wheels import WHEELS
 from searches.app.checks import InputError
 
@@ -33,15 +37,37 @@ def served_folder(target: Target, folder: Path) -> str:
         with contextlib.suppress(OSError, ValueError):  # it is in the cache that it was loaded from
             return snapshot_download(target.name, revision=target.revision, local_files_only=True)
     saved = folder.resolve() / f"{source.name.removesuffix('.gguf')}-{target.digest[:12]}"
-    if not saved.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        # Written to a temporary folder first, so that the final one is always complete.
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as temporary:
-            partial = Path(temporary) / saved.name
-            with report_full_disk(saved, Path(temporary) / "probe"):
-                _save(target, partial)
-            partial.replace(saved)
-    return str(saved)
+    return _written(saved, lambda partial: _save(target, partial))
+
+
+def served_head(config: SpeculativeConfig, target: Target, folder: Path) -> str:
+    """Return a folder that vLLM can load a configuration's head from; one of this project's layout is saved to one.
+
+    Args:
+        config: with a head.
+        target: that it drafts for.
+        folder: as for :func:`served_folder`.
+
+    Raises:
+        ConfigError: vLLM has no layout for this head, or it belongs to another target.
+    """
+    source = Path(config.head)
+    if is_published(source):
+        return str(source.resolve())
+    saved = folder.resolve() / f"{source.resolve().name}-{digest([attachment_digests(config), target.digest])[:12]}"
+    return _written(saved, lambda partial: save_portable(source, partial, target))
+
+
+def _written(folder: Path, write: Callable[[Path], object]) -> str:
+    """Return a folder; if it does not exist, write it under another name first, so that it is always complete."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".saving.") as temporary:
+            partial = Path(temporary) / folder.name
+            with report_full_disk(folder, Path(temporary) / "probe"):
+                write(partial)
+            partial.replace(folder)
+    return str(folder)
 
 
 def _save(target: Target, folder: Path) -> None:

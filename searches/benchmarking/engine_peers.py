@@ -99,7 +99,8 @@ class EnginePeer:
             text=True,
             start_new_session=True,  # Ctrl-C is this program's to handle, which then closes the worker
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-            | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+            | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+            | _intel_openmp(python),
         )
         try:
             self.version = str(self._ask(settings)["version"])
@@ -181,6 +182,12 @@ class EnginePeer:
                     last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
                     raise UnsupportedModel(f"openvino_genai: cannot convert {model.name}: {' '.join(last)[:300]}")
         return converted
+
+
+def _intel_openmp(python: str) -> dict[str, str]:
+    """Return the variable that loads Intel's OpenMP first, as the documentation of vLLM asks; the wheel for CPUs has it."""
+    library = Path(str(shutil.which(python))).parent.parent / "lib" / "libiomp5.so"
+    return {"LD_PRELOAD": str(library)} if library.is_file() and "LD_PRELOAD" not in os.environ else {}
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from layerskip.measure.measurement import LEAST_RESAMPLED
 from searches.app.time_ledger import FITS, KEPT_SECONDS, SHARED, recorded_seconds
 from searches.predict.prediction_error import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
+from searches.report.load_report import load_tables
 from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration, is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
@@ -41,7 +42,7 @@ def summary(
     lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
     if finals is not None:
         lines += [*_finals_table(finals), "", *winner_notes(study, finals), ""]
-    lines += ["## Best trials (tune prompts)", "", *_trials_table(trials), *_load_table(trials)]
+    lines += ["## Best trials (tune prompts)", "", *_trials_table(trials), *load_tables(_measured(trials))]
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
     if changed:
         lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
@@ -261,35 +262,4 @@ def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
             f"| {trial.number} | {configuration(trial).label()} | {trial.value:.3f} | {figures['tokens_per_second']:.1f} "
             f"| {figures['acceptance_rate']:.2f} | {figures['tokens_per_round']:.2f} |"
         )
-    return lines
-
-
-def _load_table(trials: Sequence[FrozenTrial]) -> list[str]:
-    """Return a table of throughput and latency: the trials that no other one exceeds in both (the Pareto front).
-
-    It is empty if the back end reports neither.
-    """
-    known = [t for t in _measured(trials) if {"throughput", "tpot_p50"} <= t.user_attrs.get(FIGURES, {}).keys()]
-    points = {t.number: (t.user_attrs[FIGURES]["throughput"], -t.user_attrs[FIGURES]["tpot_p50"]) for t in known}
-    front = [
-        trial
-        for trial in sorted(known, key=lambda t: points[t.number], reverse=True)
-        if is_lossless(trial.user_attrs["measurement"])
-        and not any(
-            other != points[trial.number] and all(a >= b for a, b in zip(other, points[trial.number], strict=True))
-            for other in points.values()
-        )
-    ]
-    if not front:
-        return []
-    names = ("throughput", "tpot_p50", "tpot_p95", "ttft_p50", "ttft_p95")
-    lines = [
-        *("", "## Throughput and latency (Pareto front)", ""),
-        "| trial | configuration | tokens/s of the engine | s/token p50 | p95 | s to the first token p50 | p95 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for trial in front:
-        figures = trial.user_attrs[FIGURES]
-        cells = [f"{figures[name]:.4g}" if name in figures else "" for name in names]
-        lines.append(f"| {trial.number} | {configuration(trial).label()} | {' | '.join(cells)} |")
     return lines

@@ -7,7 +7,7 @@ simulated decoder.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, Protocol
 
@@ -79,7 +79,7 @@ class ModelBench:
     @property
     def conditions(self) -> Any:
         """The back end's description, the sampling, the number of tokens and the load."""
-        return [self.backend.describe(), self.sampling.to_dict(), self.max_new_tokens, asdict(self.load)]
+        return [self.backend.describe(), self.sampling.to_dict(), self.max_new_tokens, self.load.to_dict()]
 
     def compare(
         self,

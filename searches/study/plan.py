@@ -87,7 +87,7 @@ class Plan:
         prompts.split()  # refuses a set that is too small for held-out prompts
         target: Target = instantiate(config.target)
         backend, load = make_backend(config, target)
-        if load.concurrency > 1:  # one prompt measured again would be alone in the engine
+        if load.levels != (1,):  # one prompt measured again would be alone in the engine
             measuring = replace(measuring, drift=math.inf)
         check_prompts(prompts, target, measuring.max_new_tokens)
         _resolve(config)

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def test_vllm_takes_the_range_of_n_grams() -> None:
     assert json.loads(_option(command, "--speculative-config")) == expected
     assert not any(note.startswith("config.match") for note in _entry("vllm", LOOKUP)["differs"])
     assert any(note.startswith("config.match") for note in _entry("vllm", CONFIGS["last lookup"])["differs"])
+
+
+def test_an_export_of_a_cpu_starts_the_server_that_its_wheel_has() -> None:
+    measured = {"device": "cpu", "backend": {"name": "vllm", "args": ["--max-model-len", "2048"]}}
+    command = describe_engines(replace(deployment(LOOKUP), environment=measured))["vllm"]["command"]
+    assert command[:5] == ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "Org/Model"]
+    assert _option(command, "--max-model-len") == "2048"
+    assert _option(command, "--speculative-config") == _option(_entry("vllm", LOOKUP)["command"], "--speculative-config")
+    measured = {"device": "cuda", "backend": {"name": "server", "args": ["--max-model-len", "2048"]}}
+    assert describe_engines(replace(deployment(LOOKUP), environment=measured))["vllm"] == _entry("vllm", LOOKUP)
 
 
 def test_retrieval_is_vllms_suffix_decoding() -> None:

@@ -123,6 +123,9 @@ def test_medusa_heads_have_the_same_logits_in_vllms_layout(target: Target, vocab
     assert ("token_map" in stored) == (tokens is not None)
     if tokens is not None:
         assert torch.equal(stored["token_map"], tokens)
+    for head in (tmp_path / "head", folder):
+        config = SpeculativeConfig("medusa", 6, head=str(head))
+        assert describe_engines(deployment(config))["vllm"]["arguments"]["num_speculative_tokens"] == 2
 
 
 @pytest.mark.parametrize(("shape", "reason"), [({"lookback": 2}, "lookback=0"), ({"three_layers": True}, "EAGLE-3")])

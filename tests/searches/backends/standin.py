@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -100,13 +100,17 @@ class Standin(BaseHTTPRequestHandler):
         try:
             self.send_response(200)
             self.end_headers()
-            with contextlib.suppress(ConnectionError):
-                for line in self._lines(asked, fault):
-                    self.wfile.write(line.encode() + b"\n\n")
-                    self.wfile.flush()
+            self._send(self._lines(asked, fault))
         finally:
             with self.lock:
                 kind.in_flight -= 1
+        self._send(["data: [DONE]"])  # only now, as the client may send the next request at once
+
+    def _send(self, lines: Iterable[str]) -> None:
+        with contextlib.suppress(ConnectionError):
+            for line in lines:
+                self.wfile.write(line.encode() + b"\n\n")
+                self.wfile.flush()
 
     def _lines(self, asked: dict[str, Any], fault: str) -> Iterator[str]:
         count = int(asked["max_tokens"])
@@ -141,7 +145,6 @@ class Standin(BaseHTTPRequestHandler):
                 yield "data: " + json.dumps({"choices": [choice]})
             time.sleep(self.options.pause)
         yield "data: " + json.dumps({"choices": [], "usage": {"completion_tokens": 0 if fault == "no_tokens" else done}})
-        yield "data: [DONE]"
 
     def log_message(self, *_: object) -> None:
         """Print nothing: the log is for planned messages."""

@@ -23,6 +23,19 @@ def _start(folder: Path, *options: str) -> tuple[EngineProcess, Client]:
     return EngineProcess(command, os.environ, "stand-in", grace_seconds=2.0), Client(f"http://127.0.0.1:{port}", 20.0)
 
 
+def _program(folder: Path, processes: Path) -> Fork:
+    """Return a program that starts a stand-in and waits."""
+    program = folder / "program.py"
+    program.write_text(f"""
+import os, time
+from searches.backends.engine_process import EngineProcess
+command = [*{STANDIN!r}, "--port", "0", "--folder", {str(processes)!r}]
+engine = EngineProcess(command, os.environ, "stand-in", grace_seconds=2.0)
+time.sleep(600)
+""")
+    return Fork(str(program), cwd=folder)
+
+
 def test_a_stopped_engine_ends_with_what_it_started(tmp_path: Path) -> None:
     process, client = _start(tmp_path)
     seconds = process.wait_until(client.ready, 30)
@@ -35,16 +48,9 @@ def test_a_stopped_engine_ends_with_what_it_started(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_an_engine_does_not_outlive_a_program_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
-    folder, program = tmp_path / "processes", tmp_path / "program.py"
+    folder = tmp_path / "processes"
     folder.mkdir()
-    program.write_text(f"""
-import os, time
-from searches.backends.engine_process import EngineProcess
-command = [*{STANDIN!r}, "--port", "0", "--folder", {str(folder)!r}]
-engine = EngineProcess(command, os.environ, "stand-in", grace_seconds=2.0)
-time.sleep(600)
-""")
-    with Fork(str(program), cwd=tmp_path) as process:
+    with _program(tmp_path, folder) as process:
         assert len(wait_for(folder, _PROCESSES, 60)) == _PROCESSES
         process.send(number)
     assert wait_for(folder, 0) == []
@@ -54,12 +60,26 @@ def test_an_engine_ends_even_if_its_guard_was_killed(tmp_path: Path) -> None:
     process, client = _start(tmp_path)
     process.wait_until(client.ready, 30)
     engine, child = sorted(running(tmp_path), key=lambda each: _parent(each) in running(tmp_path))
-    try:
+    os.kill(_parent(engine), signal.SIGKILL)
+    assert wait_for(tmp_path, 1) == [child]  # it has left the engine's group
+    process.stop()
+    assert running(tmp_path) == []
+
+
+def test_engines_of_a_program_that_was_killed_with_its_guard_end_at_the_next_start(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("orphaned", "running", "next")]
+    for folder in folders:
+        folder.mkdir()
+    process, _ = _start(folders[1])
+    with _program(tmp_path, folders[0]) as program:
+        engine, child = sorted(wait_for(folders[0], _PROCESSES, 60), key=lambda each: _parent(each) in running(folders[0]))
         os.kill(_parent(engine), signal.SIGKILL)
-        process.stop()
-        assert wait_for(tmp_path, 1) == [child]  # out of reach: it has left the engine's group
-    finally:
-        os.kill(child, signal.SIGKILL)
+        program.send(signal.SIGKILL)
+    assert wait_for(folders[0], 1) == [child]
+    _start(folders[2])[0].stop()
+    assert running(folders[0]) == []
+    assert len(wait_for(folders[1], _PROCESSES)) == _PROCESSES and process.running  # its program is this one
+    process.stop()
 
 
 def _parent(process: int) -> int:

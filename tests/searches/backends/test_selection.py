@@ -15,6 +15,7 @@ from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.backends.layerskip import LayerskipBackend
 from searches.backends.selection import exported_backend, supported_space
+from searches.backends.server import ServerBackend
 from searches.space.search_space import SearchSpace
 from searches.study.plan import Plan, describe
 from tests.searches.backends.fake import BROKEN, SPEEDUP, FakeBackend
@@ -68,10 +69,21 @@ def test_an_export_is_measured_on_its_own_engine_under_its_load(tiny_target: Tar
     backend, load = exported_backend(compose_config("verify"), _exported(tiny_target), tiny_target)
     assert (type(backend), load.concurrency) == (LayerskipBackend, 1)
     config = compose_config("verify", ["backend=layerskip", FAKE])
-    loaded = {"concurrency": 8, "goal": "throughput"}
-    backend, load = exported_backend(config, _exported(tiny_target, name="fake", load=loaded), tiny_target)
-    assert type(backend) is FakeBackend
-    assert (load.concurrency, load.goal) == (8, "throughput")
+    for concurrency, levels in ((8, (8,)), ([1, 8], (1, 8))):
+        loaded = {"concurrency": concurrency, "goal": "throughput"}
+        backend, load = exported_backend(config, _exported(tiny_target, name="fake", load=loaded), tiny_target)
+        assert type(backend) is FakeBackend
+        assert (load.levels, load.goal) == (levels, "throughput")
+
+
+def test_an_export_of_an_engine_is_measured_on_servers_that_run_it(tiny_target: Target) -> None:
+    urls = [f"backend.{name}_url=http://127.0.0.1:{port}" for name, port in (("baseline", 1), ("candidate", 2))]
+    config = compose_config("verify", ["backend=server", *urls])
+    backend, _ = exported_backend(config, _exported(tiny_target, name="vllm"), tiny_target)
+    assert isinstance(backend, ServerBackend)
+    assert SpeculativeConfig.from_dict(dict(backend.candidate)) == SpeculativeConfig("prompt_lookup")
+    with pytest.raises(InputError, match=r"^backend: the export was measured with layerskip, not with server"):
+        exported_backend(config, _exported(tiny_target), tiny_target)
 
 
 @pytest.mark.parametrize("name", ["fake", "../layerskip", ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import tests.searches.backends.contract as contract
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.measure.measure import Task
 from layerskip.prompts import PromptItem
+from searches.app.checks import InputError
 from searches.backends.backend import BackendError, Load
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
@@ -118,6 +120,31 @@ def test_under_load_so_many_requests_are_in_flight(tiny_target: Target, folder: 
         assert {row["two"].lossless.verdict for row in rows} == {"exact"}
     finally:
         backend.close()
+
+
+def test_several_numbers_of_requests_are_measured_one_after_the_other(tiny_target: Target, folder: Path) -> None:
+    backend = ServerBackend(tiny_target, command=_command(folder, "--pause", "0.01"))
+    try:
+        rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Load([1, 3])))
+        figures = backend.figures()
+        engines = [engine.client for engine in backend._running.values()]
+        requests = [json.loads(client.get("/seen")) for client in engines]
+        flying = [client.get("/most_in_flight") for client in engines]
+    finally:
+        backend.close()
+    assert [len(seen) for seen in requests] == [1 + 2 * len(_PROMPTS)] * 2  # the first one warms up
+    for row in rows:
+        assert [row[name].tokens for name in ("baseline", "two")] == [24, 24]
+        assert (row["two"].lossless.verdict, row["two"].lossless.compared) == ("exact", 2)
+    assert flying == ["3", "3"]
+    assert figures.keys() >= {"throughput_at_1", "baseline_tpot_p95_at_1", "baseline_ttft_p50_at_3", "startup_seconds"}
+    assert "throughput" not in figures
+
+
+@pytest.mark.parametrize("wrong", [0, True, [], [1, 0], [8, 8], "many"])
+def test_numbers_of_requests_are_checked(wrong: object) -> None:
+    with pytest.raises(InputError, match=r"^load\.concurrency: "):
+        Load(wrong)  # type: ignore[arg-type]
 
 
 def test_a_conversation_continues_from_the_answers_of_plain_decoding(backend: ServerBackend, tiny_target: Target) -> None:

