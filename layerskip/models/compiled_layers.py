@@ -45,8 +45,17 @@ def eager_only(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _path_of_layers(model: PreTrainedModel) -> str | None:
+def compile_whole(module: nn.Module) -> None:
+    """Declare that a module, called with one tensor, is compiled as if it were a decoder layer."""
+    _whole.add(module)
+
+
+def _path_of_layers(model: nn.Module) -> str | None:
     """Return the dotted name of the list of a model's decoder layers; None if there is no such list."""
+    if model in _whole:
+        return ""
+    if not isinstance(model, PreTrainedModel):
+        return None
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
     return next((path for path, module in lists if len(module) == count), None)
@@ -59,12 +68,13 @@ class CompiledLayers:
 
     Args:
         model: the model or view.
-        path: the dotted name of its decoder layers.
+        path: the dotted name of its decoder layers; empty if the model is compiled as a whole.
     """
 
-    def __init__(self, model: PreTrainedModel, path: str) -> None:
+    def __init__(self, model: nn.Module, path: str) -> None:
         self._model, self._path = weakref.ref(model), path  # a view's layers may refer to the view, which must not be kept
-        types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["" for _ in self._layers]
+        config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
+        types = getattr(config, "layer_types", None) or ["" for _ in self._layers]
         self._first_of_type = [types.index(kind) for kind in types]
         self._trees: dict[int, nn.Module] = {}
         self._addresses: tuple[int, ...] = ()  # of the weights that the trees read
@@ -73,7 +83,7 @@ class CompiledLayers:
     def _layers(self) -> nn.ModuleList:
         model = self._model()
         assert model is not None
-        layers = model.get_submodule(self._path)
+        layers = model.get_submodule(self._path) if self._path else nn.ModuleList([model])
         assert isinstance(layers, nn.ModuleList)
         return layers
 
@@ -100,13 +110,14 @@ class CompiledLayers:
                 del layer.__dict__["forward"]
 
     def _run(self, index: int, mask_of: MaskOf, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs["past_key_values"]
-        assert isinstance(cache, KVCache)
-        kwargs["attention_mask"] = mask_of(kwargs["attention_mask"])
+        cache = kwargs.get("past_key_values")
         if index not in self._trees:
             self._trees[index] = self._tree(index)
             fuse_siblings(self._trees[index], single_rows=_single_rows(hidden))
-        kwargs["past_key_values"] = cache.layer_buffers(index, hidden.shape[1])
+        if cache is not None:
+            assert isinstance(cache, KVCache)
+            kwargs["attention_mask"] = mask_of(kwargs["attention_mask"])
+            kwargs["past_key_values"] = cache.layer_buffers(index, hidden.shape[1])
         return _compiled_run()(self._trees[index], hidden, args, kwargs)
 
     def _tree(self, index: int) -> nn.Module:
@@ -145,15 +156,22 @@ def _single_rows(hidden: Tensor) -> bool:
 @functools.cache
 def _compiled_run() -> Callable[..., Any]:
     """Return the compiled call of a layer; made on first use, because importing the compiler takes seconds."""
-    return torch.compile(_run, fullgraph=True, dynamic=False, options=_OPTIONS)
+    options = dict(_OPTIONS)
+    try:
+        from layerskip.kernels.product_fusion import ProductFusion  # imports the compiler
+    except ImportError as error:  # another version of it
+        _log.warning("compiled layers launch more kernels: %s", error)
+    else:
+        options["post_grad_custom_pre_pass"] = ProductFusion()
+    return torch.compile(_run, fullgraph=True, dynamic=False, options=options)
 
 
 def compiled_layers(model: nn.Module) -> CompiledLayers | None:
     """Return the compiled layers of a model; None where layers are not compiled, or cannot be."""
-    if not isinstance(model, PreTrainedModel) or model in _refused:
+    if model in _refused or not (isinstance(model, PreTrainedModel) or model in _whole):
         return None
     mode = compile_mode(model)
-    if mode == "off" or (mode == "auto" and model.device.type != "cuda"):
+    if mode == "off" or (mode == "auto" and next(model.parameters()).device.type != "cuda"):
         return None
     if model not in _compiled:
         path = _path_of_layers(model)
@@ -166,8 +184,11 @@ def prepare_compiling(model: nn.Module) -> None:
     body = getattr(model, "body", model)  # of a head
     if compiled_layers(body) is None:
         return
-    assert isinstance(body, PreTrainedModel)
+    first = next(body.parameters())
     with contextlib.suppress(Exception), torch.inference_mode():  # models of any code; nothing is laid out then
+        if not isinstance(body, PreTrainedModel):
+            lay_out_siblings(body, lambda: body(first.new_zeros(2, first.shape[1])))
+            return
         width = body.config.get_text_config(decoder=True).hidden_size
         states = torch.zeros(1, 2, width, dtype=body.dtype, device=body.device)
         lay_out_siblings(body, lambda: body(inputs_embeds=states, use_cache=False))
@@ -202,6 +223,7 @@ def compile_like(model: nn.Module, tree: nn.Module) -> None:
 
 
 _log = logging.getLogger(__name__)
-_compiled: weakref.WeakKeyDictionary[PreTrainedModel, CompiledLayers | None] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[nn.Module, CompiledLayers | None] = weakref.WeakKeyDictionary()
 _modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
