@@ -142,7 +142,7 @@ def few_rows_linear(
         hidden: ``[..., in]``, contiguous, float16 or bfloat16.
         weight: ``[out, in]``, contiguous, of the same dtype.
         residual: ``[..., out]``, contiguous: added to the product.
-        gate: a name of ``GATES``, whose value for the first half of the outputs is multiplied with the second half; or empty.
+        gate: a name of ``GATES``, whose value for the first half of the outputs multiplies the second half; or empty.
         norm: a name of ``NORMS``, the norm of the rows before the product; or empty.
         scale: ``[in]``, contiguous: the weight of the norm.
         epsilon: of the norm.

@@ -31,7 +31,7 @@ def _waiting_allowed() -> Iterator[None]:
 
 
 def passes_trial(name: str, kind: Hashable, run: Callable[[], tuple[Tensor, Tensor]]) -> bool:
-    """Return whether a kernel works. Each kind of input is tried once in a process, when it first occurs; a failure is logged.
+    """Return whether a kernel works. Each kind of input is tried when it first occurs in a process; a failure is logged.
 
     Args:
         name: the kernel, for the log.

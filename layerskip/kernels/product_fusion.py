@@ -6,8 +6,8 @@ code,
 
 - the RMSNorm before a product of few rows, and the residual or the gate after it: arguments of
   :func:`~layerskip.kernels.few_rows_linear.few_rows_linear`;
-- the RMSNorm before the product of a single row, which the compiler writes as a sum: each output computes the norm again, so
-  that norm and product are sums of one shape, which the compiler fuses;
+- the RMSNorm before the product of a single row, which is a sum over elementwise products: each output computes the norm
+  again, so that norm and product are sums of one shape, which the compiler fuses;
 - the concatenated halves of rotary positions: an index in place of a copy, so that norms of heads, rotation and the update of
   the cache are one kernel.
 
@@ -37,6 +37,7 @@ _PRODUCT = torch.ops.layerskip.few_rows_linear.default
 _MAX_NORMED = 4096  # elements of a row; reading a longer one twice takes longer than a kernel for its norm
 _EPSILON = 0.1234567  # stands for any in patterns
 _aten, _prims = torch.ops.aten, torch.ops.prims
+_SAME_ROW = (_aten.reshape.default, _aten.view.default, _prims.convert_element_type.default)
 _log = logging.getLogger(__name__)
 
 
@@ -84,12 +85,12 @@ def _add(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
 
 
 def _rotate_in_place(graph: Graph, node: Node) -> None:
-    """Write the concatenation of ``-x[..., half:]`` and ``x[..., :half]`` as ``x`` with its halves swapped, times -1 and 1."""
-    parts = node.args[0]
+    """Write the concatenation of ``-x[..., half:]`` and ``x[..., :half]`` as ``x`` with its halves swapped and signs."""
+    parts: Any = node.args[0]
     shape, dim = list(node.meta["val"].shape), node.args[1] if len(node.args) > 1 else 0
-    if len(parts) != 2 or dim not in (-1, len(shape) - 1) or parts[0].target is not _aten.neg.default:  # type: ignore[arg-type]
+    if len(parts) != 2 or dim not in (-1, len(shape) - 1) or parts[0].target is not _aten.neg.default:
         return
-    upper, lower = parts[0].args[0], parts[1]  # type: ignore[index, union-attr]
+    upper, lower = parts[0].args[0], parts[1]
     half = shape[-1] // 2
     if not (_is_slice(upper, half, 2 * half) and _is_slice(lower, 0, half) and upper.args[0] is lower.args[0]):
         return
@@ -123,7 +124,7 @@ def _normalise_each(graph: Graph, node: Node) -> None:
         return
     row, weight = product.args
     normed = row
-    while isinstance(normed, Node) and normed.target in (_aten.view.default, _prims.convert_element_type.default):
+    while isinstance(normed, Node) and normed.target in _SAME_ROW:
         normed = normed.args[0]
     outputs, width = product.meta["val"].shape
     found = _find_norm(normed, width)

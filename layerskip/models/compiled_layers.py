@@ -27,10 +27,13 @@ from layerskip.models.cache import KVCache
 from layerskip.models.sibling_linears import fuse_siblings, lay_out_siblings
 
 _VARIANTS = 2**16  # compiled functions in one process: one for each kind of layer, shape and dtype
-_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
+_OPTIONS: dict[str, Any] = {  # of the compiler; versions of it lack some
     "combo_kernels": True,  # independent kernels are launched as one
+    "combo_kernel_peak_memory_pct_threshold": None,  # also if memory is needed for longer
     "emulate_precision_casts": True,  # rounds where the uncompiled layer does
+    "score_fusion_memory_threshold": 1,  # kernels that share any input are launched as one
     "triton.cudagraphs": False,
+    "triton.max_tiles": 1,  # kernels of several tiles are launched separately
 }
 COMPILE_MODES = ("auto", "on", "off")
 _EAGER_ONLY = "eager_only"
@@ -156,7 +159,9 @@ def _single_rows(hidden: Tensor) -> bool:
 @functools.cache
 def _compiled_run() -> Callable[..., Any]:
     """Return the compiled call of a layer; made on first use, because importing the compiler takes seconds."""
-    options = dict(_OPTIONS)
+    from torch._inductor import config
+
+    options = {name: value for name, value in _OPTIONS.items() if name in config.get_config_copy()}
     try:
         from layerskip.kernels.product_fusion import ProductFusion  # imports the compiler
     except ImportError as error:  # another version of it

@@ -71,7 +71,8 @@ def compile_for_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def backend(options: dict[str, Any]) -> _Backend:
         def compile_graph(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             with contextlib.suppress(_Written):
-                compile_fx(graph, inputs, inner_compile=compile_there, config_patches=options | {"force_disable_caches": True})
+                patches = options | {"force_disable_caches": True}
+                compile_fx(graph, inputs, inner_compile=compile_there, config_patches=patches)
             return graph.forward
 
         return compile_graph
@@ -80,6 +81,8 @@ def compile_for_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(GraphLowering, "_compile_to_module", write)
     monkeypatch.setattr(torch._inductor.scheduler, "has_triton", lambda: True)
     monkeypatch.setattr(torch.utils._triton, "triton_hash_with_backend", lambda *_: "")
+    monkeypatch.setattr(interface.CudaInterface, "get_device_properties", staticmethod(lambda *_: _H100))
+    monkeypatch.setattr(interface.CudaInterface, "is_bf16_supported", staticmethod(lambda *_, **__: True))
     monkeypatch.setitem(interface.caching_worker_device_properties, "cuda", [_H100])
     monkeypatch.setitem(interface.caching_worker_current_devices, "cuda", 0)
     for name, value in (("get_device_properties", _H100), ("get_device_capability", (9, 0)), ("current_device", 0)):
