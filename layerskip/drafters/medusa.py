@@ -20,6 +20,8 @@ from layerskip.drafters.registry import register
 from layerskip.heads.medusa import MedusaHeads, load_medusa
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
+from layerskip.models.cache_pool import acquire_cache
+from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.target import Target
 
 
@@ -54,16 +56,28 @@ class Medusa(BaseDrafter):
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt, whose hidden states are observed next."""
         self.readout.begin()
-        self._reads = reads_while_growing(cache, self.readout.weight.device)
+        device = self.readout.weight.device
+        self._reads = reads_while_growing(cache, device)
+        # It holds no keys and values, only the captured pass.
+        self._captured = acquire_cache(self.heads, 0, 1, device, isinstance(cache, CapturingCache), holder=self)
+        self._captured.length = 1
 
     def observe_features(self, features: Tensor) -> None:
         """Keep the last hidden state, which precedes the last token of the sequence."""
         self._hidden = features[-1]
 
+    def _states(self) -> Tensor:
+        """Return what the readout maps to each head's logits, ``[heads, H]``."""
+        cache = self._captured
+        if isinstance(cache, CapturingCache) and cache.captures(self.heads, 1):
+            return cache.replay(self.heads, None, (self._hidden,), lambda hidden: (self.heads(hidden),))[0]
+        states: Tensor = self.heads(self._hidden)
+        return states
+
     def draft(self, context: Context, limit: int) -> Draft:
         """Return a tree of the heads' likely tokens."""
         self.readout.follow(context.tokens)
-        logits = self.readout(self.heads(self._hidden))[: min(limit, self.draft_length)]
+        logits = self.readout(self._states())[: min(limit, self.draft_length)]
         probs, places = logits.float().softmax(-1).topk(min(self.candidates, logits.shape[-1]), dim=-1)
         tokens = self.readout.tokens_at(places)
         if self._reads:  # a few tokens grow faster on the host

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.config import ConfigError
+from layerskip.models.compiled_layers import compile_like, compile_whole
 from layerskip.models.packing import pack_like
 from layerskip.models.target import Target
 from layerskip.models.trained_module import load_trained
@@ -79,6 +80,7 @@ class MedusaHeads(nn.Module):
             nn.init.zeros_(block.bias)
         self.blocks = nn.ModuleList(blocks)
         self.register_buffer("tokens", tokens)
+        compile_whole(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the output layer's input for every head, ``[..., heads, H]``, from hidden states ``[..., H]``."""
@@ -102,4 +104,6 @@ def load_medusa(folder: str | Path, target: Target) -> MedusaHeads:
         raise ConfigError(f"head: {folder} is damaged: {target.name} has no sub-module {min(unread)}")
     if names != set(weights):
         raise ConfigError(f"head: {folder} is damaged: {', '.join(sorted(names ^ set(weights))[:3])}")
-    return pack_like(target.model, heads.to(target.device, target.model.dtype).eval())
+    heads = heads.to(target.device, target.model.dtype).eval()
+    compile_like(target.model, heads)
+    return pack_like(target.model, heads)

@@ -8,11 +8,15 @@ keys that no query sees is not read, so the time follows the part in use, and th
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Hashable, Iterator
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from layerskip.kernels.kernel_trial import HAS_TRITON, passes_trial, waiting_allowed
+from layerskip.kernels.kernel_trial import HAS_TRITON, passes_trial
 
 _TILE = 64  # keys
 _MAX_SPLITS = 64
@@ -96,20 +100,8 @@ if HAS_TRITON:
             tl.store(result_at, result, mask=is_row[:, None] & is_dim[None])
 
 
-@torch.library.custom_op("layerskip::decode_attention", mutates_args=(), device_types="cuda")
-def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute attention under a mask that all heads share.
-
-    Args:
-        query: ``[1, heads, n, d]``.
-        key: ``[1, key heads, m, d]``.
-        value: as ``key``.
-        mask: ``[1, 1, n, m]``: bool, True where a query sees a key; or a bias in a floating dtype.
-        scale: the factor of the scores.
-
-    Returns:
-        ``[1, n, heads, d]`` in the dtype of ``query``.
-    """
+def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Run the kernel; see :func:`decode_attention`."""
     (_, heads, count, width), shared, keys = query.shape, key.shape[1], key.shape[2]
     group = heads // shared
     rows = min(64, max(16, triton.next_power_of_2(group * count)))
@@ -121,7 +113,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     output = torch.empty((1, count, heads, width), dtype=query.dtype, device=query.device)
     rows_of_states = query.stride()[1:3], key.stride()[1:3], value.stride()[1:3]
     _attend_split[(shared * row_blocks, splits)](
-        query, key, value, mask, output, sums, maxima, totals, _counters_on(query.device, shared * row_blocks),
+        query, key, value, mask, output, sums, maxima, totals, _counters(query.device, shared * row_blocks),
         scale, count, group, keys, row_blocks, splits,
         *rows_of_states[0], *rows_of_states[1], *rows_of_states[2], mask.stride(2),
         BOOL=mask.dtype == torch.bool, SPARSE=keys > _DENSE, WIDTH=width, ROWS=rows,
@@ -132,11 +124,46 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     return output
 
 
-def _counters_on(device: torch.device, count: int) -> Tensor:
-    """Return at least ``count`` counters of finished programs, all 0 between calls."""
-    if device not in _counters or _counters[device].numel() < count:
-        _counters[device] = torch.zeros(max(count, _MIN_COUNTERS), dtype=torch.int32, device=device)
-    return _counters[device]
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Compute what the kernel does with torch's operators."""
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    return output.transpose(1, 2).contiguous()
+
+
+@torch.library.custom_op("layerskip::decode_attention", mutates_args=(), device_types="cuda")
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Compute attention under a mask that all heads share. Where the kernel fails its trial, torch's operators do.
+
+    Args:
+        query: ``[1, heads, n, d]``.
+        key: ``[1, key heads, m, d]``.
+        value: as ``key``.
+        mask: ``[1, 1, n, m]``: bool, True where a query sees a key; or a bias in a floating dtype.
+        scale: the factor of the scores.
+
+    Returns:
+        ``[1, n, heads, d]`` in the dtype of ``query``.
+    """
+    given = query, key, value, mask, scale
+
+    def run() -> tuple[Tensor, Tensor]:
+        source = torch.Generator(query.device).manual_seed(0)
+        drawn = [
+            torch.randn(part.shape, generator=source, device=part.device).to(part.dtype) for part in (query, key, value)
+        ]
+        seen = _mask_of_trial(mask)
+        return attend_on_gpu(*drawn, seen, scale), _attend_plainly(*drawn, seen, scale)
+
+    kind = query.device, query.dtype, tuple(query.shape), tuple(key.shape), mask.dtype
+    return (attend_on_gpu if passes_trial("attention of few queries", kind, run) else _attend_plainly)(*given)
+
+
+def _mask_of_trial(mask: Tensor) -> Tensor:
+    """Return a mask like ``mask`` under which query i sees the first half of the keys and i more."""
+    count, keys = mask.shape[2:]
+    rows, columns = torch.arange(count, device=mask.device)[:, None], torch.arange(keys, device=mask.device)
+    seen = (columns <= keys // 2 + rows)[None, None]
+    return seen if mask.dtype == torch.bool else torch.zeros_like(mask).masked_fill(~seen, -float("inf"))
 
 
 @decode_attention.register_fake
@@ -144,28 +171,37 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> 
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-@decode_attention.register_kernel("cpu")
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-    return output.transpose(1, 2).contiguous()
+decode_attention.register_kernel("cpu")(_attend_plainly)
+
+
+@contextlib.contextmanager
+def own_counters() -> Iterator[None]:
+    """Give the kernels within the ``with`` block counters of finished programs of their own.
+
+    A graph that is captured needs this, because another one may run at the same time on another stream.
+    """
+    token = _own_counters.set({})
+    try:
+        yield
+    finally:
+        _own_counters.reset(token)
+
+
+def _counters(device: torch.device, count: int) -> Tensor:
+    """Return at least ``count`` counters of finished programs, all 0 between calls: those of the graph or of the stream."""
+    found = _own_counters.get()
+    key: Hashable = device
+    if found is None:
+        found, key = _of_streams, (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    if key not in found or found[key].numel() < count:
+        found[key] = torch.zeros(max(count, _MIN_COUNTERS), dtype=torch.int32, device=device)
+    return found[key]
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Return whether the kernel works for queries ``[1, heads, n, d]`` like these."""
-    if not query.is_cuda or not HAS_TRITON:
-        return False
-    device, dtype, width = query.device, query.dtype, query.shape[-1]
-
-    def run() -> tuple[Tensor, Tensor]:
-        source = torch.Generator(device).manual_seed(0)
-        shapes = (1, 6, 3, width), (1, 2, 300, width), (1, 2, 300, width)
-        query, key, value = (torch.randn(shape, generator=source, device=device).to(dtype) for shape in shapes)
-        mask = (torch.arange(300, device=device)[None] <= torch.arange(200, 203, device=device)[:, None])[None, None]
-        expected = scaled_dot_product_attention(query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), mask)
-        return decode_attention(query, key, value, mask, width**-0.5), expected.transpose(1, 2)
-
-    with waiting_allowed():
-        return passes_trial("attention of few queries", (device, dtype, width), run)
+    """Return whether there is a kernel for queries like these."""
+    return HAS_TRITON and query.is_cuda
 
 
-_counters: dict[torch.device, Tensor] = {}
+_own_counters: ContextVar[dict[Hashable, Tensor] | None] = ContextVar("_own_counters", default=None)
+_of_streams: dict[Hashable, Tensor] = {}

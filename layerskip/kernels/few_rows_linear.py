@@ -1,20 +1,49 @@
-"""Products of few rows with a weight matrix on a GPU, in half precision.
+"""Products of few rows with a weight matrix on a GPU, in half precision, with what surrounds them in a decoder layer.
 
 Verification multiplies 2 to 16 rows with every weight. Reading the weights takes most of the time, and libraries choose
 tiles for more rows. Every program here reads some rows of the weight once, in order. A row's result does not depend on the
 other rows.
+
+The rows may be normalised first (RMSNorm, arXiv 1910.07467), and a residual or the gate of an MLP (arXiv 2002.05202) may
+follow, in the same kernel. Results are rounded where torch's operators round them, one after the other.
+:mod:`layerskip.kernels.product_fusion` finds these operators in compiled layers.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear, silu
 
-from layerskip.kernels.kernel_trial import HAS_TRITON, passes_trial, waiting_allowed
+from layerskip.kernels.kernel_trial import HAS_TRITON, passes_trial
 
 MAX_ROWS = 16
 _LARGE = 4096  # outputs; from here on each program computes more of them
+
+
+def normalise(hidden: Tensor, epsilon: float) -> Tensor:
+    """Divide rows ``[..., in]`` by the root of their mean square, in float32."""
+    wide = hidden.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+def _llama_norm(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    return scale * normalise(hidden, epsilon).to(hidden.dtype)
+
+
+def _gemma_norm(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    return (normalise(hidden, epsilon) * (1.0 + scale.float())).to(hidden.dtype)
+
+
+NORMS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {"llama": _llama_norm, "gemma": _gemma_norm}
+"""The norms of the kernel by name; the families differ in where they round, and in what the weight is added to."""
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": functools.partial(gelu, approximate="tanh")}
+"""The activations of gates by name."""
 
 if HAS_TRITON:
     import triton
@@ -22,57 +51,147 @@ if HAS_TRITON:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _multiply(  # type: ignore[no-untyped-def]
-        hidden, weight, output, rows, outputs, WIDTH: tl.constexpr,
+        hidden, weight, residual, scale, output, rows, outputs, epsilon, WIDTH: tl.constexpr,
         ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
+        RESIDUAL: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
     ):  # fmt: skip
         row, column = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        dtype = output.dtype.element_ty
+        if NORM != "":
+            squares = tl.zeros((ROWS, STEP), tl.float32)
+            for start in range(0, WIDTH, STEP):
+                step = start + tl.arange(0, STEP)
+                is_hidden = (row < rows)[:, None] & (step < WIDTH)[None]
+                part = tl.load(hidden + row[:, None] * WIDTH + step[None], mask=is_hidden, other=0.0).to(tl.float32)
+                squares += part * part
+            factor = tl.rsqrt(tl.sum(squares, 1) / WIDTH + epsilon)[:, None]
         total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        second = tl.zeros((ROWS, OUTPUTS), tl.float32)  # of what the gate is multiplied with
         for start in range(0, WIDTH, STEP):
             step = start + tl.arange(0, STEP)
             is_hidden = (row < rows)[:, None] & (step < WIDTH)[None]
             is_weight = (column < outputs)[:, None] & (step < WIDTH)[None]
             part = tl.load(hidden + row[:, None] * WIDTH + step[None], mask=is_hidden, other=0.0)
-            tile = tl.load(weight + column.to(tl.int64)[:, None] * WIDTH + step[None], mask=is_weight, other=0.0)
-            total = tl.dot(part, tl.trans(tile), total)
+            if NORM != "":
+                normed = part.to(tl.float32) * factor
+                factors = tl.load(scale + step, mask=step < WIDTH, other=0.0).to(tl.float32)[None]
+                if NORM == "gemma":
+                    normed *= 1.0 + factors
+                else:
+                    normed = normed.to(dtype).to(tl.float32) * factors
+                part = normed.to(dtype)
+            tile_at = weight + column.to(tl.int64)[:, None] * WIDTH + step[None]
+            total = tl.dot(part, tl.trans(tl.load(tile_at, mask=is_weight, other=0.0)), total)
+            if GATE != "":
+                tile_at += outputs.to(tl.int64) * WIDTH
+                second = tl.dot(part, tl.trans(tl.load(tile_at, mask=is_weight, other=0.0)), second)
         is_output = (row < rows)[:, None] & (column < outputs)[None]
-        tl.store(output + row[:, None] * outputs + column[None], total.to(output.dtype.element_ty), mask=is_output)
+        at = row[:, None] * outputs + column[None]
+        if GATE != "":
+            gate = total.to(dtype).to(tl.float32)
+            if GATE == "silu":
+                gate = gate / (1.0 + tl.exp(-gate))
+            else:
+                inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+                gate = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+            total = gate.to(dtype).to(tl.float32) * second.to(dtype).to(tl.float32)
+        if RESIDUAL:
+            total = total.to(dtype).to(tl.float32) + tl.load(residual + at, mask=is_output, other=0.0).to(tl.float32)
+        tl.store(output + at, total.to(dtype), mask=is_output)
 
 
-@torch.library.custom_op("layerskip::few_rows_linear", mutates_args=(), device_types="cuda")
-def few_rows_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Multiply at most 16 rows by a weight.
-
-    Args:
-        hidden: ``[..., in]``, contiguous, float16 or bfloat16.
-        weight: ``[out, in]``, contiguous, of the same dtype.
-
-    Returns:
-        ``[..., out]``.
-    """
-    outputs, width = weight.shape
+def multiply_on_gpu(
+    hidden: Tensor, weight: Tensor, residual: Tensor | None, gate: str, norm: str, scale: Tensor | None, epsilon: float
+) -> Tensor:
+    """Run the kernel; see :func:`few_rows_linear`."""
+    outputs, width = weight.shape[0] // (2 if gate else 1), weight.shape[1]
     result = hidden.new_empty(*hidden.shape[:-1], outputs)
-    tile = 32 if outputs >= _LARGE else 16
+    tile = 32 if outputs >= _LARGE and not gate else 16  # with a gate, a program reads twice as many rows of the weight
     _multiply[(triton.cdiv(outputs, tile),)](
-        hidden, weight, result, hidden.numel() // width, outputs, WIDTH=width,
-        ROWS=16, OUTPUTS=tile, STEP=128, num_warps=2, num_stages=5,
+        hidden, weight, hidden if residual is None else residual, weight if scale is None else scale, result,
+        hidden.numel() // width, outputs, epsilon, WIDTH=width,
+        ROWS=16, OUTPUTS=tile, STEP=128, RESIDUAL=residual is not None, GATE=gate, NORM=norm, num_warps=2, num_stages=5,
     )  # fmt: skip
     return result
 
 
+def _multiply_plainly(
+    hidden: Tensor, weight: Tensor, residual: Tensor | None, gate: str, norm: str, scale: Tensor | None, epsilon: float
+) -> Tensor:
+    """Compute what the kernel does with torch's operators."""
+    output = linear(hidden if scale is None else NORMS[norm](hidden, scale, epsilon), weight)
+    if gate:
+        gated, factor = output.chunk(2, -1)
+        return GATES[gate](gated) * factor
+    return output if residual is None else residual + output
+
+
+@torch.library.custom_op("layerskip::few_rows_linear", mutates_args=(), device_types="cuda")
+def few_rows_linear(
+    hidden: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    gate: str = "",
+    norm: str = "",
+    scale: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """Multiply at most 16 rows by a weight. Where the kernel fails its trial, torch's operators compute the same.
+
+    Args:
+        hidden: ``[..., in]``, contiguous, float16 or bfloat16.
+        weight: ``[out, in]``, contiguous, of the same dtype.
+        residual: ``[..., out]``, contiguous: added to the product.
+        gate: a name of ``GATES``, whose value for the first half of the outputs multiplies the second half; or empty.
+        norm: a name of ``NORMS``, the norm of the rows before the product; or empty.
+        scale: ``[in]``, contiguous: the weight of the norm.
+        epsilon: of the norm.
+
+    Returns:
+        ``[..., out]``, with a gate ``[..., out / 2]``.
+    """
+    given = hidden, weight, residual, gate, norm, scale, epsilon
+
+    def run() -> tuple[Tensor, Tensor]:
+        source = torch.Generator(hidden.device).manual_seed(0)
+
+        def draw(part: Any) -> Any:
+            drawn = isinstance(part, Tensor) and part is not weight
+            return torch.randn(part.shape, generator=source, device=part.device).to(part.dtype) if drawn else part
+
+        drawn = [draw(part) for part in given]
+        return multiply_on_gpu(*drawn), _multiply_plainly(*drawn)
+
+    kind = hidden.device, hidden.dtype, tuple(hidden.shape), tuple(weight.shape), residual is not None, gate, norm
+    return (multiply_on_gpu if passes_trial("products of few rows", kind, run) else _multiply_plainly)(*given)
+
+
+@few_rows_linear.register_kernel("cpu")
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    gate: str = "",
+    norm: str = "",
+    scale: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> Tensor:
+    return _multiply_plainly(hidden, weight, residual, gate, norm, scale, epsilon).contiguous()
+
+
 @few_rows_linear.register_fake
-def _(hidden: Tensor, weight: Tensor) -> Tensor:
-    return hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    gate: str = "",
+    norm: str = "",
+    scale: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> Tensor:
+    return hidden.new_empty(*hidden.shape[:-1], weight.shape[0] // (2 if gate else 1))
 
 
 def has_kernel(weight: Tensor) -> bool:
-    """Return whether the kernel works for a weight like this ``[out, in]``."""
-    if not weight.is_cuda or weight.dtype not in (torch.float16, torch.bfloat16) or not HAS_TRITON:
-        return False
-
-    def run() -> tuple[Tensor, Tensor]:
-        source = torch.Generator(weight.device).manual_seed(0)
-        hidden = torch.randn(5, weight.shape[1], generator=source, device=weight.device).to(weight.dtype)
-        return few_rows_linear(hidden, weight), linear(hidden, weight)
-
-    with waiting_allowed():
-        return passes_trial("products of few rows", (weight.device, weight.dtype, tuple(weight.shape)), run)
+    """Return whether there is a kernel for weights like this."""
+    return HAS_TRITON and weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16)

@@ -28,10 +28,13 @@ from layerskip.models.cache import KVCache
 from layerskip.models.sibling_linears import fuse_siblings, lay_out_siblings
 
 _VARIANTS = 2**16  # compiled functions in one process: one for each kind of layer, shape and dtype
-_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
+_OPTIONS: dict[str, Any] = {  # of the compiler; versions of it lack some
     "combo_kernels": True,  # independent kernels are launched as one
+    "combo_kernel_peak_memory_pct_threshold": None,  # also if memory is needed for longer
     "emulate_precision_casts": True,  # rounds where the uncompiled layer does
+    "score_fusion_memory_threshold": 1,  # kernels that share any input are launched as one
     "triton.cudagraphs": False,
+    "triton.max_tiles": 1,  # kernels of several tiles are launched separately
 }
 COMPILE_MODES = ("auto", "on", "off")
 _EAGER_ONLY = "eager_only"
@@ -46,8 +49,17 @@ def eager_only(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _path_of_layers(model: PreTrainedModel) -> str | None:
+def compile_whole(module: nn.Module) -> None:
+    """Declare that a module, called with one tensor, is compiled as if it were a decoder layer."""
+    _whole.add(module)
+
+
+def _path_of_layers(model: nn.Module) -> str | None:
     """Return the dotted name of the list of a model's decoder layers; None if there is no such list."""
+    if model in _whole:
+        return ""
+    if not isinstance(model, PreTrainedModel):
+        return None
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
     return next((path for path, module in lists if len(module) == count), None)
@@ -61,12 +73,13 @@ class CompiledLayers:
 
     Args:
         model: the model or view.
-        path: the dotted name of its decoder layers.
+        path: the dotted name of its decoder layers; empty if the model is compiled as a whole.
     """
 
-    def __init__(self, model: PreTrainedModel, path: str) -> None:
+    def __init__(self, model: nn.Module, path: str) -> None:
         self._model, self._path = weakref.ref(model), path  # a view's layers may refer to the view, which must not be kept
-        types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["" for _ in self._layers]
+        config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
+        types = getattr(config, "layer_types", None) or ["" for _ in self._layers]
         self._first_of_type = [types.index(kind) for kind in types]
         self._trees: dict[int, nn.Module] = {}
         self._addresses: tuple[int, ...] = ()  # of the weights that the trees read
@@ -76,7 +89,7 @@ class CompiledLayers:
     def _layers(self) -> nn.ModuleList:
         model = self._model()
         assert model is not None
-        layers = model.get_submodule(self._path)
+        layers = model.get_submodule(self._path) if self._path else nn.ModuleList([model])
         assert isinstance(layers, nn.ModuleList)
         return layers
 
@@ -115,13 +128,14 @@ class CompiledLayers:
         if threading.get_ident() != self._thread:
             layer: Any = self._layers[index]
             return type(layer).forward(layer, hidden, *args, **kwargs)
-        cache = kwargs["past_key_values"]
-        assert isinstance(cache, KVCache)
-        kwargs["attention_mask"] = mask_of(kwargs["attention_mask"])
+        cache = kwargs.get("past_key_values")
         if index not in self._trees:
             self._trees[index] = self._tree(index)
             fuse_siblings(self._trees[index], single_rows=_single_rows(hidden))
-        kwargs["past_key_values"] = cache.layer_buffers(index, hidden.shape[1])
+        if cache is not None:
+            assert isinstance(cache, KVCache)
+            kwargs["attention_mask"] = mask_of(kwargs["attention_mask"])
+            kwargs["past_key_values"] = cache.layer_buffers(index, hidden.shape[1])
         return _compiled_run()(self._trees[index], hidden, args, kwargs)
 
     def _tree(self, index: int) -> nn.Module:
@@ -160,15 +174,24 @@ def _single_rows(hidden: Tensor) -> bool:
 @functools.cache
 def _compiled_run() -> Callable[..., Any]:
     """Return the compiled call of a layer; made on first use, because importing the compiler takes seconds."""
-    return torch.compile(_run, fullgraph=True, dynamic=False, options=_OPTIONS)
+    from torch._inductor import config
+
+    options = {name: value for name, value in _OPTIONS.items() if name in config.get_config_copy()}
+    try:
+        from layerskip.kernels.product_fusion import ProductFusion  # imports the compiler
+    except ImportError as error:  # another version of it
+        _log.warning("compiled layers launch more kernels: %s", error)
+    else:
+        options["post_grad_custom_pre_pass"] = ProductFusion()
+    return torch.compile(_run, fullgraph=True, dynamic=False, options=options)
 
 
 def compiled_layers(model: nn.Module) -> CompiledLayers | None:
     """Return the compiled layers of a model; None where layers are not compiled, or cannot be."""
-    if not isinstance(model, PreTrainedModel) or model in _refused:
+    if model in _refused or not (isinstance(model, PreTrainedModel) or model in _whole):
         return None
     mode = compile_mode(model)
-    if mode == "off" or (mode == "auto" and model.device.type != "cuda"):
+    if mode == "off" or (mode == "auto" and next(model.parameters()).device.type != "cuda"):
         return None
     if model not in _compiled:
         path = _path_of_layers(model)
@@ -181,8 +204,11 @@ def prepare_compiling(model: nn.Module) -> None:
     body = getattr(model, "body", model)  # of a head
     if compiled_layers(body) is None:
         return
-    assert isinstance(body, PreTrainedModel)
+    first = next(body.parameters())
     with contextlib.suppress(Exception), torch.inference_mode():  # models of any code; nothing is laid out then
+        if not isinstance(body, PreTrainedModel):
+            lay_out_siblings(body, lambda: body(first.new_zeros(2, first.shape[1])))
+            return
         width = body.config.get_text_config(decoder=True).hidden_size
         states = torch.zeros(1, 2, width, dtype=body.dtype, device=body.device)
         lay_out_siblings(body, lambda: body(inputs_embeds=states, use_cache=False))
@@ -217,6 +243,7 @@ def compile_like(model: nn.Module, tree: nn.Module) -> None:
 
 
 _log = logging.getLogger(__name__)
-_compiled: weakref.WeakKeyDictionary[PreTrainedModel, CompiledLayers | None] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[nn.Module, CompiledLayers | None] = weakref.WeakKeyDictionary()
 _modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()

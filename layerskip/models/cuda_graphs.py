@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from layerskip.kernels.decode_attention import own_counters
+
 Compute = Callable[..., tuple[Tensor, ...]]
 """A pass: device tensors in, device tensors out. Everything else that changes between passes is read from the device."""
 
@@ -92,7 +94,7 @@ class GraphCapturer:
         # A graph whose capture cannot end would leave its stream as the current one.
         current = torch.cuda.stream(torch.cuda.current_stream(self._device))
         capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), current, capturing:
+        with torch.cuda.device(self._device), current, own_counters(), capturing:
             outputs = compute(*static)
         return _Graph(graph, static, outputs)
 

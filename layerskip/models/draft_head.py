@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError
-from layerskip.models.output_rows import OutputRows
+from layerskip.models.output_rows import OutputLayer, OutputRows
 from layerskip.models.packing import uses_packing
 from layerskip.models.placement import check_not_split
 from layerskip.models.quantization import check_dense
@@ -66,24 +66,7 @@ class DraftHead:
 
     def restrict(self, view: PreTrainedModel) -> None:
         """Replace the output layer of a view of the model; its logits become ``[n, v]``. The view must not be shared."""
-        view.set_output_embeddings(_Layer(self._rows))
-
-
-class _Layer(nn.Module):
-    """Output rows as the output layer of a model."""
-
-    def __init__(self, rows: OutputRows) -> None:
-        super().__init__()
-        self._rows = rows
-
-    @property
-    def weight(self) -> Tensor:
-        """``[n, H]``; the code of some model families reads it."""
-        return self._rows.weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden states ``[..., H]`` to logits ``[..., n]``."""
-        return self._rows.multiply(hidden)
+        view.set_output_embeddings(OutputLayer(self._rows))
 
 
 def save_draft_tokens(folder: Path, tokens: Tensor, target: Target, training: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ All of them run through :func:`forward`, so positions and masks are the same for
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import Cache, PreTrainedModel
 
 from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.graph_capture import CapturingCache, padded_count
+from layerskip.models.output_rows import OutputLayer
 from layerskip.models.placement import is_split
 
 
@@ -53,14 +55,17 @@ def _captured_forward(model: nn.Module, tokens: Tensor, cache: CapturingCache, l
         if wide > size and cache.pads_chains and cache.captures(model, wide):
             tokens, last = torch.cat((tokens, tokens[:1].expand(wide - size))), wide
 
+    layer = _reduced_layer(model)
+
     def compute(block: Tensor) -> tuple[Tensor, ...]:
-        with features.collect(model):
+        with features.collect(model), contextlib.nullcontext() if layer is None else layer.with_reserved():
             logits = _forward(model, block, cache, last)
         return logits, *features.parts
 
-    logits, *parts = cache.replay(model, (last, features.modules), (tokens,), compute)
+    kind = last, features.modules, None if layer is None else layer.rows.reserve()
+    logits, *parts = cache.replay(model, kind, (tokens,), compute)
     features.parts = tuple(part[..., :size, :] for part in parts)
-    return logits[:size]
+    return logits[:size, : None if layer is None else layer.weight.shape[0]]
 
 
 def _chain_width(size: int) -> int:
@@ -68,13 +73,14 @@ def _chain_width(size: int) -> int:
 
 
 def _can_capture(model: nn.Module, tokens: Tensor, cache: CapturingCache) -> bool:
-    """Return whether a pass can be captured.
-
-    Heads cannot, because they read more than tokens. Nor can models whose output layer grows with the text, because its
-    addresses change.
-    """
-    fixed = isinstance(model, PreTrainedModel) and isinstance(model.get_output_embeddings(), nn.Linear)
+    """Return whether a pass can be captured. Heads cannot here, because they read more than tokens."""
+    fixed = isinstance(model, PreTrainedModel) and isinstance(model.get_output_embeddings(), nn.Linear | OutputLayer)
     return fixed and cache.captures(model, tokens.shape[0])
+
+
+def _reduced_layer(model: nn.Module) -> OutputLayer | None:
+    layer = model.get_output_embeddings()  # type: ignore[operator]
+    return layer if isinstance(layer, OutputLayer) else None
 
 
 def _forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:

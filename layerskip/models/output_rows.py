@@ -8,16 +8,17 @@ scan takes the lower id.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.packing import multiply_packed, pack_weight
 
-_ROOM = 256  # rows reserved for tokens of a text; with more, all rows are copied
+_ROOM = 256  # rows reserved for tokens of a text; with more, all rows are copied. Zeros, as captured passes read them
 
 
 class OutputRows:
@@ -80,6 +81,19 @@ class OutputRows:
         own = linear(hidden, self.weight[common:], None if self.bias is None else self.bias[common:])
         return torch.cat((logits, own), -1)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reserve(self) -> tuple[tuple[int, int], ...]:
+        """Reserve rows, and return the addresses and sizes of what :meth:`multiply_reserved` reads."""
+        if self._rows[0].shape[0] == len(self._in_common):
+            self._rows = [torch.cat((part, part.new_zeros(_ROOM, *part.shape[1:]))) for part in self._rows]
+            self._cut()
+        return tuple((part.data_ptr(), part.shape[0]) for part in self._rows)
+
+    def multiply_reserved(self, hidden: Tensor) -> Tensor:
+        """Map hidden states ``[..., H]`` to logits of all rows, also those that are reserved."""
+        return linear(hidden, *self._rows)
+
     @torch.inference_mode(False)  # inference tensors could not be written outside inference mode
     @torch.no_grad()
     def _append(self, new: list[int]) -> None:
@@ -88,7 +102,7 @@ class OutputRows:
         size = len(self._ids)
         for index, whole in enumerate(self._whole):
             if size > self._rows[index].shape[0]:
-                room = whole.new_empty(len(new) + _ROOM, *whole.shape[1:])
+                room = whole.new_zeros(len(new) + _ROOM, *whole.shape[1:])
                 self._rows[index] = torch.cat((self._rows[index][:before], room))
             self._rows[index][before:size] = whole[tokens]
         self.tokens = torch.cat((self.tokens, tokens))
@@ -98,3 +112,30 @@ class OutputRows:
         size = len(self._ids)
         self.weight = self._rows[0][:size]
         self.bias = self._rows[1][:size] if len(self._rows) > 1 else None
+
+
+class OutputLayer(nn.Module):
+    """Output rows as the output layer of a model."""
+
+    def __init__(self, rows: OutputRows) -> None:
+        super().__init__()
+        self.rows = rows
+        self._with_reserved = False
+
+    @property
+    def weight(self) -> Tensor:
+        """``[n, H]``; the code of some model families reads it."""
+        return self.rows.weight
+
+    @contextlib.contextmanager
+    def with_reserved(self) -> Iterator[None]:
+        """Compute logits of reserved rows, too, within the ``with`` block, as a captured pass must whose shapes stay."""
+        self._with_reserved = True
+        try:
+            yield
+        finally:
+            self._with_reserved = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map hidden states ``[..., H]`` to logits ``[..., n]``."""
+        return self.rows.multiply_reserved(hidden) if self._with_reserved else self.rows.multiply(hidden)

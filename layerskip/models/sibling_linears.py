@@ -127,15 +127,18 @@ class FusedLinear(nn.Module):
         rows = hidden.numel() // hidden.shape[-1]
         if self.few_rows and 1 < rows <= MAX_ROWS:
             output = few_rows_linear(hidden.contiguous(), self.weight)
-            return torch.split(output if self.bias is None else output + self.bias, self.sizes, -1)
+            return self._split(output if self.bias is None else output + self.bias)
         if not (self.single_rows and rows == 1):
-            return torch.split(linear(hidden, self.weight, self.bias), self.sizes, -1)
+            return self._split(linear(hidden, self.weight, self.bias))
         if len(set(self.sizes)) > 1:
-            return torch.split(self._sum(hidden, self.weight, self.bias), self.sizes, -1)
+            return self._split(self._sum(hidden, self.weight, self.bias))
         # Sums of one shape are fused with each other and with what follows.
         weights = torch.split(self.weight, self.sizes)
         biases = [None] * len(weights) if self.bias is None else torch.split(self.bias, self.sizes)
         return tuple(self._sum(hidden, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    def _split(self, output: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(output, self.sizes, -1) if len(self.sizes) > 1 else (output,)
 
     @staticmethod
     def _sum(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -126,21 +126,25 @@ def test_writing_past_the_last_position_is_refused() -> None:
 
 
 @torch.inference_mode()
-def test_a_draft_head_that_grows_with_the_text_is_not_captured() -> None:
-    """Its logits include the tokens of the text."""
-    model = build("llama")
-    view, head = skip_view(model, SkipMask.parse("mlp:2", LAYERS)), DraftHead(model, torch.arange(8), 64)
+def test_the_pass_of_a_draft_head_is_captured_while_its_vocabulary_grows() -> None:
+    """Its logits include the tokens of the text; with more of them than there is room for, the pass is captured anew."""
+    model = build("llama", vocab_size=600)
+    view, head = skip_view(model, SkipMask.parse("mlp:2", LAYERS)), DraftHead(model, torch.arange(8), 600)
     head.restrict(view)
     drafter = LayerSkip(view, 3, StopRule(), head=head)
-    cache, tokens = _acquired(model), _tokens(20)
-    forward(decoding_view(model), tokens[:10], cache, last=1)
-    cache.length = 10
-    chooser = Chooser(Sampling(), 64, TORCH_DEVICE)
-    drafter.start(tokens[:10].tolist(), cache, chooser)
-    for known in (10, 14, 18):
-        drafter.draft(Context(tokens[:known].tolist(), tokens[known - 1 : known]), 3)
-        drafted = forward(view, tokens[known - 1 : known], cache, last=1)
-        assert drafted.shape[-1] == len({*range(8), *tokens[:known].tolist()})
+    cache, plain, text = _acquired(model), KVCache(LAYERS, 40, device=DEVICE), torch.arange(8, 500).to(DEVICE)
+    for held in (cache, plain):
+        forward(decoding_view(model), text[:10], held, last=1)
+        held.length = 10
+    drafter.start([], cache, Chooser(Sampling(), 600, TORCH_DEVICE))
+    for known, passes in ((10, 1), (14, 1), (18, 1), (400, 2), (420, 2)):
+        head.follow(text[:known].tolist())
+        drafted, expected = (forward(view, text[known - 1 : known], held, last=1) for held in (cache, plain))
+        assert drafted.shape[-1] == 8 + known
+        _assert_close(drafted, expected)
+        assert len(cache._passes[view]) == passes
+    drafted = drafter.draft(Context(text[:430].tolist(), text[429:430]), 3).tokens
+    assert drafted.shape == (3,) and int(drafted.max()) < 8 + 430
 
 
 @torch.inference_mode()
