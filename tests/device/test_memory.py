@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from layerskip.device.memory import AllocationCounter, PeakMemory, python_bytes, tensor_bytes
+from tests.searches.programs import fork
 
 MEBIBYTE = 2**20
 
@@ -36,10 +36,11 @@ print(memory.read() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can reset the high-water mark")
-def test_the_peak_includes_freed_memory_and_nothing_from_before() -> None:
+def test_the_peak_includes_freed_memory_and_nothing_from_before(tmp_path: Path) -> None:
     # In its own process, because in this one memory of other tests can be freed at any moment.
-    printed = subprocess.run([sys.executable, "-c", _GROWS], check=True, capture_output=True, text=True).stdout
-    at_first, at_last = (int(line) / MEBIBYTE for line in printed.split())
+    (tmp_path / "grows.py").write_text(_GROWS, encoding="utf-8")
+    done = fork("grows.py", cwd=tmp_path)
+    at_first, at_last = (int(line) / MEBIBYTE for line in done.stdout.split())
     assert at_first < 100 and 190 < at_last < 260
 
 

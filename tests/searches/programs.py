@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -129,6 +130,7 @@ def _run(
 ) -> None:
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    gc.freeze()  # of what was imported, a collection would only write to its pages and copy them
     os.environ |= variables
     os.chdir(cwd)
     torch.set_num_threads(threads)

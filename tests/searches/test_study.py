@@ -270,7 +270,7 @@ def test_another_seed_scans_and_decodes_other_prompts(
         kept = "space.kinds=[none,layer_skip]", "scan=default", "scan.prompts=2"
         done = launch(
             "layerskip",
-            *quick(tiny_folder, outputs, "study.n_trials=1", f"seed={seed}", "study.name=it", *kept),
+            *quick(tiny_folder, tracked(outputs), "study.n_trials=1", f"seed={seed}", "study.name=it", *kept),
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr

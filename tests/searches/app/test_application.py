@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from mlflow.tracking import MlflowClient
 from searches import benchmark, layerskip
 from searches.app.application import run
 from tests.disk import fill
-from tests.searches.programs import Fork, environment, execute, quick, sqlite, tracked
+from tests.searches.programs import Fork, execute, fork, quick, sqlite, tracked
 
 
 def _end(program: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -42,8 +41,8 @@ def task(config):
 
 run("datastore", task)
 """
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=50)
+    (tmp_path / "dying.py").write_text(program, encoding="utf-8")
+    ended = fork("dying.py", cwd=tmp_path, timeout=50)
     assert ended.returncode == 130, ended.stderr
     assert ended.stdout == "dropped\n"
     assert ended.stderr == "interrupted; the same command continues from here\n"
