@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import filelock
 import sqlalchemy
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 
 from searches.app.checks import InputError
@@ -16,6 +17,9 @@ from searches.app.resume_log import drop_partial_line
 from searches.app.urls import without_password
 
 _JOURNAL = b'{"op_code":'
+_PROXY_PORT = 13000  # Optuna's default
+_PROXY_SECONDS = 10.0
+"""Time in which a storage proxy must answer when a study is opened."""
 
 
 @contextlib.contextmanager
@@ -68,13 +72,28 @@ def _check_journal(path: Path) -> None:
 
 
 def open_database(url: str) -> BaseStorage:
-    """Open the storage of a study in a database; refuse one that cannot be reached."""
+    """Open the storage of a study in a database, or Optuna's proxy of one; refuse what cannot be reached."""
+    if url.startswith("grpc://"):
+        return _open_proxy(url)
     # SQLAlchemy would look for another driver first.
     url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     try:
         return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
     except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
         raise InputError(f"study.storage: cannot open {without_password(url)}: {_first_line(error)}") from error
+
+
+def _open_proxy(url: str) -> BaseStorage:
+    """Connect to a storage proxy of Optuna, ``grpc://host:port``."""
+    try:
+        place = urlsplit(url)
+        proxy = GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _PROXY_PORT)
+        proxy.wait_server_ready(timeout=_PROXY_SECONDS)
+    except ImportError as error:
+        raise InputError(f"study.storage: {url} needs grpcio, which is part of layerskip[launchers]") from error
+    except (ValueError, ConnectionError) as error:
+        raise InputError(f"study.storage: cannot open {url}: {_first_line(error)}") from error
+    return proxy
 
 
 def _first_line(error: BaseException) -> str:
