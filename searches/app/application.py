@@ -72,6 +72,11 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         try:
             check_output_paths(config)
             task(fill_defaults(config))
+        except SystemExit as end:
+            # submitit itself ends a job with a negative code before it submits the job again.
+            if _is_launched() and isinstance(end.code, int) and end.code > 0:
+                raise JobFailed(end.code, f"error: the job ended with exit code {end.code}") from None
+            raise
         except (Exception, KeyboardInterrupt) as error:
             code, line = _report(error, resumable)
             if _is_launched():  # a launcher carries exceptions alone; with SystemExit, submitit waits and Ray starts again
