@@ -1,47 +1,51 @@
-"""Two workers of one study on PostgreSQL, which launchers of Hydra start: on Slurm, on Ray, by joblib and by submitit alone.
+"""Two workers of one study on PostgreSQL, which launchers of Hydra start: by joblib, by submitit alone, on Slurm and on Ray.
 
-``make launchers`` runs these tests; each is skipped without its cluster. ``tests/slurm.sh`` starts Slurm on one machine, and
-``ray start --head`` starts Ray. A study searches SmolLM2 with ``experiment=smoke`` and takes some minutes.
+``make launchers`` runs these tests; each is skipped without its cluster. ``tests/slurm.sh start`` starts Slurm on one
+machine, ``ray start --head`` starts Ray. A study searches SmolLM2 with ``experiment=smoke`` and takes some minutes.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import shutil
 import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
 import pytest
+from optuna.trial import TrialState
 
-import layerskip
-from layerskip import Target
-from tests.searches.programs import command, environment, runs
-from tests.searches.test_study import FINISHED
+from layerskip import Export, Target
+from searches.tracking.names import WORKER
+from tests.searches.programs import command, environment, runs, sqlite, tracked
 
 pytestmark = pytest.mark.skipif(os.environ.get("LAYERSKIP_LAUNCHERS") != "1", reason="make launchers")
-RAY = ("hydra.launcher.ray.init.address=auto", "+hydra.launcher.ray.init.object_store_memory=null")
 LAUNCHERS = {
-    "joblib": (),
-    "submitit_local": (),
-    "submitit_slurm": ("hydra.launcher.cpus_per_task=1",),
-    "ray": RAY,
+    "joblib": [],
+    "submitit_local": [],
+    "submitit_slurm": ["hydra.launcher.cpus_per_task=1"],
+    "ray": ["hydra.launcher.ray.init.address=auto", "+hydra.launcher.ray.init.object_store_memory=null"],
 }
+TRIALS = 8
+
+
+def _has_ray() -> bool:
+    ray = Path(sys.executable).with_name("ray")
+    return ray.exists() and subprocess.run([ray, "status"], capture_output=True, check=False).returncode == 0
 
 
 @pytest.fixture(params=LAUNCHERS)
 def launcher(request: pytest.FixtureRequest) -> list[str]:
-    """The overrides that choose a launcher, which is installed and has its cluster."""
+    """The overrides that start two workers by a launcher, which is installed and has its cluster."""
     name = str(request.param)
-    plugin = name.partition("_")[0]
-    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher")
+    pytest.importorskip(f"hydra_plugins.hydra_{name.partition('_')[0]}_launcher")
     if name == "submitit_slurm" and shutil.which("sbatch") is None:
         pytest.skip("needs Slurm")
-    if name == "ray" and subprocess.run(["ray", "status"], capture_output=True, check=False).returncode:
-        pytest.skip("needs a running Ray")
+    if name == "ray" and not _has_ray():
+        pytest.skip("needs Ray")
     return ["-m", f"hydra/launcher={name}", "worker=range(0,2)", *LAUNCHERS[name]]
 
 
@@ -54,8 +58,32 @@ def postgresql(tmp_path: Path) -> Iterator[str]:
 
 
 def _run(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    # On a cluster of this machine alone, a worker has one processor, and all workers have the same type of device.
-    variables = environment() | {"OMP_NUM_THREADS": "1"}
+    variables = environment() | {"OMP_NUM_THREADS": "1"}  # all workers have the same type of device, whatever they start on
     return subprocess.run(
         command("layerskip", *overrides), cwd=cwd, env=variables, capture_output=True, text=True, timeout=3600, check=False
     )
+
+
+def test_two_workers_end_a_study(launcher: list[str], postgresql: str, smollm2: Target, tmp_path: Path) -> None:
+    outputs = tracked(tmp_path / "outputs")
+    overrides = ["experiment=smoke", "study.name=it", f"study.storage='{postgresql}'", f"outputs={outputs}"]
+    done = _run([*launcher, *overrides, f"study.n_trials={TRIALS}"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    study = optuna.load_study(study_name="it", storage=postgresql.replace("postgresql://", "postgresql+psycopg://"))
+    states = Counter(trial.state for trial in study.trials)
+    assert states[TrialState.COMPLETE] + states[TrialState.PRUNED] == TRIALS
+    assert states[TrialState.RUNNING] == 0
+    assert len({trial.user_attrs[WORKER] for trial in study.trials if WORKER in trial.user_attrs}) == 2
+    written = Counter(int(run.data.tags["trial_number"]) for run in runs(sqlite(outputs), "trial"))
+    finished = [trial.number for trial in study.trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+    assert written == Counter(finished)
+    assert [run.info.status for run in runs(sqlite(outputs), "study")] == ["FINISHED"]
+    export = Export.load(outputs / "it" / "best.json", smollm2)
+    assert export.evidence["prompts"] >= 5
+    (tmp_path / "stdout").write_text(done.stdout + done.stderr, encoding="utf-8")
+
+
+def test_the_command_ends_like_its_workers(launcher: list[str], tmp_path: Path) -> None:
+    done = _run([*launcher, f"outputs={tmp_path}", "study.n_trials=0"], tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: study.n_trials: ")

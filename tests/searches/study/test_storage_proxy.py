@@ -1,19 +1,22 @@
-"""Workers that reach a study's database through Optuna's gRPC proxy alone."""
+"""Workers that reach a study's database through Optuna's gRPC proxy alone, started as docs/scale.md says."""
 
 from __future__ import annotations
 
+import re
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import optuna
 import pytest
+from optuna.trial import TrialState
 
 from searches.app.checks import InputError
 from searches.study import storage
-from tests.searches.programs import FORKS
+from tests.searches.programs import FORKS, REPOSITORY, Fork, quick, runs, sqlite, tracked
 
 pytest.importorskip("grpc")
+PAGE = REPOSITORY / "docs" / "scale.md"
 
 
 def _free_port() -> int:
@@ -21,15 +24,23 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _serve(url: str, port: int) -> None:
-    optuna.storages.run_grpc_proxy_server(optuna.storages.get_storage(url), host="localhost", port=port)
+def _serve(folder: Path, port: int) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
+    for ours, own in (
+        ("sqlite:///studies.db", f"sqlite:///{folder / 'studies.db'}"),
+        ("0.0.0.0", "localhost"),
+        ("13000", port),
+    ):
+        assert block.count(ours) == 1
+        block = block.replace(ours, str(own))
+    exec(block, {})
 
 
 @pytest.fixture
 def proxy(tmp_path: Path) -> Iterator[str]:
     """A proxy of an SQLite database in a process of its own."""
     port = _free_port()
-    process = FORKS.Process(target=_serve, args=(f"sqlite:///{tmp_path / 'study.db'}", port))
+    process = FORKS.Process(target=_serve, args=(tmp_path, port))
     process.start()
     yield f"grpc://localhost:{port}"
     process.kill()
@@ -41,3 +52,31 @@ def test_a_proxy_that_does_not_answer_is_refused_in_one_line(place: str, monkeyp
     monkeypatch.setattr(storage, "_PROXY_SECONDS", 0.1)
     with pytest.raises(InputError, match=f"^study.storage: cannot open grpc://{place}: .+$"):
         storage.open_database(f"grpc://{place}")
+
+
+def test_two_workers_end_a_study_through_a_proxy(proxy: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """They share nothing but the proxy and MLflow; each folder ends with the export."""
+    mlflow = sqlite(tracked(tmp_path))
+    given = (
+        f"study.storage={proxy}",
+        f"tracking.uri={mlflow}",
+        "study.name=it",
+        "study.n_trials=6",
+        "space.kinds=[none,prompt_lookup]",
+    )
+    outputs = [tmp_path / name for name in ("one", "two")]
+    with (
+        Fork("searches.layerskip", *quick(tiny_folder, outputs[0], *given), cwd=tmp_path) as one,
+        Fork("searches.layerskip", *quick(tiny_folder, outputs[1], *given), cwd=tmp_path) as two,
+    ):
+        for worker in (one, two):
+            ended = worker.wait()
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+    opened = storage.open_database(f"sqlite:///{tmp_path / 'studies.db'}")
+    trials = opened.get_all_trials(opened.get_study_id_from_name("it"))
+    finished = [trial.number for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+    assert len(finished) == 6
+    assert TrialState.RUNNING not in {trial.state for trial in trials}
+    assert Counter(int(run.data.tags["trial_number"]) for run in runs(mlflow, "trial")) == Counter(finished)
+    first, second = ((folder / "it" / "best.json").read_text(encoding="utf-8") for folder in outputs)
+    assert first == second
