@@ -30,6 +30,7 @@ from searches.workers.crew import Crew
 JOINED = "works on study "
 """In the line that a worker prints when it joins, before the name of the study."""
 _DATABASE = "study.db"
+_JOURNAL = "journal.log"
 
 
 def is_database(storage: str | None) -> bool:
@@ -43,12 +44,26 @@ def storage_url(settings: StudySettings, folder: Path) -> str:
     Raises:
         InputError: the storage is a journal file.
     """
+    if settings.storage is None and (folder / _JOURNAL).exists():
+        raise InputError(f"study.name: {folder / _JOURNAL} is for one process; choose another name for several workers")
     if settings.storage is not None and not is_database(settings.storage):
         raise InputError(
             f"study.storage: {settings.storage} is a journal file, which is for one process; "
             "several workers need a database, such as sqlite:///study.db"
         )
     return settings.storage or f"sqlite:///{(folder / _DATABASE).resolve()}"
+
+
+def is_shared(settings: StudySettings, worker: int | None, folder: Path) -> bool:
+    """Return whether other processes may work on a study.
+
+    Args:
+        settings: of the study.
+        worker: the number of this worker; None without one.
+        folder: of the study, which has a database if it had several workers.
+    """
+    in_folder = settings.storage is None and (folder / _DATABASE).exists()
+    return worker is not None or in_folder or is_database(settings.storage)
 
 
 def device_type(target: Target) -> str:
@@ -83,7 +98,7 @@ def joined(
     """
     if not shared:
         with locked(folder):
-            yield open_journal(Path(settings.storage or folder / "journal.log"), not settings.storage), ALONE
+            yield open_journal(Path(settings.storage or folder / _JOURNAL), not settings.storage), ALONE
         return
     folder.mkdir(parents=True, exist_ok=True)
     storage = database or open_database(storage_url(settings, folder))
