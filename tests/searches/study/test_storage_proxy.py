@@ -16,6 +16,7 @@ from searches.study import storage
 from tests.searches.programs import FORKS, REPOSITORY, Fork, quick, runs, sqlite, tracked
 
 pytest.importorskip("grpc")
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 PAGE = REPOSITORY / "docs" / "scale.md"
 
 
