@@ -19,6 +19,7 @@ from omegaconf import DictConfig, open_dict
 
 from searches.app.application import run
 
+pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
 SEEN: list[Any] = []
 """What the jobs of the launcher below were given or said."""
 
@@ -51,6 +52,7 @@ def _copy(value: Any) -> Any:
 def _launch(task: Callable[[DictConfig], Any], *overrides: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
     """Run two workers of a program; return its exit code."""
     SEEN.clear()
+    monkeypatch.setitem(sys.modules, "hydra_plugins.pickled", sys.modules[__name__])
     ConfigStore.instance().store("pickled", {"_target_": "hydra_plugins.pickled.PickledLauncher"}, "hydra/launcher")
     Plugins.instance().register(PickledLauncher)
     command = ["layerskip", "-m", "hydra/launcher=pickled", "worker=range(0,2)", *overrides]
@@ -104,7 +106,6 @@ def test_the_command_ends_with_the_code_and_the_line_of_its_job(
 def test_a_launcher_without_its_cluster_ends_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     monkeypatch.setenv("PATH", str(tmp_path))
     overrides = ("hydra/launcher=submitit_slurm", f"outputs={tmp_path}")
     assert _launch(_see, *overrides, monkeypatch=monkeypatch) == 1
