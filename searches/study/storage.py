@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import filelock
 import sqlalchemy
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
+from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
 
 from searches.app.checks import InputError
@@ -22,6 +23,9 @@ _JOURNAL = b'{"op_code":'
 _LOCK_SECONDS = 60  # that a process waits for another one's transaction in an SQLite database
 _ATTEMPTS = 20
 _CREATED_BY_OTHERS = ("already exists", "duplicate key", "UNIQUE constraint", "database is locked")
+_PROXY_PORT = 13000  # Optuna's default
+_PROXY_SECONDS = 10.0
+"""Time in which a storage proxy must answer when a study is opened."""
 
 
 @contextlib.contextmanager
@@ -75,6 +79,8 @@ def _check_journal(path: Path) -> None:
 
 def open_database(url: str) -> BaseStorage:
     """Open the storage of a study in a database, which may be lost for a while later; refuse one that cannot be reached."""
+    if url.startswith("grpc://"):
+        return RetryingStorage(_open_proxy(url))
     # SQLAlchemy would look for another driver first.
     url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     is_file = url.startswith("sqlite")
@@ -106,6 +112,19 @@ def _begin_at_once(storage: RDBStorage) -> None:
     storage.engine.dispose()
     sqlalchemy.event.listen(storage.engine, "connect", connect)
     sqlalchemy.event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+
+
+def _open_proxy(url: str) -> BaseStorage:
+    """Connect to a storage proxy of Optuna, ``grpc://host:port``."""
+    try:
+        place = urlsplit(url)
+        proxy = GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _PROXY_PORT)
+        proxy.wait_server_ready(timeout=_PROXY_SECONDS)
+    except ImportError as error:
+        raise InputError(f"study.storage: {url} needs grpcio, which is part of layerskip[launchers]") from error
+    except (ValueError, ConnectionError) as error:
+        raise InputError(f"study.storage: cannot open {url}: {_first_line(error)}") from error
+    return proxy
 
 
 def _first_line(error: BaseException) -> str:

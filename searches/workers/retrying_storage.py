@@ -5,6 +5,7 @@ A call whose connection broke may have been carried out or not. Calls that may n
 
 from __future__ import annotations
 
+import copy
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -61,8 +62,8 @@ class RetryingStorage(BaseStorage):
 
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
         """Create a trial, once: a repeated call first looks for the trial of the call before."""
-        template = template_trial or optuna.trial.create_trial(state=TrialState.RUNNING)
-        nonce = uuid.uuid4().hex
+        template = copy.copy(template_trial or optuna.trial.create_trial(state=TrialState.RUNNING))
+        nonce = template.system_attrs.get(_NONCE) or uuid.uuid4().hex  # a proxy keeps that of the call that it passes on
         template.system_attrs = template.system_attrs | {_NONCE: nonce}
         is_repeated = False
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from searches.app.composition import compose_config
@@ -25,7 +27,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.S | re.M)
 HERE_DOCUMENT = re.compile(r"^.*<<'END'.*?^END$", re.S | re.M)
 PYTHON = ".venv/bin/python"
-KNOWN = ("make", "mkdir", ".venv/bin/mlflow", PYTHON)
+KNOWN = ("make", "mkdir", ".venv/bin/mlflow", ".venv/bin/optuna-dashboard", PYTHON)
 Command = tuple[str, ...]
 
 
@@ -62,8 +64,17 @@ def test_a_command_composes(command: Command) -> None:
         overrides = command_line(overrides)
     if overrides[-2:] == ["--cfg", "job"]:
         overrides = overrides[:-2]
+    if overrides[:1] == ["-m"]:
+        overrides = _first_job(overrides[1:])
     config = compose_config(name, overrides)
     OmegaConf.to_container(config, resolve=True)
+
+
+def _first_job(overrides: Sequence[str]) -> list[str]:
+    """The overrides of a multirun's first job, without those of the launcher, which is optional."""
+    own = [override for override in overrides if not re.match(r"\+?hydra[./]", override)]
+    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), max_batch_size=None)
+    return jobs[0]
 
 
 def test_all_other_commands_are_known() -> None:

@@ -1,0 +1,85 @@
+"""Workers that reach a study's database through Optuna's gRPC proxy alone, started as docs/scale.md says."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from searches.app.checks import InputError
+from searches.study import storage
+from tests.searches.programs import FORKS, REPOSITORY, Fork, quick, runs, sqlite, tracked
+
+pytest.importorskip("grpc")
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+PARTS = ("config", "evidence", "environment", "search")
+PAGE = REPOSITORY / "docs" / "scale.md"
+
+
+def _free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _serve(folder: Path, port: int) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
+    for ours, own in (
+        ("sqlite:///studies.db", f"sqlite:///{folder / 'studies.db'}"),
+        ("0.0.0.0", "localhost"),
+        ("13000", port),
+    ):
+        assert block.count(ours) == 1
+        block = block.replace(ours, str(own))
+    exec(block, {})
+
+
+@pytest.fixture
+def proxy(tmp_path: Path) -> Iterator[str]:
+    """A proxy of an SQLite database in a process of its own."""
+    port = _free_port()
+    process = FORKS.Process(target=_serve, args=(tmp_path, port))
+    process.start()
+    yield f"grpc://localhost:{port}"
+    process.kill()
+    process.join()
+
+
+@pytest.mark.parametrize("place", [f"localhost:{_free_port()}", "localhost:x", "localhost:99999"])
+def test_a_proxy_that_does_not_answer_is_refused_in_one_line(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_PROXY_SECONDS", 0.1)
+    with pytest.raises(InputError, match=f"^study.storage: cannot open grpc://{place}: .+$"):
+        storage.open_database(f"grpc://{place}")
+
+
+def test_two_workers_end_a_study_through_a_proxy(proxy: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """They share nothing but the proxy and MLflow; each folder ends with the export."""
+    mlflow = sqlite(tracked(tmp_path))
+    given = (
+        f"study.storage={proxy}",
+        f"tracking.uri={mlflow}",
+        "study.name=it",
+        "study.n_trials=4",
+        "space.kinds=[none,prompt_lookup]",
+    )
+    outputs = [tmp_path / name for name in ("one", "two")]
+    with (
+        Fork("searches.layerskip", *quick(tiny_folder, outputs[0], *given), cwd=tmp_path) as one,
+        Fork("searches.layerskip", *quick(tiny_folder, outputs[1], *given), cwd=tmp_path) as two,
+    ):
+        for worker in (one, two):
+            ended = worker.wait()
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+    opened = storage.open_database(f"sqlite:///{tmp_path / 'studies.db'}")
+    trials = opened.get_all_trials(opened.get_study_id_from_name("it"))
+    finished = [trial.number for trial in trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+    assert len(finished) == 4
+    assert TrialState.RUNNING not in {trial.state for trial in trials}
+    assert Counter(int(run.data.tags["trial_number"]) for run in runs(mlflow, "trial")) == Counter(finished)
+    first, second = (json.loads((folder / "it" / "best.json").read_text(encoding="utf-8")) for folder in outputs)
+    assert [first[part] for part in PARTS] == [second[part] for part in PARTS]
