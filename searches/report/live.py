@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.report.html_report import FAILED, INTERRUPTED, RUNNING, Page, write_page
 from searches.report.study_report import study_notes
+from searches.workers.alone import ALONE, Workers
 
 PAGE = "report.html"
 _SECONDS = 60.0  # between two writes; each takes a fraction of a second and writes five megabytes
@@ -27,13 +28,14 @@ class LiveView:
         folder: of the study.
         layers: the number of decoder layers of the target.
         trials: the number of finished trials at the end.
+        crew: the workers of the study, one of which writes the page.
 
     Attributes:
         singles: ``[2, layers]``, the agreement with one sub-layer skipped, once scans have found it.
     """
 
-    def __init__(self, study: optuna.Study, folder: Path, layers: int, trials: int) -> None:
-        self._study, self._path, self._layers, self._trials = study, folder / PAGE, layers, trials
+    def __init__(self, study: optuna.Study, folder: Path, layers: int, trials: int, crew: Workers = ALONE) -> None:
+        self._study, self._path, self._layers, self._trials, self._crew = study, folder / PAGE, layers, trials, crew
         self._stage, self._written = "", 0.0
         self.singles: NDArray[np.float64] | None = None
 
@@ -55,14 +57,17 @@ class LiveView:
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 self._stage = ""
-                self._write(INTERRUPTED if is_interrupt(error) else FAILED)
+                if not self._crew.others():
+                    self._write(INTERRUPTED if is_interrupt(error) else FAILED)
             raise
 
     @defer_interrupt()
     def _write(self, state: str) -> None:
+        self._written = time.monotonic()
+        if not self._crew.leads():
+            return
         notes = study_notes(self._study, None)
         with contextlib.suppress(OSError):
             write_page(
                 self._path, self._study, Page(self._layers, self._trials, notes, state, self._stage, None, self.singles)
             )
-        self._written = time.monotonic()

@@ -12,7 +12,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import LEAST_RESAMPLED
-from searches.app.earlier_names import PREPARATION_SECONDS
 from searches.app.time_ledger import FITS, KEPT_SECONDS, SHARED, recorded_seconds
 from searches.predict.prediction_error import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
@@ -20,7 +19,7 @@ from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration, is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
-from searches.study.study import OVERHEAD_SECONDS, finished
+from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, FIGURES
 
 _LEAST_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
@@ -117,7 +116,7 @@ def search_seconds(study: optuna.Study, finals: Finals) -> float:
         each.get("seconds", 0.0) + each.get(OVERHEAD_SECONDS, 0.0) - each.get(KEPT_SECONDS, 0.0) for each in attributes
     )
     shared = sum(sum(recorded_seconds(study, kind).values()) for kind in (FITS, SHARED))
-    return float(study.user_attrs.get(PREPARATION_SECONDS, 0.0) + shared + trials + finals.seconds)
+    return float(preparation_seconds(study) + shared + trials + finals.seconds)
 
 
 def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:

@@ -17,10 +17,10 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
+from searches.workers.slots import FINISHED as FINISHED
 
 _OTHER_DRAFTERS = 2  # contenders with other drafters than the best few
 _NEAR = 0.1  # share by which these may be slower than the leader
-FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass
