@@ -38,6 +38,17 @@ FAULTS = {
     "full_disks": "full disk",
 }
 
+KINDS = {
+    "decoding": "decoding",
+    "sampling": "sampling",
+    "waiting": "waiting for others",
+    "coordination": "coordination",
+    "storage": "storage of results",
+    "tracking": "MLflow",
+    "page": "page",
+    "rest": "the rest",
+}
+
 NOTABLE_LOSS = 0.03  # share of a member's speed; a cascade that loses more is named
 FEWEST_PROMPTS = 8  # of a kind of work, for an interval to be worth showing
 
@@ -541,19 +552,15 @@ def _scale(names: Sequence[str]) -> list[str]:
         trials = sum(found["trials"].get(state, 0) for state in ("COMPLETE", "PRUNED"))
         row = [scenario, str(settings["workers"]), str(trials), faults.removeprefix(", "), f"{found['seconds']:.0f}"]
         rows.append([*row, f"{exported['label']}: {exported['true_speedup']:.3f}"])
-        kinds = ("decoding", "sampling", "tracking", "coordination", "waiting", "page")
-        seconds = [found["per_trial"].get(kind, 0.0) for kind in kinds]
-        rest = found["per_trial"]["seconds"] - sum(seconds)
-        spent.append([scenario, *(f"{value:.3f}" for value in (*seconds, rest))])
+        spent.append([scenario, *(f"{found['per_trial'].get(kind, 0.0):.3f}" for kind in KINDS)])
     missed = [count["name"] for count in record["counts"] if not count["passed"]]
     head = ["study", "workers", "trials", "faults", "seconds", "winner: its true speedup"]
-    parts = ["study", "decoding", "sampling", "MLflow", "coordination", "waiting for others", "page", "the rest"]
     return [
         *_table(head, rows),
         "",
         "Seconds of a trial, on average over the trials of workers that were not killed:",
         "",
-        *_table(parts, spent),
+        *_table(["study", *KINDS.values()], spent),
         *_folded("All counts", _counts(record)),
         *_conditions(names, "simulated decoders that sleep"),
         f"- {len(record['counts'])} criteria. {_aims(missed)}",

@@ -150,7 +150,7 @@ def run_scenario(
             "settings": asdict(scenario),
             "seconds": seconds,
             "faults": dict(fleet.done),
-            "exit_codes": {str(code): count for code, count in sorted(fleet.codes.items())},
+            "ends": dict(fleet.ends),
             "lost": len(fleet.lost),
             **inspect(name, storage, tracking),
             "winner": winner(name, places, landscape),

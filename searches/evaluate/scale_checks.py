@@ -14,12 +14,16 @@ from layerskip import SpeculativeConfig
 from searches.evaluate.criteria import Count
 from searches.evaluate.landscape import Landscape
 from searches.evaluate.planted import CLOSE
+from searches.evaluate.scale_fleet import FINISHED as ENDED_WELL
 from searches.evaluate.scale_scenario import Scenario
 from searches.evaluate.scale_services import Database
-from searches.evaluate.scale_worker import DECODING, SAMPLING, SECONDS, TRIALS
+from searches.evaluate.scale_worker import DECODING, SAMPLING, TRIALS, WAITING
 
 _ROWS = 1000  # runs per page of MLflow
 _FINISHED = ("COMPLETE", "PRUNED")
+_DISK_FULL = "2: error: outputs: cannot write"
+_REFUSED = "2: error: tracking.uri: cannot open", "2: error: study.storage: cannot open"  # workers that start during an outage
+_EXPECTED_ENDS = (ENDED_WELL, _DISK_FULL, *_REFUSED)
 
 
 def inspect(name: str, database: Database, tracking: str) -> dict[str, Any]:
@@ -61,19 +65,18 @@ def winner(name: str, outputs: Sequence[Path], landscape: Landscape) -> dict[str
 
 
 def seconds_per_trial(files: Sequence[Path]) -> dict[str, float]:
-    """Return the mean seconds of a trial by kind, over the workers that ended by themselves.
-
-    ``overhead`` is all that is neither decoding nor sampling.
-    """
+    """Return the mean seconds of a trial by kind, over the workers that ended by themselves."""
     totals: Counter[str] = Counter()
     for file in files:
         if file.exists():
             totals.update(json.loads(file.read_text(encoding="utf-8")))
     trials = totals.pop(TRIALS, 0)
-    if not trials:
-        return {}
-    means = {kind: seconds / trials for kind, seconds in totals.items()}
-    return means | {"overhead": means[SECONDS] - means.get(DECODING, 0.0) - means.get(SAMPLING, 0.0)}
+    return {kind: seconds / trials for kind, seconds in totals.items()} if trials else {}
+
+
+def overhead_seconds(per_trial: Mapping[str, float]) -> float:
+    """Return the seconds of a trial that are neither decoding nor sampling nor waiting for the last trials of others."""
+    return sum(seconds for kind, seconds in per_trial.items() if kind not in (DECODING, SAMPLING, WAITING))
 
 
 def judge(name: str, scenario: Scenario, row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> list[Count]:
@@ -102,6 +105,12 @@ def judge(name: str, scenario: Scenario, row: Mapping[str, Any], rows: Mapping[s
         Count("exported winners", row["winner"]["exports"], 1, least=1, most=1),
     ]
     counts += [Count(f"{kind} that happened", row["faults"].get(kind, 0), of, least=1) for kind, of in asked.items() if of]
+    ends = row["ends"]
+    failed = sum(count for end, count in ends.items() if not end.startswith(_EXPECTED_ENDS))
+    counts.append(Count("workers that ended with an error", failed, sum(ends.values()), most=0))
+    if scenario.full_disk:
+        full = sum(count for end, count in ends.items() if end.startswith(_DISK_FULL))
+        counts.append(Count("workers that a full disk ended", full, 1, least=1, most=1))
     if scenario.like is not None:
         like = rows[scenario.like]
         speedups = [found["winner"].get("true_speedup", 0.0) for found in (row, like)]
@@ -111,6 +120,6 @@ def judge(name: str, scenario: Scenario, row: Mapping[str, Any], rows: Mapping[s
             most, spent = scenario.most_share, (round(row["seconds"]), round(like["seconds"]))
             counts.append(Count(f"seconds, of those of {scenario.like}", *spent, most=most))
     if scenario.most_overhead is not None:
-        spent, most = (round(1000 * seconds) for seconds in (row["per_trial"]["overhead"], scenario.most_overhead))
+        spent, most = (round(1000 * seconds) for seconds in (overhead_seconds(row["per_trial"]), scenario.most_overhead))
         counts.append(Count("milliseconds of a trial neither decoding nor sampling, of those allowed", spent, most, most=1))
     return [Count(f"{name}: {count.name}", count.times, count.of, count.least, count.most) for count in counts]

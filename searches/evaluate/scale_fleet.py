@@ -19,7 +19,9 @@ from searches.evaluate.scale_scenario import Scenario
 from searches.evaluate.scale_services import CRASH, FAST, Database, TrackingServer, fill
 from searches.evaluate.scale_worker import Job, work
 
+FINISHED = "finished"
 _POLL_SECONDS = 0.1
+_LONGEST_LINE = 200  # characters
 _PAUSE_SECONDS = 3.0  # at most, between the end and the start of a restarted database
 _PRELOADED = ["searches.evaluate.scale_worker", "mlflow.store.tracking.sqlalchemy_store", "mlflow.store.tracking.rest_store"]
 
@@ -43,7 +45,7 @@ class Fleet:
         done: number of faults of each kind that happened.
         outputs: the folder of each machine.
         times: file of the seconds of each worker, which only those have that ended by themselves.
-        codes: number of workers by exit code, without those that were killed.
+        ends: number of workers by how they ended, without those that were killed.
     """
 
     def __init__(
@@ -63,12 +65,13 @@ class Fleet:
         # A child of a process that has imported everything begins within a fraction of a second.
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
-        self._workers: list[tuple[BaseProcess, int]] = []  # each with its place, which its replacement takes
+        # Each with its place, which its replacement takes, and its log.
+        self._workers: list[tuple[BaseProcess, int, Path]] = []
         self.outputs = [folder / f"machine-{number}" for number in range(scenario.machines)]
         self.times: list[Path] = []
         self._outages: list[threading.Thread] = []
         self.finished, self.lost = frozenset[int](), frozenset[int]()
-        self.done, self.codes = Counter[str](), Counter[int]()
+        self.done, self.ends = Counter[str](), Counter[str]()
 
     def run(self) -> float:
         """Run the workers until all of them have ended, and return the seconds.
@@ -90,7 +93,7 @@ class Fleet:
                 time.sleep(_POLL_SECONDS)
             return time.monotonic() - start
         finally:
-            for process, _ in self._workers:
+            for process, _, _ in self._workers:
                 process.kill()
                 process.join()
             for thread in self._outages:
@@ -126,12 +129,13 @@ class Fleet:
         return self._random.uniform(begin, 0.98) * self._scenario.n_trials
 
     def _kill(self) -> None:
-        process, place = self._random.choice(self._workers)
+        worker = self._random.choice(self._workers)
+        process, place, _ = worker
         time.sleep(self._random.uniform(0, self._scenario.trial_seconds / self._scenario.workers))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        self._workers.remove((process, place))
+        self._workers.remove(worker)
         self.done["kills"] += 1
         self._start(place)
 
@@ -152,23 +156,40 @@ class Fleet:
 
     def _start(self, place: int) -> None:
         """Start a worker at the place of an earlier one."""
-        own = self._disk if self._disk is not None and place == 0 else self.outputs[place % self._scenario.machines]
-        ahead = self._scenario.hours_ahead if place == 0 else 0.0
+        machine = place % self._scenario.machines
+        own = self._disk if self._disk is not None and place == 0 else self.outputs[machine]
         log = self._folder / f"worker-{len(self.times)}.log"
         self.times.append(log.with_suffix(".json"))
-        job = Job((*self._overrides, f"outputs={quoted(str(own))}"), own, log, self.times[-1], ahead)
+        job = Job(
+            (*self._overrides, f"outputs={quoted(str(own))}"),
+            str(own),
+            str(log),
+            str(self.times[-1]),
+            f"machine {machine}",
+            self._scenario.beat_seconds,
+            self._scenario.hours_ahead if place == 0 else 0.0,
+        )
         process = self._context.Process(target=work, args=(job,))
         process.start()
-        self._workers.append((process, place))
+        self._workers.append((process, place, log))
 
     def _replace_ended(self) -> None:
         """Forget workers that have ended. While trials are missing, another one takes the place, as a user would start it."""
-        for process, place in list(self._workers):
+        for worker in list(self._workers):
+            process, place, log = worker
             if process.exitcode is None:
                 continue
             process.join()
-            self._workers.remove((process, place))
-            self.codes[process.exitcode] += 1
+            self._workers.remove(worker)
+            self.ends[_end(process.exitcode, log)] += 1
             missing = len(self.finished) < self._scenario.n_trials
             if missing and not (self._disk is not None and place == 0):
                 self._start(place)
+
+
+def _end(code: int, log: Path) -> str:
+    """Return ``finished`` for exit code 0, else the code and the last line of the worker's log."""
+    if not code:
+        return FINISHED
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return f"{code}: {lines[-1] if lines else 'no output'}"[:_LONGEST_LINE]

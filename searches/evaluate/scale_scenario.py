@@ -15,7 +15,9 @@ class Scenario:
         workers: number of processes at a time.
         n_trials: number of finished trials at the end.
         trial_seconds: seconds that a trial sleeps until its first look, if it decodes as slowly as plain decoding.
-        machines: number of outputs folders that the workers are spread over.
+        machines: number of machines that the workers are taken to be on. Each has an outputs folder of its own, and does not
+            see which processes of the others have ended.
+        beat_seconds: seconds between two signs of life of a worker.
         kills: number of workers that are killed with SIGKILL at random moments, and replaced.
         restarts: number of times that the database is stopped at random moments, for up to 3 seconds. Every other time it
             stops as after a power cut.
@@ -34,6 +36,7 @@ class Scenario:
     n_trials: int
     trial_seconds: float
     machines: int = 1
+    beat_seconds: float = 1.0
     kills: int = 0
     restarts: int = 0
     database_gone: float = 0.0
@@ -48,7 +51,7 @@ class Scenario:
     def __post_init__(self) -> None:
         for name, least in (("workers", 1), ("n_trials", 1), ("machines", 1), ("kills", 0), ("restarts", 0)):
             check_whole(f"scenarios.{name}", getattr(self, name), least)
-        for name in ("trial_seconds", "limit_seconds"):
+        for name in ("trial_seconds", "limit_seconds", "beat_seconds"):
             check_number(f"scenarios.{name}", getattr(self, name))
         for name in ("database_gone", "tracking_gone", "hours_ahead"):
             check_number(f"scenarios.{name}", getattr(self, name), or_zero=True)

@@ -9,9 +9,10 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from optuna.samplers import TPESampler
@@ -20,14 +21,22 @@ import searches.sweep
 from layerskip.files import write_json
 from searches.app.application import run
 from searches.app.checks import InputError
+from searches.app.retry import Retry
 from searches.evaluate import simulated_backend
 from searches.report.live import LiveView
+from searches.study import opening, study
 from searches.study.objective import Objective
 from searches.tracking.tracker import Tracker
+from searches.workers import crew, process
+from searches.workers.crew import Crew
+from searches.workers.slots import Slot
 
-DECODING, SAMPLING, TRACKING, PAGE, COORDINATION = "decoding", "sampling", "tracking", "page", "coordination"
-TRIALS, SECONDS = "trials", "seconds"
-"""Keys of the times of a worker, beside the kinds above: the number of trials that it ran, and the seconds of its loop."""
+DECODING, SAMPLING, TRACKING, PAGE = "decoding", "sampling", "tracking", "page"
+STORAGE, COORDINATION, WAITING, REST = "storage", "coordination", "waiting", "rest"
+TRIALS = "trials"
+"""Key of the number of trials, beside the kinds of seconds above."""
+_OUTSIDE = "outside"  # of the loop over trials
+_SAMPLING = ("infer_relative_search_space", "sample_relative", "sample_independent", "before_trial", "after_trial")
 _ROOT = Path(__file__).parents[2]
 
 
@@ -40,32 +49,38 @@ class Job:
         folder: working directory, created.
         log: file of its output.
         times: file of its seconds, in JSON, written when it ends by itself.
+        machine: name of its machine. Workers see at once which processes of their own machine have ended.
+        beat_seconds: between two signs of life.
         hours_ahead: hours by which its clock is ahead.
     """
 
     overrides: tuple[str, ...]
-    folder: Path
-    log: Path
-    times: Path
+    folder: str
+    log: str
+    times: str
+    machine: str
+    beat_seconds: float
     hours_ahead: float = 0.0
 
 
-def work(job: Job) -> None:
+def work(job: Job, is_ahead: bool = False) -> None:
     """Run the program in this process, which ends with its exit code."""
-    if job.hours_ahead:
+    if job.hours_ahead and not is_ahead:
         _restart_ahead(job)
-    job.folder.mkdir(parents=True, exist_ok=True)
+    os.makedirs(job.folder, exist_ok=True)
     os.chdir(job.folder)
     output = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(output, number)
+    process._machine = lambda: job.machine
+    opening.Crew = functools.partial(Crew, beat_seconds=job.beat_seconds)  # type: ignore[assignment,misc]
     stopwatch = Stopwatch()
     stopwatch.attach()
     sys.argv = ["layerskip", *job.overrides]
     try:
         run("layerskip", searches.sweep.search)
     finally:
-        write_json(job.times, dict(stopwatch.seconds))
+        write_json(Path(job.times), dict(stopwatch.seconds))
 
 
 def clock_library() -> str:
@@ -83,69 +98,63 @@ def clock_library() -> str:
 def _restart_ahead(job: Job) -> NoReturn:
     """Replace this process by an interpreter whose time of day is ahead; its other clocks are right."""
     clock = {"LD_PRELOAD": clock_library(), "FAKETIME": f"+{job.hours_ahead:g}h", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-    fields = {name: str(value) for name, value in vars(job).items() if isinstance(value, Path)}
-    command = [sys.executable, "-m", __spec__.name, json.dumps(fields), *job.overrides]
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(job))]
     os.execve(sys.executable, command, os.environ | clock | {"PYTHONPATH": str(_ROOT)})
 
 
 class Stopwatch:
-    """Seconds of the main thread in the trials' loop, by kind of work. Inside a function of one kind, no other kind counts."""
+    """Seconds of the main thread in the loop over trials, each in the innermost kind of work."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._busy = True  # outside the loop
+        self._kind, self._since = _OUTSIDE, monotonic()
 
     def attach(self) -> None:
         """Replace the functions that are timed by timed ones, in this process."""
+        self._time(searches.sweep, "run_trials", REST, within=_OUTSIDE)
         self._time(simulated_backend, "pause", DECODING)
-        for name in ("infer_relative_search_space", "sample_relative", "sample_independent", "before_trial", "after_trial"):
+        for name in _SAMPLING:
             self._time(TPESampler, name, SAMPLING)
         self._time(Tracker, "record", TRACKING)
         self._time(LiveView, "refresh", PAGE)
-        self._count(Objective, "__call__")
-        self._time_loop(searches.sweep, "run_trials")
+        self._time(Retry, "__call__", STORAGE, within=REST)
+        for owner, name in ((study, "take_slot"), (study, "_refuse_duplicate"), (Slot, "begin"), (Slot, "__exit__"), (Crew, "sign")):
+            self._time(owner, name, COORDINATION)
+        crew.time = SimpleNamespace(**vars(crew.time))  # type: ignore[assignment]
+        self._time(crew.time, "sleep", WAITING)
+        measured = Objective.__call__
 
-    def _time(self, owner: Any, name: str, kind: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        @functools.wraps(original)
-        def timed(*arguments: Any, **named: Any) -> Any:
-            if self._busy or threading.current_thread() is not threading.main_thread():
-                return original(*arguments, **named)
-            self._busy, start = True, monotonic()
-            try:
-                return original(*arguments, **named)
-            finally:
-                self.seconds[kind] += monotonic() - start
-                self._busy = False
-
-        setattr(owner, name, timed)
-
-    def _count(self, owner: Any, name: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        @functools.wraps(original)
-        def counted(*arguments: Any) -> Any:
+        def counted(*arguments: Any) -> float:
             self.seconds[TRIALS] += 1
-            return original(*arguments)
+            return measured(*arguments)
 
-        setattr(owner, name, counted)
+        Objective.__call__ = counted  # type: ignore[method-assign]
 
-    def _time_loop(self, owner: Any, name: str) -> None:
+    def _time(self, owner: Any, name: str, kind: str, within: str | None = None) -> None:
+        """Time a function, only where the surrounding kind is ``within``, or any but outside if that is None."""
         original: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(original)
         def timed(*arguments: Any, **named: Any) -> Any:
-            self._busy, start = False, monotonic()
+            before = self._kind
+            is_timed = before == within if within is not None else before != _OUTSIDE
+            if not is_timed or threading.current_thread() is not threading.main_thread():
+                return original(*arguments, **named)
+            self._switch(kind)
             try:
                 return original(*arguments, **named)
             finally:
-                self.seconds[SECONDS] += monotonic() - start
-                self._busy = True
+                self._switch(before)
 
         setattr(owner, name, timed)
+
+    def _switch(self, kind: str) -> None:
+        now = monotonic()
+        if self._kind != _OUTSIDE:
+            self.seconds[self._kind] += now - self._since
+        self._kind, self._since = kind, now
 
 
 if __name__ == "__main__":
-    places = {name: Path(value) for name, value in json.loads(sys.argv[1]).items()}
-    work(Job(tuple(sys.argv[2:]), **places))
+    fields = json.loads(sys.argv[1])
+    work(Job(**fields | {"overrides": tuple(fields["overrides"])}), is_ahead=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from searches.evaluate.scale_checks import judge, seconds_per_trial
+from searches.evaluate.scale_checks import judge, overhead_seconds, seconds_per_trial
 from searches.evaluate.scale_scenario import Scenario
 from tests.searches.conftest import Launch
 from tests.searches.programs import FORKS
@@ -21,6 +21,7 @@ FAULTS = Scenario(workers=3, n_trials=10, trial_seconds=0.1, kills=4, restarts=1
 FOUND: dict[str, Any] = {
     "seconds": 30.4,
     "lost": 0,
+    "ends": {"finished": 3, "2: error: outputs: cannot write x": 1, "2: error: study.storage: cannot open y": 1},
     "faults": {"kills": 4, "restarts": 1, "database_gone": 1, "full_disks": 1},
     "trials": {"COMPLETE": 7, "PRUNED": 3, "FAIL": 5},
     "runs": {"FINISHED": 11},
@@ -29,7 +30,7 @@ FOUND: dict[str, Any] = {
     "trial_runs": 10,
     "rows": {"COMPLETE": 20, "FAIL": 6},
     "winner": {"exports": 1, "true_speedup": 1.5},
-    "per_trial": {"overhead": 0.08},
+    "per_trial": {"decoding": 1.0, "coordination": 0.05, "tracking": 0.03},
 }
 
 
@@ -52,7 +53,7 @@ def test_workers_that_are_killed_finish_every_trial_once(tmp_path: Path, launch:
     assert row["faults"] == {"kills": 4, "restarts": 1}
     assert sum(row["trials"].get(state, 0) for state in ("COMPLETE", "PRUNED")) == 10
     assert row["trials_with_one_run"] == row["trial_runs"] == 10
-    assert row["exit_codes"] == {"0": 3}
+    assert row["ends"]["finished"] == 3
 
 
 def _missed(scenario: Scenario, found: dict[str, Any], like: dict[str, Any]) -> list[str]:
@@ -63,7 +64,7 @@ def test_a_study_without_losses_meets_every_criterion() -> None:
     compared = Scenario(**vars(FAULTS) | {"like": "one", "most_share": 0.3, "most_overhead": 0.1})
     like = FOUND | {"seconds": 110.0, "winner": {"exports": 1, "true_speedup": 1.49}}
     assert _missed(compared, FOUND, like) == []
-    slower = FOUND | {"seconds": 34.0, "per_trial": {"overhead": 0.12}, "winner": {"exports": 1, "true_speedup": 1.4}}
+    slower = FOUND | {"seconds": 34.0, "per_trial": {"coordination": 0.12}, "winner": {"exports": 1, "true_speedup": 1.4}}
     assert len(_missed(compared, slower, like)) == 3
 
 
@@ -81,6 +82,8 @@ def test_a_study_without_losses_meets_every_criterion() -> None:
         (lambda found: found["rows"].update(RUNNING=1), "rows of workers"),
         (lambda found: found["winner"].update(exports=2), "exported winners"),
         (lambda found: found["faults"].update(kills=3), "kills"),
+        (lambda found: found["ends"].update({"1: RuntimeError: x": 1}), "ended with an error"),
+        (lambda found: found["ends"].pop("2: error: outputs: cannot write x"), "a full disk ended"),
         (lambda found: found["faults"].pop("full_disks"), "full_disks"),
     ],
 )
@@ -92,9 +95,11 @@ def test_every_defect_misses_a_criterion(defect: Callable[[dict[str, Any]], Any]
 
 def test_overhead_is_neither_decoding_nor_sampling(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("1.json", "2.json", "killed.json")]
-    files[0].write_text(json.dumps({"trials": 3, "seconds": 7.0, "decoding": 4.0, "sampling": 0.5, "tracking": 1.0}))
-    files[1].write_text(json.dumps({"trials": 1, "seconds": 3.0, "decoding": 2.0, "sampling": 1.5, "tracking": 0.0}))
-    assert seconds_per_trial(files) == {"seconds": 2.5, "decoding": 1.5, "sampling": 0.5, "tracking": 0.25, "overhead": 0.5}
+    files[0].write_text(json.dumps({"trials": 3, "decoding": 4.0, "sampling": 0.5, "tracking": 1.0, "waiting": 2.0}))
+    files[1].write_text(json.dumps({"trials": 1, "decoding": 2.0, "sampling": 1.5, "rest": 0.5}))
+    means = seconds_per_trial(files)
+    assert means == {"decoding": 1.5, "sampling": 0.5, "tracking": 0.25, "waiting": 0.5, "rest": 0.125}
+    assert overhead_seconds(means) == 0.375
 
 
 @pytest.mark.parametrize(
