@@ -41,8 +41,8 @@ from searches.study.opening import (
     composed,
     connect,
     device_type,
-    is_database,
     is_exported,
+    is_shared,
     joined,
     place,
     share_finals,
@@ -88,8 +88,8 @@ def _opened_sweep(config: DictConfig) -> Iterator[Sweep]:
     instantiate_part(config, "sampler", seed=0)  # refuse a bad one before anything is written
     plan = Plan.of(config)
     settings = describe(config, plan.target, plan.prompts, plan.space.bridged, plan.backend)
-    shared = is_database(plan.settings.storage) or config.get("worker") is not None
     device, name = device_type(plan.target), plan.settings.name or default_name(config, settings)
+    shared = is_shared(plan.settings, config.get("worker"), plan.outputs / name)
     name, folder = place(plan.outputs, name, plan.settings, device, shared)
     database, tracker = connect(config, plan.settings.storage)
     with joined(name, folder, plan.settings, database, device, shared) as (storage, crew):
@@ -154,7 +154,8 @@ class Sweep:
             proposed = self._propose(predictor, bridged)
             space = self._space_with_costs(predictor) if "cascade" in plan.space.available_kinds else plan.space
             starts = starting_points(space, proposed)
-        self._log_fits()
+        if self.crew.leads():
+            self._log_fits()
         self.view.singles = None if predictor is None else predictor.single_agreements()
         return Predictions(predictor, bridged, space, starts)
 

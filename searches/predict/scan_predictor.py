@@ -26,8 +26,8 @@ from layerskip.scan.trace import Branching
 from searches.app.resume_log import ResultLog
 from searches.predict.bridged_drafts import BridgedDrafts
 from searches.predict.contexts import ContextCosts
-from searches.predict.predictor import DraftChoice, DraftChoices, Prediction
-from searches.predict.shared_scans import share_scans
+from searches.predict.predictor import SCREENED_TOGETHER, DraftChoice, DraftChoices, Prediction
+from searches.predict.shared_scans import SHARED_TOGETHER, share_scans
 from searches.predict.stability import Stability, stability
 from searches.space.bridge_spec import BridgeSpec
 from searches.training.bridge_store import BridgeStore, training_record
@@ -68,6 +68,7 @@ class ScanPredictor:
         self.bridge_spec = bridge_spec or BridgeSpec()
         self._drafts = BridgedDrafts(self.bridge_spec, bridge_store)
         self._folder, self._crew = folder, crew
+        self.screened_together = SCREENED_TOGETHER if crew.alone else SHARED_TOGETHER
         self._scanner, self._screen, self._choices = scanner, screen, choices
         self._costs = ContextCosts(profile, scanner.continuations)
         self.profile = self._costs.average

@@ -10,6 +10,7 @@ from layerskip.files import digest
 from searches.app.resume_log import ResultLog
 from searches.workers.alone import Workers
 
+SHARED_TOGETHER = 256  # masks that several workers screen together, so that all have some
 _ROWS_PER_MASK = 256  # fewer rows of a pass are not worth sharing among masks
 
 

@@ -19,7 +19,7 @@ from plotly.offline import get_plotlyjs
 from layerskip.files import atomic_write
 from searches.report import charts
 from searches.report.page_tables import best_table, finals_table, usage
-from searches.report.study_report import search_seconds, verdict, winner_notes
+from searches.report.study_report import verdict, winner_notes
 from searches.report.timeline import timeline
 from searches.report.trial_points import COLORS, OTHER, points
 from searches.study.finals import Finals
@@ -157,7 +157,7 @@ def _verdict(study: optuna.Study, page: Page) -> str:
     notes = list(page.notes)
     if page.finals is not None:
         first = verdict(page.finals)
-        notes += winner_notes(page.finals, search_seconds(study, page.finals))
+        notes += winner_notes(study, page.finals)
     else:
         first = "No configuration that drafts was measured to the end yet."
         for leader in ranking(study)[:1]:

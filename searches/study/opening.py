@@ -27,12 +27,43 @@ from searches.tracking.tracker import Tracker
 from searches.workers.alone import ALONE, Workers
 from searches.workers.crew import Crew
 
+JOINED = "works on study "
+"""In the line that a worker prints when it joins, before the name of the study."""
 _DATABASE = "study.db"
+_JOURNAL = "journal.log"
 
 
 def is_database(storage: str | None) -> bool:
     """Return whether a storage is a database or a server, on which several processes may work."""
     return storage is not None and "://" in storage
+
+
+def storage_url(settings: StudySettings, folder: Path) -> str:
+    """Return the URL of the database of a study that several processes work on: by default SQLite in the study's folder.
+
+    Raises:
+        InputError: the storage is a journal file.
+    """
+    if settings.storage is None and (folder / _JOURNAL).exists():
+        raise InputError(f"study.name: {folder / _JOURNAL} is for one process; choose another name for several workers")
+    if settings.storage is not None and not is_database(settings.storage):
+        raise InputError(
+            f"study.storage: {settings.storage} is a journal file, which is for one process; "
+            "several workers need a database, such as sqlite:///study.db"
+        )
+    return settings.storage or f"sqlite:///{(folder / _DATABASE).resolve()}"
+
+
+def is_shared(settings: StudySettings, worker: int | None, folder: Path) -> bool:
+    """Return whether other processes may work on a study.
+
+    Args:
+        settings: of the study.
+        worker: the number of this worker; None without one.
+        folder: of the study, which has a database if it had several workers.
+    """
+    in_folder = settings.storage is None and (folder / _DATABASE).exists()
+    return worker is not None or in_folder or is_database(settings.storage)
 
 
 def device_type(target: Target) -> str:
@@ -67,10 +98,10 @@ def joined(
     """
     if not shared:
         with locked(folder):
-            yield open_journal(Path(settings.storage or folder / "journal.log"), not settings.storage), ALONE
+            yield open_journal(Path(settings.storage or folder / _JOURNAL), not settings.storage), ALONE
         return
     folder.mkdir(parents=True, exist_ok=True)
-    storage = database or open_database(f"sqlite:///{(folder / _DATABASE).resolve()}")
+    storage = database or open_database(storage_url(settings, folder))
     with Crew(storage, name, device) as crew:
         first = crew.share("device", lambda: device)
         if first != device:
@@ -78,7 +109,7 @@ def joined(
                 f"study.devices: study {name} measures on {first}, and this is {device}; "
                 "study.devices=mixed keeps the results of each type apart"
             )
-        print(f"worker {crew.name} works on study {name}", flush=True)
+        print(f"worker {crew.name} {JOINED}{name}", flush=True)
         yield storage, crew
 
 

@@ -20,9 +20,11 @@ _RETRY_OF = "retry_of"
 
 def requeue_unfinished(study: optuna.Study, crew: Workers = ALONE) -> None:
     """Mark killed trials as failed, and queue the choices of trials that were killed or interrupted again."""
-    for trial in crew.orphans(study.get_trials(deepcopy=False)):
-        finish_trial(study, trial.number, TrialState.FAIL)
     trials = study.get_trials(deepcopy=False)
+    if orphans := crew.orphans(trials):
+        for trial in orphans:
+            finish_trial(study, trial.number, TrialState.FAIL)
+        trials = study.get_trials(deepcopy=False)
     again = {trial.user_attrs.get(_RETRY_OF) for trial in trials}
     for trial in trials:
         if trial.state == TrialState.FAIL and trial.number not in again and DUPLICATE_OF not in trial.user_attrs:

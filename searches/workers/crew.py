@@ -23,6 +23,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from searches.app.interrupt import defer_interrupt
+from searches.app.retry import is_unreachable
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import Board, of_kind, published, value_of
 from searches.workers.process import has_ended, this_process
@@ -35,10 +36,6 @@ _LONGEST_PAUSE = 2.0  # seconds between two looks of a waiting worker
 
 class LeaseLost(Exception):
     """The end of a claim whose worker was presumed dead; another worker has it now."""
-
-
-class _LostInLine(LeaseLost):
-    """The end of a claim before it was held."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Crew:
     ) -> None:
         self.board, self.device = Board(storage, study), device
         self._process, self._beat_seconds, self._patience = this_process(), beat_seconds, patience
-        self._ended = threading.Event()
+        self._ended, self._joining = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat_on, name="beats of a worker", daemon=True)
         self._beats = 0
         self._seen: dict[object, tuple[object, int]] = {}  # what was seen, and the own beat at which it was first seen so
@@ -99,7 +96,8 @@ class Crew:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join(self._beat_seconds)  # a beat may wait for the storage
-        self.board.finish(self.worker, TrialState.COMPLETE)
+        if error is None or not is_unreachable(error):
+            self.board.finish(self.worker, TrialState.COMPLETE)
 
     @property
     def name(self) -> str:
@@ -112,13 +110,19 @@ class Crew:
         return _SEED_STEP * (self.worker % _SEED_STEP)
 
     def look(self) -> Look:
-        """Return the rows and the workers that are alive; mark those that ended on this machine as dead."""
+        """Return the rows and the workers that are alive; finish the rows of those that are dead or left.
+
+        Those that ended on this machine are dead.
+        """
         rows = self.board.rows()
-        workers = [row for row in of_kind(rows, "worker") if row.state == TrialState.RUNNING]
+        running = [row for row in rows if row.state == TrialState.RUNNING]
+        workers = of_kind(running, "worker")
         ended = {row.number for row in workers if has_ended(row.user_attrs["process"])}
-        for number in ended:
-            self.board.finish(number, TrialState.FAIL)
-        return Look(rows, frozenset(row.number for row in workers) - ended)
+        live = frozenset(row.number for row in workers) - ended
+        for row in running:
+            if row.user_attrs.get("worker", row.number) not in live:
+                self.board.finish(row.number, TrialState.FAIL)
+        return Look(rows, live)
 
     def leads(self) -> bool:
         """Return whether this is the worker that joined first of those that are alive."""
@@ -154,16 +158,20 @@ class Crew:
     @contextlib.contextmanager
     def claim(self, name: str) -> Iterator[None]:
         """Wait until no other worker holds a claim of this name, then hold it."""
-        while True:
+        row = None
+        while row is None:
             row = self.board.add(kind="claim", name=name, worker=self.worker)
             try:
                 self._wait_in_line(name, row)
-                yield
-                return
-            except _LostInLine:
-                continue
-            finally:
-                self.board.finish(row, TrialState.COMPLETE)
+            except LeaseLost:
+                row = None
+            except BaseException:
+                self.board.finish(row, TrialState.FAIL)
+                raise
+        try:
+            yield
+        finally:
+            self.board.finish(row, TrialState.COMPLETE)
 
     def share(self, name: str, work: Callable[[], Any]) -> Any:
         """Return the plain value of some work that one of the workers does, once for the study.
@@ -193,7 +201,7 @@ class Crew:
         for name in names:
             look = self.look()
             rows = of_kind(look.rows, "claim", name)
-            if self._first_value(rows) is None and any(map(look.is_held, rows)):
+            if any(map(look.is_held, rows)) and not any(map(published, rows)):
                 left.append(name)
             else:
                 yield name, self.share(name, partial(work, name))
@@ -245,7 +253,8 @@ class Crew:
                 found.append(value)
                 return True
             if not any(look.is_held(mine) for mine in rows if mine.number == row):
-                raise _LostInLine(name)
+                self.stay()
+                raise LeaseLost(name)
             return not any(look.is_held(other) for other in rows if other.number < row)
 
         self.wait(is_first)
@@ -254,6 +263,14 @@ class Crew:
     @staticmethod
     def _first_value(rows: Iterable[FrozenTrial]) -> tuple[Any] | None:
         return next(((value_of(row),) for row in rows if published(row)), None)
+
+    def stay(self) -> Look:
+        """Join again if this worker was presumed dead; return what was seen before."""
+        with self._joining:
+            look = self.look()
+            if self.worker not in look.live:
+                self._join()
+        return look
 
     def _join(self) -> None:
         self.worker = self.board.add(kind="worker", process=self._process, beat=0)
@@ -265,12 +282,10 @@ class Crew:
 
     def _beat(self) -> None:
         """Show that this worker is alive, and mark those as dead that have not shown it for a while."""
-        try:
+        with contextlib.suppress(UpdateFinishedTrialError):
             self.board.set(self.worker, "beat", self._beats)
-        except UpdateFinishedTrialError:
-            self._join()
         self._beats += 1
-        for row in of_kind(self.look().rows, "worker"):
+        for row in of_kind(self.stay().rows, "worker"):
             if row.state == TrialState.RUNNING and row.number != self.worker:
                 beat = row.user_attrs["beat"]
                 before, first = self._seen.get(row.number, (None, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def has_ended(identity: Mapping[str, Any]) -> bool:
     return bool(machine) and identity["machine"] == machine and _started(identity["pid"]) != identity["started"]
 
 
+@cache
 def _machine() -> str:
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -72,9 +72,10 @@ def take_slot(crew: Workers, study: optuna.Study, wanted: int, on_wait: Callable
         trials = study.get_trials(deepcopy=False)  # first: every trial that has finished here has its slot below
         look = crew.look()
         if not any(look.is_held(row) for row in of_kind(look.rows, "slot") if row.number == slot.number):
+            crew.stay()
             slot = Slot.add(crew)  # its worker was presumed dead
             return False
-        counted = _count(crew, trials, look, slot.number)
+        counted = _count(trials, look, slot.number)
         return counted < wanted or sum(trial.state in FINISHED for trial in trials) >= wanted
 
     try:
@@ -101,7 +102,7 @@ def wait_for_slots(crew: Workers, on_wait: Callable[[], None] = lambda: None) ->
     crew.wait(is_idle)
 
 
-def _count(crew: Crew, trials: Sequence[FrozenTrial], look: Look, number: int) -> int:
+def _count(trials: Sequence[FrozenTrial], look: Look, number: int) -> int:
     """Return how many trials before a slot have finished or may finish."""
     states = {trial.number: trial.state for trial in trials}
     slots = of_kind(look.rows, "slot")
@@ -112,8 +113,6 @@ def _count(crew: Crew, trials: Sequence[FrozenTrial], look: Look, number: int) -
             break
         if "trial" in row.user_attrs:
             counted += states.get(row.user_attrs["trial"]) != TrialState.FAIL
-        elif row.state == TrialState.RUNNING:
-            if not look.is_held(row):  # it counts until its worker can no longer begin a trial, even if that lives after all
-                crew.board.finish(row.number, TrialState.FAIL)
-            counted += 1
+        else:  # that of a dead worker counts until it is finished: its worker may live after all and begin a trial
+            counted += row.state == TrialState.RUNNING
     return counted
