@@ -79,7 +79,7 @@ def _scenarios(config: DictConfig) -> dict[str, Scenario]:
     """Return the chosen scenarios, checked."""
     check_seed(config.seed)
     check_whole("layers", config.layers, 6)
-    for field in ("prompts", "trial_prompts", "survivor_prompts", "held_out_prompts"):
+    for field in ("drawn_prompts", "trial_prompts", "survivor_prompts", "held_out_prompts"):
         check_whole(field, config[field], 10)
     if config.only is not None:
         check_list("only", config.only, [str(name) for name in config.scenarios], or_empty=False)
@@ -128,7 +128,7 @@ def run_scenario(
             f"+backend.seed={config.seed}",
             f"+backend.pace={_pace(landscape, scenario, config)}",
             "prompts._target_=searches.evaluate.workload.draw_prompts",
-            f"+prompts.count={config.prompts}",
+            f"+prompts.count={config.drawn_prompts}",
             f"+prompts.seed={config.seed}",
             "space.kinds=[none,layer_skip,prompt_lookup]",
             "scan=none",

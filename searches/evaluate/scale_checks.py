@@ -22,7 +22,10 @@ from searches.evaluate.scale_worker import DECODING, SAMPLING, TRIALS, WAITING
 _ROWS = 1000  # runs per page of MLflow
 _FINISHED = ("COMPLETE", "PRUNED")
 _DISK_FULL = "2: error: outputs: cannot write"
-_REFUSED = "2: error: tracking.uri: cannot open", "2: error: study.storage: cannot open"  # workers that start during an outage
+_REFUSED = (
+    "2: error: tracking.uri: cannot open",
+    "2: error: study.storage: cannot open",
+)  # workers that start during an outage
 _EXPECTED_ENDS = (ENDED_WELL, _DISK_FULL, *_REFUSED)
 
 

@@ -174,7 +174,7 @@ class Fleet:
         self._workers.append((process, place, log))
 
     def _replace_ended(self) -> None:
-        """Forget workers that have ended. While trials are missing, another one takes the place, as a user would start it."""
+        """Forget workers that have ended. While trials are missing, another one takes the place."""
         for worker in list(self._workers):
             process, place, log = worker
             if process.exitcode is None:

@@ -118,7 +118,13 @@ class Stopwatch:
         self._time(Tracker, "record", TRACKING)
         self._time(LiveView, "refresh", PAGE)
         self._time(Retry, "__call__", STORAGE, within=REST)
-        for owner, name in ((study, "take_slot"), (study, "_refuse_duplicate"), (Slot, "begin"), (Slot, "__exit__"), (Crew, "sign")):
+        for owner, name in (
+            (study, "take_slot"),
+            (study, "_refuse_duplicate"),
+            (Slot, "begin"),
+            (Slot, "__exit__"),
+            (Crew, "sign"),
+        ):
             self._time(owner, name, COORDINATION)
         crew.time = SimpleNamespace(**vars(crew.time))  # type: ignore[assignment]
         self._time(crew.time, "sleep", WAITING)

