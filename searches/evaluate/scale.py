@@ -7,7 +7,8 @@ so that sixteen of them run on few cores and the best configuration is known. A 
 workers are killed with SIGKILL, servers are stopped, a disk fills up, or a clock is wrong. Afterwards the trials, the MLflow
 runs, the rows of the workers and the exports are counted, with queries of this program's own.
 
-The exit code is 4 if a criterion was missed.
+The same command resumes: finished scenarios are kept until the program changes. The exit code is 4 if a criterion was
+missed.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from mlflow.tracking import MlflowClient
 from omegaconf import DictConfig, OmegaConf
 
 from layerskip import load_target
-from layerskip.files import write_json
+from layerskip.files import digest, write_json
 from searches.app.application import NOT_CONFIRMED, run
 from searches.app.checks import InputError, check_list, check_seed, check_whole
-from searches.app.record_header import record_header
+from searches.app.record_header import program_sources, record_header
+from searches.app.resume_log import ResultLog
 from searches.evaluate import criteria
 from searches.evaluate.criteria import Count
 from searches.evaluate.expected_rounds import TOKENS
@@ -43,6 +45,7 @@ from searches.evaluate.simulated_backend import SimulatedBackend, save_random_mo
 from searches.evaluate.simulated_decoder import PREFILL_STEPS
 
 _SCHEMA = "layerskip.scale/1"
+_SIZES = ("drawn_prompts", "trial_prompts", "survivor_prompts", "held_out_prompts")
 _DISK_MEGABYTES = 200
 
 
@@ -54,16 +57,21 @@ def measure_scale(config: DictConfig) -> dict[str, Any]:
     """
     scenarios = _scenarios(config)
     outputs = (Path(config.outputs) / "scale").resolve()
-    shutil.rmtree(outputs, ignore_errors=True)  # studies of an earlier run
     model = outputs / "model"
     save_random_model(model, config.layers)
     target = load_target(str(model), dtype="float32", device="cpu")
     path = Path(config.record or Path(config.outputs) / "scale.json")
     record = record_header(_SCHEMA, target) | {"config": OmegaConf.to_container(config, resolve=True), "scenarios": {}}
     rows, counts = record["scenarios"], list[Count]()
+    sizes = [config[name] for name in ("seed", "layers", *_SIZES)]
+    log = ResultLog(outputs / f"{digest([sizes, program_sources()])[:12]}.jsonl")
     for name, scenario in scenarios.items():
-        with database() as server:  # a new one each time, as its size slows it down
-            rows[name] = run_scenario(name, scenario, config, server, outputs / name, model)
+        key = f"{name} {digest(asdict(scenario))[:12]}"
+        if key not in log:
+            shutil.rmtree(outputs / name, ignore_errors=True)  # of a run that was interrupted, or of other settings
+            with database() as server:  # a new one each time, as its size slows it down
+                log.add(key, run_scenario(name, scenario, config, server, outputs / name, model))
+        rows[name] = log[key]
         counts += judge(name, scenario, rows[name], rows)
         record["counts"] = [asdict(count) | {"share": count.share, "passed": count.passed} for count in counts]
         write_json(path, record)
@@ -79,7 +87,7 @@ def _scenarios(config: DictConfig) -> dict[str, Scenario]:
     """Return the chosen scenarios, checked."""
     check_seed(config.seed)
     check_whole("layers", config.layers, 6)
-    for field in ("drawn_prompts", "trial_prompts", "survivor_prompts", "held_out_prompts"):
+    for field in _SIZES:
         check_whole(field, config[field], 10)
     if config.only is not None:
         check_list("only", config.only, [str(name) for name in config.scenarios], or_empty=False)
@@ -165,4 +173,4 @@ def _pace(landscape: Landscape, scenario: Scenario, config: DictConfig) -> float
 
 
 if __name__ == "__main__":
-    run("scale", measure_scale, resumable=False)
+    run("scale", measure_scale)
