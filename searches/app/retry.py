@@ -13,7 +13,7 @@ import sqlalchemy
 from searches.app.interrupt import defer_interrupt, error_chain
 
 _PATIENCE = 600.0  # seconds
-_LONGEST_PAUSE = 5.0  # seconds between two attempts
+_LONGEST_PAUSE = 2.0  # seconds between two attempts
 _RANDOM = random.SystemRandom()  # forked processes differ
 
 Result = TypeVar("Result")

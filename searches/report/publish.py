@@ -78,7 +78,7 @@ def _log(finals: Finals, results: Mapping[str, float], tracker: Tracker, folder:
             tracker.log_file(path, place.name)
     names = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")
     metrics = {f"held_out_{name}": finals.winner.held_out[name] for name in names}
-    tracker.log(tracker.run_id, metrics | results)
+    tracker.log(tracker.run_id, {**metrics, **results})
     tracker.tag({"winner": finals.winner.config.label(), "verdict": verdict(finals)})
 
 

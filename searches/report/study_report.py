@@ -122,7 +122,8 @@ def search_seconds(study: optuna.Study, finals: Finals) -> float:
 def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
     """Return the median time from the end of a trial to the start of the worker's next."""
     gaps = []
-    starts = sorted((str(trial.user_attrs.get(WORKER)), trial.datetime_start, trial.number) for trial in trials)
+    started = ((trial, trial.datetime_start) for trial in trials)
+    starts = sorted((str(trial.user_attrs.get(WORKER)), start, trial.number) for trial, start in started if start)
     seconds = {trial.number: trial.user_attrs.get("seconds", 0.0) for trial in trials}
     for (worker, before, number), (following, after, _) in itertools.pairwise(starts):
         if worker == following:

@@ -243,7 +243,7 @@ class Tracker:
                 if not others():
                     self.finish("KILLED" if is_interrupt(error) else "FAILED")
             raise
-        self.finish()
+        Retry("tracking.uri: the store")(self.finish)
 
     @defer_interrupt()
     def finish(self, status: str = "FINISHED") -> None:

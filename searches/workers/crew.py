@@ -52,7 +52,7 @@ class Look:
 
     def is_held(self, row: FrozenTrial) -> bool:
         """Return whether a row is unfinished and its worker alive."""
-        return row.state == TrialState.RUNNING and row.user_attrs["worker"] in self.live
+        return row.state == TrialState.RUNNING and row.user_attrs.get("worker") in self.live
 
 
 class Crew:

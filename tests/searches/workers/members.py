@@ -130,7 +130,7 @@ def search(place: str, trials: int, record: Path, hours_ahead: float = 0.0) -> N
     optuna.storages._rdb.storage.datetime = Clock  # type: ignore[attr-defined, misc]
     optuna.trial._frozen.datetime.datetime = Clock  # type: ignore[attr-defined, misc]
     time.time = lambda: seconds() + 3600 * hours_ahead
-    with member(place) as crew:
+    with member(place, beat=0.2, patience=30) as crew:
         study = study_in(crew.board._storage, crew.seed)
         objective = Objective(Slow({}), SPACE, PROMPTS, SETTINGS, seed=0)
 

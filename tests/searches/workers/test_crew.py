@@ -21,14 +21,9 @@ from tests.searches.workers.members import member, started
 
 
 @pytest.fixture(params=["sqlite", "journal"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def place(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> str:
     """A storage that several processes open."""
-    return f"sqlite:///{tmp_path}/study.db" if request.param == "sqlite" else str(tmp_path / "study.log")
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/study.db"
+    return database if request.param == "sqlite" else str(tmp_path / "study.log")
 
 
 def _wait(done: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -66,12 +61,12 @@ def test_each_piece_of_work_is_done_once_and_known_to_all(place: str, tmp_path: 
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_the_claim_of_a_killed_worker_passes_on(
-    file: str, tmp_path: Path, sees: bool, monkeypatch: pytest.MonkeyPatch
+    database: str, tmp_path: Path, sees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On this machine at once; on another one after some beats."""
     if not sees:
         monkeypatch.setattr(crews, "has_ended", lambda _: False)
-    with member(file) as crew, started(members.hold, file, tmp_path / "held") as process:
+    with member(database) as crew, started(members.hold, database, tmp_path / "held") as process:
         _wait((tmp_path / "held").exists)
         assert crew.others()
         process.kill()
@@ -82,17 +77,17 @@ def test_the_claim_of_a_killed_worker_passes_on(
         assert not crew.others()
 
 
-def test_a_slow_holder_keeps_its_claim(file: str, tmp_path: Path) -> None:
-    with member(file) as crew, started(members.hold, file, tmp_path / "held", 1.0) as process:
+def test_a_slow_holder_keeps_its_claim(database: str, tmp_path: Path) -> None:
+    with member(database) as crew, started(members.hold, database, tmp_path / "held", 0.6) as process:
         _wait((tmp_path / "held").exists)
-        with crew.claim("thing"):  # twenty beats later
+        with crew.claim("thing"):  # twelve beats later
             process.join(30)
         assert process.exitcode == 0
         assert all(row.state != TrialState.FAIL for row in of_kind(crew.board.rows(), "worker"))
 
 
-def test_a_worker_that_was_stopped_takes_the_value_of_the_one_that_replaced_it(file: str, tmp_path: Path) -> None:
-    with member(file) as crew, started(members.stop_in_a_piece, file, tmp_path / "held") as process:
+def test_a_worker_that_was_stopped_takes_the_value_of_the_one_that_replaced_it(database: str, tmp_path: Path) -> None:
+    with member(database) as crew, started(members.stop_in_a_piece, database, tmp_path / "held") as process:
         _wait((tmp_path / "held").exists)
         assert crew.share("piece", lambda: "in time") == "in time"
         assert process.pid is not None
@@ -104,16 +99,16 @@ def test_a_worker_that_was_stopped_takes_the_value_of_the_one_that_replaced_it(f
     assert (tmp_path / "value").read_text() == "in time"
 
 
-def test_a_holder_notices_that_it_was_presumed_dead(file: str) -> None:
-    with member(file, beat=60) as crew, crew.claim("thing"):
+def test_a_holder_notices_that_it_was_presumed_dead(database: str) -> None:
+    with member(database, beat=60) as crew, crew.claim("thing"):
         crew.check("thing")
         crew.board.finish(crew.worker, TrialState.FAIL)
         with pytest.raises(LeaseLost):
             crew.check("thing")
 
 
-def test_an_error_in_shared_work_leaves_it_to_the_next(file: str) -> None:
-    with member(file) as crew:
+def test_an_error_in_shared_work_leaves_it_to_the_next(database: str) -> None:
+    with member(database) as crew:
         with pytest.raises(ZeroDivisionError):
             crew.share("piece", lambda: 1 / 0)
         assert crew.share("piece", lambda: "done") == "done"

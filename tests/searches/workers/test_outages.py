@@ -119,7 +119,7 @@ def test_a_study_goes_on_when_its_database_restarts(tmp_path: Path, capsys: pyte
 
         def restart() -> None:
             server.stop()
-            time.sleep(0.5)  # several beats of both workers
+            time.sleep(0.5)
             server.start()
             restarted.set()
 
@@ -127,7 +127,8 @@ def test_a_study_goes_on_when_its_database_restarts(tmp_path: Path, capsys: pyte
             if trial.number == 1:
                 threading.Thread(target=restart).start()
 
-        with member(server.get_uri()) as other, member(server.get_uri()) as crew:
+        # Their patience exceeds the time between two attempts, as it does by default.
+        with member(server.get_uri(), 0.3, 10) as other, member(server.get_uri(), 0.3, 10) as crew:
             objective = Objective(bench, members.SPACE, PROMPTS, SETTINGS, seed=0)
             trials = 3
             while not restarted.is_set() or trials == 3:

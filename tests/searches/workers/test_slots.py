@@ -21,25 +21,25 @@ from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
 from tests.searches.workers import members
 from tests.searches.workers.members import member, opened, started, study_in
 
-TRIALS = 24
+TRIALS = 14
 
 
-def test_killed_workers_leave_the_exact_number_of_trials(tmp_path: Path) -> None:
-    """Three workers, one with a clock that is an hour ahead; six are killed and replaced."""
-    place, record, moment = f"sqlite:///{tmp_path}/study.db", tmp_path / "record", random.Random(3)
+def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path: Path) -> None:
+    """Three workers, one with a clock that is an hour ahead; four are killed and replaced."""
+    record, moment = tmp_path / "record", random.Random(3)
 
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(started(members.search, place, TRIALS, record, float(i == 0))) for i in range(3)]
-        for number in range(6):
+        processes = [stack.enter_context(started(members.search, database, TRIALS, record, float(i == 0))) for i in range(3)]
+        for number in range(4):
             time.sleep(moment.uniform(0.05, 0.3))
             victim = moment.randrange(3)
             processes[victim].kill()
-            arguments = members.search, place, TRIALS, record, float(number % 2)
+            arguments = members.search, database, TRIALS, record, float(number % 2)
             processes[victim] = stack.enter_context(started(*arguments))
         for process in processes:
             process.join(60)
             assert process.exitcode == 0
-    trials = study_in(opened(place)).trials
+    trials = study_in(opened(database)).trials
     done = [trial for trial in trials if trial.state in FINISHED]
     assert len(done) == TRIALS
     assert all(trial.state != TrialState.RUNNING for trial in trials)
@@ -51,29 +51,27 @@ def test_killed_workers_leave_the_exact_number_of_trials(tmp_path: Path) -> None
     with_choices = [trial for trial in failed if "config" in trial.user_attrs]
     assert {trial.number for trial in with_choices} <= retried
     assert len({trial.user_attrs[WORKER] for trial in done}) >= 3
-    with member(place) as crew:
+    with member(database) as crew:
         look = crew.look()
         assert look.live == {crew.worker}
         assert not any(look.is_held(row) for row in look.rows)
-        assert take_slot(crew, study_in(opened(place)), TRIALS) is None
+        assert take_slot(crew, study_in(opened(database)), TRIALS) is None
         slots = [row.user_attrs["trial"] for row in of_kind(look.rows, "slot") if "trial" in row.user_attrs]
         assert len(slots) == len(set(slots))
 
 
-def test_finished_trials_from_before_there_were_workers_count(tmp_path: Path) -> None:
-    place = f"sqlite:///{tmp_path}/study.db"
-    study = study_in(opened(place))
+def test_finished_trials_from_before_there_were_workers_count(database: str) -> None:
+    study = study_in(opened(database))
     objective = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
     run_trials(study, objective, StudySettings(n_trials=3), lambda trial: None)
-    with member(place) as crew:
+    with member(database) as crew:
         run_trials(study, objective, StudySettings(n_trials=5), lambda trial: None, crew=crew)
     assert sum(trial.state in FINISHED for trial in study.trials) == 5
 
 
-def test_a_configuration_that_another_worker_measures_is_not_measured_too(tmp_path: Path) -> None:
-    place = f"sqlite:///{tmp_path}/study.db"
-    study, space = study_in(opened(place)), SearchSpace(6, kinds=["none", "prompt_lookup"])
-    with member(place) as other, member(place) as crew:
+def test_a_configuration_that_another_worker_measures_is_not_measured_too(database: str) -> None:
+    study, space = study_in(opened(database)), SearchSpace(6, kinds=["none", "prompt_lookup"])
+    with member(database) as other, member(database) as crew:
         slot = take_slot(other, study, 2)
         assert slot is not None
         running = study.ask()
@@ -98,17 +96,17 @@ def test_a_configuration_that_another_worker_measures_is_not_measured_too(tmp_pa
     assert all(trial.user_attrs.get("retry_of") is None for trial in study.trials)
 
 
-def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(tmp_path: Path) -> None:
+def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(database: str) -> None:
     """Its trial is failed and repeated while it still measures; its own result is refused."""
-    place, tells = f"sqlite:///{tmp_path}/study.db", []
-    study = study_in(opened(place))
-    with member(place, beat=60) as crew:
+    tells: list[int] = []
+    study = study_in(opened(database))
+    with member(database, beat=60) as crew:
 
         class Stolen(Known):
             def compare(self, *arguments: object) -> object:  # type: ignore[override]
                 if not tells:
                     tells.append(crew.worker)
-                    with member(place, beat=60) as other:
+                    with member(database, beat=60) as other:
                         other.board.finish(crew.worker, TrialState.FAIL)
                         crew._beat()  # it is alive after all
                         more = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
