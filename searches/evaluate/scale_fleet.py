@@ -23,7 +23,14 @@ FINISHED = "finished"
 _POLL_SECONDS = 0.1
 _LONGEST_LINE = 200  # characters
 _PAUSE_SECONDS = 3.0  # at most, between the end and the start of a restarted database
-_PRELOADED = ["searches.evaluate.scale_worker", "mlflow.store.tracking.sqlalchemy_store", "mlflow.store.tracking.rest_store"]
+_PRELOADED = [
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "searches.evaluate.scale_worker",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.tracking.rest_store",
+]
 
 
 class Fleet:

@@ -108,8 +108,9 @@ class TrackingServer:
         self._process.wait()
 
     def _start(self) -> None:
+        alone = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no processes for jobs that runs do not need
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            self._command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end:
