@@ -552,13 +552,14 @@ def _scale(names: Sequence[str]) -> list[str]:
         trials = sum(found["trials"].get(state, 0) for state in ("COMPLETE", "PRUNED"))
         row = [scenario, str(settings["workers"]), str(trials), faults.removeprefix(", "), f"{found['seconds']:.0f}"]
         rows.append([*row, f"{exported['label']}: {exported['true_speedup']:.3f}"])
-        spent.append([scenario, *(f"{found['per_trial'].get(kind, 0.0):.3f}" for kind in KINDS)])
+        clock, processor = (found["per_trial"][name] for name in ("seconds", "processor"))
+        spent.append([scenario, *(f"{clock.get(kind, 0.0):.3f} ({processor.get(kind, 0.0):.3f})" for kind in KINDS)])
     missed = [count["name"] for count in record["counts"] if not count["passed"]]
     head = ["study", "workers", "trials", "faults", "seconds", "winner: its true speedup"]
     return [
         *_table(head, rows),
         "",
-        "Seconds of a trial, on average over the trials of workers that were not killed:",
+        "Seconds of a trial, and those of the processor in parentheses; means over the workers that were not killed:",
         "",
         *_table(["study", *KINDS.values()], spent),
         *_folded("All counts", _counts(record)),

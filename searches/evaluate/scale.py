@@ -36,7 +36,7 @@ from searches.evaluate.criteria import Count
 from searches.evaluate.expected_rounds import TOKENS
 from searches.evaluate.gpu_programs import quoted
 from searches.evaluate.landscape import Landscape
-from searches.evaluate.scale_checks import inspect, judge, seconds_per_trial, winner
+from searches.evaluate.scale_checks import inspect, judge, times_per_trial, winner
 from searches.evaluate.scale_fleet import Fleet
 from searches.evaluate.scale_scenario import Scenario
 from searches.evaluate.scale_services import Database, TrackingServer, database, small_disk
@@ -162,7 +162,7 @@ def run_scenario(
             "lost": len(fleet.lost),
             **inspect(name, storage, tracking),
             "winner": winner(name, places, landscape),
-            "per_trial": seconds_per_trial(fleet.times),
+            "per_trial": times_per_trial(fleet.times),
         }
 
 

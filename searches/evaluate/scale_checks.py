@@ -17,7 +17,7 @@ from searches.evaluate.planted import CLOSE
 from searches.evaluate.scale_fleet import FINISHED as ENDED_WELL
 from searches.evaluate.scale_scenario import Scenario
 from searches.evaluate.scale_services import Database
-from searches.evaluate.scale_worker import DECODING, SAMPLING, TRIALS, WAITING
+from searches.evaluate.scale_worker import COORDINATION, PROCESSOR, SECONDS, TRIALS
 
 _ROWS = 1000  # runs per page of MLflow
 _FINISHED = ("COMPLETE", "PRUNED")
@@ -67,19 +67,19 @@ def winner(name: str, outputs: Sequence[Path], landscape: Landscape) -> dict[str
     return {"exports": 1, "config": config.to_dict(), "label": config.label(), "true_speedup": landscape.speedup(config)}
 
 
-def seconds_per_trial(files: Sequence[Path]) -> dict[str, float]:
-    """Return the mean seconds of a trial by kind, over the workers that ended by themselves."""
-    totals: Counter[str] = Counter()
-    for file in files:
-        if file.exists():
-            totals.update(json.loads(file.read_text(encoding="utf-8")))
-    trials = totals.pop(TRIALS, 0)
-    return {kind: seconds / trials for kind, seconds in totals.items()} if trials else {}
+def times_per_trial(files: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """Return the mean seconds of a trial by kind of work, over the workers that ended by themselves.
 
-
-def overhead_seconds(per_trial: Mapping[str, float]) -> float:
-    """Return the seconds of a trial that are neither decoding nor sampling nor waiting for the last trials of others."""
-    return sum(seconds for kind, seconds in per_trial.items() if kind not in (DECODING, SAMPLING, WAITING))
+    Returns:
+        ``seconds`` of the clock and of the ``processor``, each by kind.
+    """
+    workers = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    trials = sum(worker[TRIALS] for worker in workers) or 1
+    totals = {clock: Counter[str]() for clock in (SECONDS, PROCESSOR)}
+    for worker in workers:
+        for clock, total in totals.items():
+            total.update(worker[clock])
+    return {clock: {kind: seconds / trials for kind, seconds in total.items()} for clock, total in totals.items()}
 
 
 def judge(name: str, scenario: Scenario, row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> list[Count]:
@@ -122,7 +122,8 @@ def judge(name: str, scenario: Scenario, row: Mapping[str, Any], rows: Mapping[s
         if scenario.most_share is not None:
             most, spent = scenario.most_share, (round(row["seconds"]), round(like["seconds"]))
             counts.append(Count(f"seconds, of those of {scenario.like}", *spent, most=most))
-    if scenario.most_overhead is not None:
-        spent, most = (round(1000 * seconds) for seconds in (overhead_seconds(row["per_trial"]), scenario.most_overhead))
-        counts.append(Count("milliseconds of a trial neither decoding nor sampling, of those allowed", spent, most, most=1))
+    if scenario.most_coordination is not None:
+        coordination = row["per_trial"][SECONDS].get(COORDINATION, 0.0)
+        spent, most = (round(1000 * seconds) for seconds in (coordination, scenario.most_coordination))
+        counts.append(Count("milliseconds of coordination per trial, of those allowed", spent, most, most=1))
     return [Count(f"{name}: {count.name}", count.times, count.of, count.least, count.most) for count in counts]

@@ -28,7 +28,7 @@ class Scenario:
         full_disk: whether the disk of the first worker fills up after the first trial.
         like: name of the scenario with the same study, whose winner must be about as fast; None compares nothing.
         most_share: largest share of that scenario's seconds; None sets no limit.
-        most_overhead: largest number of seconds of a trial that are neither decoding nor sampling; None sets no limit.
+        most_coordination: largest number of seconds of a trial in which a worker agrees with others; None sets no limit.
         limit_seconds: seconds after which the workers are taken to hang.
     """
 
@@ -45,7 +45,7 @@ class Scenario:
     full_disk: bool = False
     like: str | None = None
     most_share: float | None = None
-    most_overhead: float | None = None
+    most_coordination: float | None = None
     limit_seconds: float = 1800.0
 
     def __post_init__(self) -> None:

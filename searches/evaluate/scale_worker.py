@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import monotonic
+from time import monotonic, thread_time
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -33,8 +33,8 @@ from searches.workers.slots import Slot
 
 DECODING, SAMPLING, TRACKING, PAGE = "decoding", "sampling", "tracking", "page"
 STORAGE, COORDINATION, WAITING, REST = "storage", "coordination", "waiting", "rest"
-TRIALS = "trials"
-"""Key of the number of trials, beside the kinds of seconds above."""
+TRIALS, SECONDS, PROCESSOR = "trials", "seconds", "processor"
+"""Keys of a worker's times: the number of trials, and the seconds of the clock and of the processor by the kinds above."""
 _OUTSIDE = "outside"  # of the loop over trials
 _SAMPLING = ("infer_relative_search_space", "sample_relative", "sample_independent", "before_trial", "after_trial")
 _ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def work(job: Job, is_ahead: bool = False) -> None:
     try:
         run("layerskip", searches.sweep.search)
     finally:
-        write_json(Path(job.times), dict(stopwatch.seconds))
+        write_json(Path(job.times), stopwatch.times())
 
 
 def clock_library() -> str:
@@ -106,8 +106,14 @@ class Stopwatch:
     """Seconds of the main thread in the loop over trials, each in the innermost kind of work."""
 
     def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._kind, self._since = _OUTSIDE, monotonic()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._processor: defaultdict[str, float] = defaultdict(float)
+        self._trials = 0
+        self._kind, self._since, self._since_processor = _OUTSIDE, monotonic(), thread_time()
+
+    def times(self) -> dict[str, Any]:
+        """Return the number of trials, and the seconds of the clock and of the processor by kind of work."""
+        return {TRIALS: self._trials, SECONDS: dict(self._seconds), PROCESSOR: dict(self._processor)}
 
     def attach(self) -> None:
         """Replace the functions that are timed by timed ones, in this process."""
@@ -131,7 +137,7 @@ class Stopwatch:
         measured = Objective.__call__
 
         def counted(*arguments: Any) -> float:
-            self.seconds[TRIALS] += 1
+            self._trials += 1
             return measured(*arguments)
 
         Objective.__call__ = counted  # type: ignore[method-assign]
@@ -155,10 +161,11 @@ class Stopwatch:
         setattr(owner, name, timed)
 
     def _switch(self, kind: str) -> None:
-        now = monotonic()
+        now, processor = monotonic(), thread_time()
         if self._kind != _OUTSIDE:
-            self.seconds[self._kind] += now - self._since
-        self._kind, self._since = kind, now
+            self._seconds[self._kind] += now - self._since
+            self._processor[self._kind] += processor - self._since_processor
+        self._kind, self._since, self._since_processor = kind, now, processor
 
 
 if __name__ == "__main__":

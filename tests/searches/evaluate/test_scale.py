@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from searches.evaluate.scale_checks import judge, overhead_seconds, seconds_per_trial
+from searches.evaluate.scale_checks import judge, times_per_trial
 from searches.evaluate.scale_scenario import Scenario
 from tests.searches.conftest import Launch
 from tests.searches.programs import FORKS
@@ -30,7 +30,7 @@ FOUND: dict[str, Any] = {
     "trial_runs": 10,
     "rows": {"COMPLETE": 20, "FAIL": 6},
     "winner": {"exports": 1, "true_speedup": 1.5},
-    "per_trial": {"decoding": 1.0, "coordination": 0.05, "tracking": 0.03},
+    "per_trial": {"seconds": {"decoding": 1.0, "coordination": 0.05}},
 }
 
 
@@ -61,10 +61,14 @@ def _missed(scenario: Scenario, found: dict[str, Any], like: dict[str, Any]) -> 
 
 
 def test_a_study_without_losses_meets_every_criterion() -> None:
-    compared = Scenario(**vars(FAULTS) | {"like": "one", "most_share": 0.3, "most_overhead": 0.1})
+    compared = Scenario(**vars(FAULTS) | {"like": "one", "most_share": 0.3, "most_coordination": 0.1})
     like = FOUND | {"seconds": 110.0, "winner": {"exports": 1, "true_speedup": 1.49}}
     assert _missed(compared, FOUND, like) == []
-    slower = FOUND | {"seconds": 34.0, "per_trial": {"coordination": 0.12}, "winner": {"exports": 1, "true_speedup": 1.4}}
+    slower = FOUND | {
+        "seconds": 34.0,
+        "per_trial": {"seconds": {"coordination": 0.12}},
+        "winner": {"exports": 1, "true_speedup": 1.4},
+    }
     assert len(_missed(compared, slower, like)) == 3
 
 
@@ -93,13 +97,14 @@ def test_every_defect_misses_a_criterion(defect: Callable[[dict[str, Any]], Any]
     assert any(criterion in name for name in _missed(FAULTS, found, FOUND))
 
 
-def test_overhead_is_neither_decoding_nor_sampling(tmp_path: Path) -> None:
+def test_times_are_means_over_all_trials(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("1.json", "2.json", "killed.json")]
-    files[0].write_text(json.dumps({"trials": 3, "decoding": 4.0, "sampling": 0.5, "tracking": 1.0, "waiting": 2.0}))
-    files[1].write_text(json.dumps({"trials": 1, "decoding": 2.0, "sampling": 1.5, "rest": 0.5}))
-    means = seconds_per_trial(files)
-    assert means == {"decoding": 1.5, "sampling": 0.5, "tracking": 0.25, "waiting": 0.5, "rest": 0.125}
-    assert overhead_seconds(means) == 0.375
+    files[0].write_text(json.dumps({"trials": 3, "seconds": {"decoding": 4.0, "rest": 1.0}, "processor": {"rest": 0.5}}))
+    files[1].write_text(json.dumps({"trials": 1, "seconds": {"decoding": 2.0}, "processor": {"decoding": 0.1}}))
+    assert times_per_trial(files) == {
+        "seconds": {"decoding": 1.5, "rest": 0.25},
+        "processor": {"rest": 0.125, "decoding": 0.025},
+    }
 
 
 @pytest.mark.parametrize(
