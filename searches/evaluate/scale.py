@@ -47,6 +47,7 @@ from searches.evaluate.simulated_decoder import PREFILL_STEPS
 _SCHEMA = "layerskip.scale/1"
 _SIZES = ("drawn_prompts", "trial_prompts", "survivor_prompts", "held_out_prompts")
 _DISK_MEGABYTES = 200
+_EXPERIMENT = "scale"
 
 
 def measure_scale(config: DictConfig) -> dict[str, Any]:
@@ -116,7 +117,8 @@ def run_scenario(
     """
     folder.mkdir(parents=True)
     store = f"sqlite:///{folder / 'mlflow.db'}"
-    MlflowClient(store).search_experiments()  # creates the tables, which takes seconds
+    client = MlflowClient(store)
+    client.search_experiments()  # creates the tables, which takes seconds
     landscape = Landscape.draw(config.seed, config.layers)
     with contextlib.ExitStack() as stack:
         server, disk, tracking = None, None, store
@@ -124,6 +126,8 @@ def run_scenario(
             server = TrackingServer(store, folder / "artifacts")
             stack.callback(server.close)
             tracking = server.url
+        else:  # without a server, artifacts would go to the machine whose worker creates the experiment
+            client.create_experiment(_EXPERIMENT, artifact_location=(folder / "artifacts").as_uri())
         if scenario.full_disk:
             disk = folder / "disk"
             stack.enter_context(small_disk(disk, _DISK_MEGABYTES))
@@ -150,6 +154,7 @@ def run_scenario(
             f"study.n_trials={scenario.n_trials}",
             f"study.storage={quoted(storage.url)}",
             f"tracking.uri={quoted(tracking)}",
+            f"tracking.experiment={_EXPERIMENT}",
         )
         fleet = Fleet(scenario, name, folder, overrides, storage, server, random.Random(config.seed), disk)
         seconds = fleet.run()
