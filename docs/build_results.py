@@ -30,6 +30,25 @@ MOST_TRIALS = 4.0  # whole trials that 64 scans may cost
 MOST_SHARE = 0.05  # of another strategy's seconds, to be as good as its result
 LEAST_BRIDGED, LEAST_OVER_EMPTY = 1.15, 1.2  # speedup over plain decoding, and over the best empty skip
 
+FAULTS = {
+    "kills": "workers killed",
+    "restarts": "restarts of the database",
+    "database_gone": "outage of the database",
+    "tracking_gone": "outage of the MLflow server",
+    "full_disks": "full disk",
+}
+
+KINDS = {
+    "decoding": "decoding",
+    "sampling": "sampling",
+    "waiting": "waiting for others",
+    "coordination": "coordination",
+    "storage": "storage of results",
+    "tracking": "MLflow",
+    "page": "page",
+    "rest": "the rest",
+}
+
 NOTABLE_LOSS = 0.03  # share of a member's speed; a cascade that loses more is named
 FEWEST_PROMPTS = 8  # of a kind of work, for an interval to be worth showing
 
@@ -494,9 +513,8 @@ def _race(names: Sequence[str]) -> list[str]:
     return [*_table(head, rows), *where, *notes]
 
 
-def _calibration(names: Sequence[str]) -> list[str]:
-    (name,) = names
-    record = load(name)
+def _counts(record: Record) -> list[str]:
+    """The counted events of a record, each with its criterion."""
     rows = []
     for count in record["counts"]:
         aims = [f"at least {_percent(count['least'])}"] if count["least"] is not None else []
@@ -505,15 +523,48 @@ def _calibration(names: Sequence[str]) -> list[str]:
         rows.append(
             [count["name"], f"{count['times']} of {count['of']}", _percent(count["share"], 1), ", ".join(aims), passed]
         )
+    return _table(["count", "times", "share", "aim", "met"], rows)
+
+
+def _calibration(names: Sequence[str]) -> list[str]:
+    (name,) = names
+    record = load(name)
     planted = record["config"]["planted"]
     search = planted["search"]
     packages = ", ".join(f"{package} {record['versions'][package]}" for package in ("numpy", "optuna", "scipy"))
     return [
-        *_table(["count", "times", "share", "aim", "met"], rows),
+        *_counts(record),
         *_stated(f"simulated decoders, no device and no model, {packages}, {_measured_at(record)}, {_link(name)}"),
         "- A planted configuration counts as found where the exported one is within 1 % of its speed.",
         f"- Planted searches run {search['study']['n_trials']} trials over {search['measure']['prompts']} to "
         f"{search['measure']['survivor_prompts']} prompts.",
+    ]
+
+
+def _scale(names: Sequence[str]) -> list[str]:
+    (name,) = names
+    record = load(name)
+    rows, spent = [], []
+    for scenario, found in record["scenarios"].items():
+        settings, exported = found["settings"], found["winner"]
+        faults = ", ".join(f"{count} {FAULTS[kind]}" for kind, count in found["faults"].items())
+        faults += ", a clock an hour ahead" if settings["hours_ahead"] else ""
+        trials = sum(found["trials"].get(state, 0) for state in ("COMPLETE", "PRUNED"))
+        row = [scenario, str(settings["workers"]), str(trials), faults.removeprefix(", "), f"{found['seconds']:.0f}"]
+        rows.append([*row, f"{exported['label']}: {exported['true_speedup']:.3f}"])
+        clock, processor = (found["per_trial"][name] for name in ("seconds", "processor"))
+        spent.append([scenario, *(f"{clock.get(kind, 0.0):.3f} ({processor.get(kind, 0.0):.3f})" for kind in KINDS)])
+    missed = [count["name"] for count in record["counts"] if not count["passed"]]
+    head = ["study", "workers", "trials", "faults", "seconds", "winner: its true speedup"]
+    return [
+        *_table(head, rows),
+        "",
+        "Seconds of a trial, and those of the processor in parentheses; means over the workers that were not killed:",
+        "",
+        *_table(["study", *KINDS.values()], spent),
+        *_folded("All counts", _counts(record)),
+        *_conditions(names, "simulated decoders that sleep"),
+        f"- {len(record['counts'])} criteria. {_aims(missed)}",
     ]
 
 
@@ -821,6 +872,15 @@ SECTIONS = (
         ["calibration.json"],
         _calibration,
         ["searches.evaluate.calibration planted.seeds=100 planted.hopeless=20 planted.close=20"],
+    ),
+    Section(
+        "Workers on one study",
+        "Several processes search one simulated decoder through PostgreSQL, each with the real program; decoding sleeps."
+        " Workers are killed, servers are stopped, a disk fills up, a clock is wrong.",
+        ["scale-2-cores.json"],
+        _scale,
+        ["OMP_NUM_THREADS=1 searches.evaluate.scale"],
+        ["A killed worker is replaced at once. Each study has one more run, its own."],
     ),
     Section(
         "Bridges on SmolLM2-135M",

@@ -36,6 +36,8 @@ class Count:
     @property
     def criterion(self) -> str:
         """The criterion in words."""
+        if self.least is not None and self.least == self.most:
+            return f"exactly {self.least:.0%}"
         if self.least is not None:
             return f"at least {self.least:.0%}"
         return "none" if self.most is None else f"at most {self.most:.0%}"

@@ -68,7 +68,7 @@ def run_study(config: DictConfig, known: Known, report: Report) -> None:
     """Run a small study of the target, and report the speedup of its export, its trials and its seconds."""
     outputs, name = Path(config.outputs) / "gpu-study", time.strftime("%Y%m%d-%H%M%S")  # an earlier one would be resumed
     command = [sys.executable, "-m", "searches.layerskip", *_target_overrides(config.target), *config.study_overrides]
-    command += [f"outputs={_quoted(str(outputs))}", f"study.name={_quoted(name)}"]
+    command += [f"outputs={quoted(str(outputs))}", f"study.name={quoted(name)}"]
     start, last = time.monotonic(), ""
     report.step(_STUDY)
     for line in _lines(command, {}, Path.cwd()):
@@ -112,10 +112,10 @@ def _target_overrides(target: DictConfig) -> list[str]:
     """Return the overrides that give another program the same target."""
     group = "local" if "path" in target else "hub"  # which takes the names of wheels, too
     fields = {str(name): value for name, value in target.items() if name != "_target_" and value is not None}
-    return [f"target={group}", *(f"target.{name}={_quoted(value)}" for name, value in fields.items())]
+    return [f"target={group}", *(f"target.{name}={quoted(value)}" for name, value in fields.items())]
 
 
-def _quoted(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Return a value for Hydra's command line, which reads a quoted string literally."""
     if not isinstance(value, str):
         return str(value).lower()

@@ -93,7 +93,9 @@ def open_database(url: str) -> BaseStorage:
         except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError, ImportError) as error:
             # Of workers that start at the same time, one creates the tables.
             if attempt == _ATTEMPTS - 1 or not any(sign in str(error) for sign in _CREATED_BY_OTHERS):
-                raise InputError(f"study.storage: cannot open {without_password(url)}: {_first_line(error)}") from error
+                raise InputError(
+                    f"study.storage: cannot open {without_password(url)}: {_first_line(error.__cause__ or error)}"
+                ) from error
             time.sleep(0.1)
     if is_file:
         _begin_at_once(storage)
