@@ -132,8 +132,12 @@ def test_the_exported_command_serves_the_text_of_plain_decoding_and_is_verified(
             answer = client.complete(tiny_target.encode(item.messages()), Task(max_new_tokens=24))
             assert (answer.text, list(answer.tokens or ())) == (expected.text, list(expected.tokens))
         urls = [f"backend.{name}_url=http://127.0.0.1:{port}" for name, port in zip(_SIDES, ports, strict=True)]
-        options = [*urls, "backend=server", "measure.most_repeats=1", "measure.max_new_tokens=12", "target.device=cpu"]
-        launch("verify", f"export={best}", *options, cwd=tmp_path)
+        lines = [json.dumps({"prompt": f"the cat and the cat {place}"}) for place in range(12)]
+        (tmp_path / "short.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        options = [*urls, "backend=server", "prompts=jsonl", "prompts.path=short.jsonl", "measure.most_repeats=1"]
+        options += ["measure.max_new_tokens=12", "target.device=cpu"]
+        done = launch("verify", f"export={best}", *options, cwd=tmp_path)
+        assert done.returncode in (0, 3, 4), done.stderr  # a verdict; which one depends on the machine
     finally:
         for server in servers:
             server.stop()

@@ -46,9 +46,9 @@ def test_each_number_of_requests_has_a_table() -> None:
         _trial(4, "exact", {}),
     ]
     lines = load_tables(trials)
-    headings = [line for line in lines if line.startswith("## ")]
-    assert [line.split(", ")[1] for line in headings] == [f"{n} requests in flight (Pareto front)" for n in (1, 8)]
-    first, second = (lines.index(heading) for heading in headings)
+    titles = [line for line in lines if line.startswith("## ")]
+    assert [line.split(", ")[1] for line in titles] == [f"{n} requests in flight (Pareto front)" for n in (1, 8)]
+    first, second = (lines.index(title) for title in titles)
     numbers = [[line.split(" | ")[0] for line in part if line[:3] in ("| 1", "| 2", "| 3", "| 4")]
                for part in (lines[first:second], lines[second:])]  # fmt: skip
     assert numbers == [["| 1"], ["| 1", "| 2"]]
