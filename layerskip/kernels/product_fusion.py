@@ -99,9 +99,7 @@ def _rotate_in_place(graph: Graph, node: Node) -> None:
         halves = _add(graph, _aten.view.default, source, [*shape[:-1], 2, half])
         swapped = _add(graph, _prims.rev.default, halves, [len(shape) - 1])
         device, dtype = node.meta["val"].device, node.meta["val"].dtype
-        signs = _add(
-            graph, _prims.iota.default, 2, start=-1, step=2, dtype=torch.int64, device=device, requires_grad=False
-        )
+        signs = _add(graph, _prims.iota.default, 2, start=-1, step=2, dtype=torch.int64, device=device, requires_grad=False)
         signs = _add(graph, _prims.convert_element_type.default, _add(graph, _aten.view.default, signs, [2, 1]), dtype)
         rotated = _add(graph, _aten.view.default, _add(graph, _aten.mul.Tensor, swapped, signs), shape)
     node.replace_all_uses_with(rotated)
