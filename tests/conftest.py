@@ -68,9 +68,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all imported objects from garbage collection, which would scan them again and again."""
+    """Exclude all imported objects from garbage collection, which would scan them again and again, and collect less often.
+
+    So few other objects are left that Python would look through all of them all the time. Tests that need a collection ask
+    for one.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(scope="session")

@@ -14,30 +14,32 @@ from tests.drafters.bridges import bridge_shape, drawn_continuations
 from tests.exhaustive import representative
 from tests.families import build
 
+CASES = [
+    ("linear", 8, 0, "llama", torch.float32, 32, 2**21, {}),
+    ("linear", 0, 0, "llama", torch.bfloat16, 32, 2**21, {}),
+    ("linear", 0, 0, "llama", torch.float32, 256, 2**24, {}),
+    ("mlp", 0, 32, "llama", torch.float32, 32, 2**23, {}),
+    ("linear", 0, 0, "gemma3_text", torch.float32, 64, 2**24, {"vocab_size": 12000}),
+]
+MORE = [
+    ("linear", 0, 0, "llama", torch.float32, 32, 2**21, {}),
+    ("linear", 0, 0, "gemma3_text", torch.float32, 32, 2**21, {}),
+    ("linear", 96, 0, "llama", torch.float32, 256, 2**24, {}),
+    ("mlp", 64, 64, "llama", torch.float32, 128, 2**25, {}),
+    ("linear", 0, 0, "gemma3_text", torch.bfloat16, 64, 2**24, {"vocab_size": 12000}),
+    ("linear", 0, 0, "llama", torch.float32, 64, 2**24, {"vocab_size": 12000}),
+    ("linear", 0, 0, "llama", torch.bfloat16, 64, 2**24, {"vocab_size": 12000}),
+]
+
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the workspace of a GPU's solvers is not counted")
 @pytest.mark.parametrize(
-    ("kind", "rank", "width", "family", "dtype", "hidden", "budget", "changes"),
+    ("kind", "rank", "width", "family", "dtype", "hidden", "budget", "changes", "cached"),
     representative(
-        [
-            ("linear", 8, 0, "llama", torch.float32, 32, 2**21, {}),
-            ("linear", 0, 0, "llama", torch.bfloat16, 32, 2**21, {}),
-            ("linear", 0, 0, "llama", torch.float32, 256, 2**24, {}),
-            ("mlp", 0, 32, "llama", torch.float32, 32, 2**23, {}),
-            ("linear", 0, 0, "gemma3_text", torch.float32, 64, 2**24, {"vocab_size": 12000}),
-        ],
-        [
-            ("linear", 0, 0, "llama", torch.float32, 32, 2**21, {}),
-            ("linear", 0, 0, "gemma3_text", torch.float32, 32, 2**21, {}),
-            ("linear", 96, 0, "llama", torch.float32, 256, 2**24, {}),
-            ("mlp", 64, 64, "llama", torch.float32, 128, 2**25, {}),
-            ("linear", 0, 0, "gemma3_text", torch.bfloat16, 64, 2**24, {"vocab_size": 12000}),
-            ("linear", 0, 0, "llama", torch.float32, 64, 2**24, {"vocab_size": 12000}),
-            ("linear", 0, 0, "llama", torch.bfloat16, 64, 2**24, {"vocab_size": 12000}),
-        ],
+        [*((*case, False) for case in CASES), *((*case, True) for case in CASES[:2])],
+        [*((*case, True) for case in CASES[2:]), *((*case, cached) for case in MORE for cached in (False, True))],
     ),
 )
-@pytest.mark.parametrize("cached", [False, True])
 def test_the_memory_of_a_calibration_is_bounded(
     kind: str,
     rank: int,

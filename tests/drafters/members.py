@@ -24,7 +24,7 @@ from layerskip.drafters.token_translation import Translation
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, target_of
+from tests.drafters.contract import FEW_PROMPTS, GREEDY, LENGTH, DrafterContract, target_of
 from tests.drafters.heads import eagle_head, medusa_heads
 from tests.drafters.test_cross_tokenizer import LETTERS, _spelling
 
@@ -71,7 +71,7 @@ class Choosing(DrafterContract):
         runs = []
         for _ in range(2):
             drafter.reset_state()
-            runs.append([decode(target, drafter, prompt, GREEDY, LENGTH).stats for prompt in PROMPTS * 2])
+            runs.append([decode(target, drafter, prompt, GREEDY, LENGTH).stats for prompt in FEW_PROMPTS * 2])
         assert runs[0] == runs[1]
 
 

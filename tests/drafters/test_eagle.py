@@ -34,6 +34,7 @@ from tests.drafters.contract import (
     target_of,
 )
 from tests.drafters.heads import UNROLL, eagle_head, family_of, tiny
+from tests.exhaustive import representative
 
 
 def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | None = None, **tree: float) -> Eagle:
@@ -211,8 +212,13 @@ def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth
     return chances
 
 
-@pytest.mark.parametrize(("family", "few", "back"), [("llama", 0, 0), ("llama", 3, 2), ("llama", 0, 9), ("deep", 0, 0)])
-@pytest.mark.parametrize(("width", "size"), [(2, 6), (3, 12)])
+@pytest.mark.parametrize(
+    ("family", "few", "back", "width", "size"),
+    representative(
+        [("llama", 0, 0, 3, 12), ("llama", 3, 2, 2, 6), ("llama", 0, 9, 2, 6), ("deep", 0, 0, 2, 6)],
+        [("llama", 0, 0, 2, 6), ("llama", 3, 2, 3, 12), ("llama", 0, 9, 3, 12), ("deep", 0, 0, 3, 12)],
+    ),
+)
 def test_trees_equal_those_computed_without_a_cache(family: str, few: int, back: int, width: int, size: int) -> None:
     """At every level, after prompts and after rejected tokens."""
     target, deepest = tiny(family), 0

@@ -19,6 +19,7 @@ from searches.training.bridge_trainer import BridgeTrainer
 from searches.training.trainer import TrainingCheckpoint
 from tests.allocations import peak_bytes
 from tests.drafters.bridges import bridge_shape, calibration
+from tests.exhaustive import representative
 from tests.families import build
 
 ANSWER = 24
@@ -67,15 +68,20 @@ def test_the_budget_includes_attention_probabilities_of_packed_texts(tmp_path: P
     assert 0.4 * budget < peak_bytes(step) <= budget
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+SIZES = [
+    (64, torch.float32, 2, 10_000_000),
+    (1600, torch.bfloat16, 1, 10_000_000),  # fifty times the hidden size: logits need most of the memory
+    (1600, torch.float32, 1, 13_000_000),
+    (1600, torch.bfloat16, 2, 14_000_000),
+]
+
+
 @pytest.mark.parametrize(
-    ("vocabulary", "dtype", "unroll", "budget"),
-    [
-        (64, torch.float32, 2, 10_000_000),
-        (1600, torch.bfloat16, 1, 10_000_000),  # fifty times the hidden size: logits need most of the memory
-        (1600, torch.float32, 1, 13_000_000),
-        (1600, torch.bfloat16, 2, 14_000_000),
-    ],
+    ("family", "vocabulary", "dtype", "unroll", "budget"),
+    representative(
+        [("gemma3_text" if number % 2 else "llama", *size) for number, size in enumerate(SIZES)],
+        [("llama" if number % 2 else "gemma3_text", *size) for number, size in enumerate(SIZES)],
+    ),
 )
 def test_a_step_keeps_its_budget_for_long_prompts_and_large_vocabularies(
     family: str, vocabulary: int, dtype: torch.dtype, unroll: int, budget: int, tmp_path: Path

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
 from searches.training.trainer import Trainer, TrainingCheckpoint, TrainingDiverged, check_training_folder
+from tests.searches.programs import tracked
 
 
 class _Idle(Trainer):
@@ -108,7 +109,7 @@ def test_the_limit_of_seconds_includes_evaluation(seconds: int, tmp_path: Path, 
         "max_seconds": seconds,
         "save_seconds": 10,
     }
-    tracker = Tracker(f"sqlite:///{tmp_path}/mlflow.db", tmp_path, "trainings")
+    tracker = Tracker(None, tracked(tmp_path), "trainings")
     tracker.open_study("timed", "who", {}, {}, role="training")
     steps = []
     with tracker.closing():
