@@ -148,11 +148,12 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
 
     def run() -> tuple[Tensor, Tensor]:
         source = torch.Generator(query.device).manual_seed(0)
-        drawn = [
-            torch.randn(part.shape, generator=source, device=part.device).to(part.dtype) for part in (query, key, value)
-        ]
-        seen = _mask_of_trial(mask)
-        return attend_on_gpu(*drawn, seen, scale), _attend_plainly(*drawn, seen, scale)
+
+        def draw(part: Tensor) -> Tensor:
+            return torch.randn(part.shape, generator=source, device=part.device).to(part.dtype)
+
+        drawn = draw(query), draw(key), draw(value), _mask_of_trial(mask), scale
+        return attend_on_gpu(*drawn), _attend_plainly(*drawn)
 
     kind = query.device, query.dtype, tuple(query.shape), tuple(key.shape), mask.dtype
     return (attend_on_gpu if passes_trial("attention of few queries", kind, run) else _attend_plainly)(*given)

@@ -19,7 +19,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 @contextlib.contextmanager
 def _waiting_allowed() -> Iterator[None]:
     """Allow to wait for a GPU within the ``with`` block, also where a caller forbids it."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
         return
     mode = torch.cuda.get_sync_debug_mode()

@@ -8,8 +8,8 @@ code,
   :func:`~layerskip.kernels.few_rows_linear.few_rows_linear`;
 - the RMSNorm before the product of a single row, which is a sum over elementwise products: each output computes the norm
   again, so that norm and product are sums of one shape, which the compiler fuses;
-- the concatenated halves of rotary positions: an index in place of a copy, so that norms of heads, rotation and the update of
-  the cache are one kernel.
+- the concatenated halves of rotary positions: an index in place of a copy, so that norms of heads, rotation and the update
+  of the cache are one kernel.
 
 What is not found stays as the compiler makes it. This module imports the compiler, which takes seconds.
 """
@@ -109,10 +109,11 @@ def _is_slice(node: Any, start: int, end: int) -> bool:
     """Return whether a node is ``x[..., start:end]`` of an ``x`` with twice as many columns."""
     if not isinstance(node, Node) or node.target is not _aten.slice.Tensor or len(node.args) != 4:
         return False
-    source, dim, *limits = node.args
-    shape = source.meta["val"].shape  # type: ignore[union-attr]
+    given: Any = node.args
+    source, dim, first, last = given
+    shape = source.meta["val"].shape
     whole = shape[-1] == 2 * node.meta["val"].shape[-1] and dim in (-1, len(shape) - 1)
-    return whole and limits[0] == start and min(limits[1], shape[-1]) == end  # type: ignore[type-var]
+    return bool(whole and first == start and min(last, shape[-1]) == end)
 
 
 def _normalise_each(graph: Graph, node: Node) -> None:
@@ -130,7 +131,7 @@ def _normalise_each(graph: Graph, node: Node) -> None:
         return
     assert isinstance(row, Node)
     assert isinstance(normed, Node)
-    name, match = found
+    match = found[1]
     source = match.kwargs["hidden"]
     with graph.inserting_before(node):
         copies = {source: _add(graph, _aten.expand.default, source, [*source.meta["val"].shape[:-2], outputs, width])}
@@ -172,7 +173,7 @@ def _fuse_product(graph: Graph, node: Node) -> None:
 
 def _are_alike(one: Node, other: Node) -> bool:
     first, second = one.meta["val"], other.meta["val"]
-    return first.shape == second.shape and first.dtype == second.dtype and first.is_contiguous()
+    return bool(first.shape == second.shape and first.dtype == second.dtype and first.is_contiguous())
 
 
 def _find_gate(node: Node) -> tuple[str, Node] | None:
