@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import filelock
+import optuna
 import sqlalchemy
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
@@ -89,7 +90,7 @@ def open_database(url: str) -> BaseStorage:
         try:
             storage = RDBStorage(url, engine_kwargs=options)
             break
-        except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+        except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError, ImportError) as error:
             # Of workers that start at the same time, one creates the tables.
             if attempt == _ATTEMPTS - 1 or not any(sign in str(error) for sign in _CREATED_BY_OTHERS):
                 raise InputError(f"study.storage: cannot open {without_password(url)}: {_first_line(error)}") from error
