@@ -15,6 +15,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tests.accelerator import DEVICE
+from tests.exhaustive import representative
 
 # Every family uses the fields that it has. Embeddings are untied, because a tied random model tends to repeat its last
 # token, whatever its layers do.
@@ -138,6 +139,18 @@ _REASONS = {
 }
 REFUSED: dict[str, str] = {family: reason for family, reason in _REASONS.items() if family in CONFIG_MAPPING}
 SKIPPABLE: tuple[str, ...] = tuple(sorted(family for family in TINY if family in CONFIG_MAPPING and family not in _REASONS))
+
+# Families whose attention, MLP, norms, positions or windows differ.
+_DISTINCT = (
+    "cohere2 deepseek_v3 falcon gemma2 gemma3_text gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granitemoe "
+    "llama llama4_text minicpm3 mixtral olmo2 persimmon phi phi3 qwen2_moe qwen3 smollm3 stablelm"
+).split()
+REPRESENTATIVE: tuple[str, ...] = tuple(
+    representative(
+        [family for family in SKIPPABLE if family in _DISTINCT], [family for family in SKIPPABLE if family not in _DISTINCT]
+    )
+)
+"""The families of tests that repeat what others check: all of them in ``make lossless`` only."""
 
 # With these standard deviations no part dominates: greedy output varies, and every skip changes it.
 _MATRIX_SPREAD = 0.4

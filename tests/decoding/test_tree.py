@@ -25,7 +25,7 @@ from tests.accelerator import DEVICE
 from tests.chi_square import assert_follows
 from tests.drafters.contract import SAMPLINGS, DrafterContract
 from tests.exhaustive import representative
-from tests.families import SKIPPABLE, build
+from tests.families import REPRESENTATIVE, build
 
 PROMPT = 20  # more than twice the sliding windows and chunks of tests.families
 PARENTS = (-1, -1, 0, 0, 1, 2, 5, 5, 3, 7)
@@ -34,7 +34,7 @@ REFUSED_TREES = {
     "gpt_neo": "a branch of a tree gives other logits than the same tokens in a chain",
     "llama4_text": "its queries are scaled by their place in the block",
 }
-TREES = [family for family in SKIPPABLE if family not in REFUSED_TREES]
+TREES = [family for family in REPRESENTATIVE if family not in REFUSED_TREES]
 
 
 @pytest.mark.parametrize(

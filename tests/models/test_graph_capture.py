@@ -30,7 +30,7 @@ from layerskip.models.graph_capture import CapturingCache, _refused, capture_sec
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
-from tests.families import SKIPPABLE, build
+from tests.families import REPRESENTATIVE, build
 
 LAYERS = 4
 TORCH_DEVICE = torch.device(DEVICE)
@@ -51,7 +51,7 @@ def _assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * 3e-5)
 
 
-@pytest.mark.parametrize("family", SKIPPABLE)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 @torch.inference_mode()
 def test_captured_passes_equal_eager_ones(family: str) -> None:
     """Over blocks of every width, wide ones first, on a cache that is rewound and reused."""

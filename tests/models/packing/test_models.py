@@ -20,7 +20,7 @@ from layerskip.models.environment import machine
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import pack_like, uses_packing
 from layerskip.models.skip_view import decoding_view, skip_view
-from tests.families import SKIPPABLE, build
+from tests.families import REPRESENTATIVE, build
 from tests.models.packing.layers import DTYPES, layer_of, needs_packing
 
 
@@ -93,7 +93,7 @@ def test_a_view_is_rebuilt_when_a_dtype_change_makes_more_weights_packable(
 
 
 @needs_packing
-@pytest.mark.parametrize("family", SKIPPABLE)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_family_decodes_with_packed_weights(family: str, packed: list[Tensor]) -> None:
     target = Target(build(family))
     prompt = [3, 4, 5, 3, 4, 5, 3, 4]
