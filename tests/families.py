@@ -142,9 +142,10 @@ SKIPPABLE: tuple[str, ...] = tuple(sorted(family for family in TINY if family in
 
 # Families whose attention, MLP, norms, positions or windows differ.
 _DISTINCT = (
-    "cohere2 deepseek_v3 falcon gemma2 gemma3_text gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granitemoe "
-    "llama llama4_text minicpm3 mixtral olmo2 persimmon phi phi3 qwen2_moe qwen3 smollm3 stablelm"
-).split()
+    "cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo",
+    "gpt_neox", "gpt_oss", "gptj", "granitemoe", "llama", "llama4_text", "minicpm3", "mixtral",
+    "olmo2", "persimmon", "phi", "phi3", "qwen2_moe", "qwen3", "smollm3", "stablelm",
+)  # fmt: skip
 REPRESENTATIVE: tuple[str, ...] = tuple(
     representative(
         [family for family in SKIPPABLE if family in _DISTINCT], [family for family in SKIPPABLE if family not in _DISTINCT]
