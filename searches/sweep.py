@@ -38,28 +38,12 @@ from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, measure_finals
 from searches.study.leaderboard import LeaderboardEntry, contenders, incumbent
 from searches.study.objective import Objective
-from searches.study.opening import (
-    composed,
-    connect,
-    device_type,
-    is_exported,
-    is_shared,
-    joined,
-    place,
-    share_finals,
-)
+from searches.study.opening import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
 from searches.study.requeue import requeue_unfinished
 from searches.study.starting_points import starting_points
-from searches.study.study import (
-    STUDY_ID,
-    counting_preparation,
-    finished,
-    open_study,
-    run_trials,
-    with_stored_kinds,
-)
+from searches.study.study import STUDY_ID, counting_preparation, finished, open_study, run_trials, with_stored_kinds
 from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
 from searches.workers.alone import Workers
