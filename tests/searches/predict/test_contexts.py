@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import optuna
 import pytest
 
-from layerskip import Sampling, SkipMask, StopRule, Target
+from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
 from layerskip.costs.cost_model import CostProfile
 from layerskip.scan.replay import Counts
 from layerskip.texts.continuations import Continuation
 from searches.predict import preparation
 from searches.predict.contexts import ContextCosts, timed_contexts
 from searches.predict.preparation import ScanSettings, cost_profile
+from searches.space.search_space import SearchSpace
+from searches.sweep import Sweep
 
 MASK = SkipMask.parse("layers:0", 2)
 
@@ -88,3 +92,20 @@ def test_a_profile_is_measured_at_the_contexts_of_the_prompts(
     assert timed == [256, 192, 1984, 8000]  # the second time, all are read from their files
     stored = [json.loads(file.read_text(encoding="utf-8"))["asked"] for file in (tmp_path / "profiles").glob("*.json")]
     assert sorted(asked.get("contexts", [asked["context"]]) for asked in stored) == [[192, 1984, 8000], [256]]
+
+
+def test_cascades_of_a_study_have_costs_at_the_contexts_of_its_profile(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layerskip.costs.draft_timing.time_drafting", lambda _, __, context, *___, **____: context / 1000)
+    measuring, space = SimpleNamespace(max_new_tokens=8), SearchSpace(layers=12)
+    plan = SimpleNamespace(target=tiny_target, sampling=Sampling(), seed=0, measuring=measuring, space=space)
+    study, profile = optuna.create_study(), replace(_profile(192), others=(_profile(2000),))
+    sweep: Any = SimpleNamespace(plan=plan, study=study, tune=PromptSet.of(["one"]))
+    predictor: Any = SimpleNamespace(profile=profile)
+    found = Sweep._space_with_costs(sweep, predictor)
+    assert found.verify_cost == ((192, (1.22, 1.44, 1.66)), (2000, (1.1, 1.2, 1.3)))
+    members = SpeculativeConfig("prompt_lookup"), SpeculativeConfig("layer_skip", mask="layers:1")
+    assert found.draft_cost is not None
+    assert found.draft_cost(members) == ((192, (0.0, 0.192)), (2000, (0.0, 2.0)))
+    assert Sweep._space_with_costs(sweep, predictor).verify_cost == found.verify_cost  # of a resumed study
