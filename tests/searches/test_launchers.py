@@ -82,4 +82,5 @@ def test_two_workers_end_a_study(launcher: list[str], postgresql: str, smollm2: 
 def test_the_command_ends_like_its_workers(launcher: list[str], tmp_path: Path) -> None:
     done = _run([*launcher, f"outputs={tmp_path}", "study.n_trials=0"], tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: study.n_trials: ")
+    # Ray prints what its workers wrote after that.
+    assert any(line.startswith("error: study.n_trials: ") for line in done.stderr.splitlines())
