@@ -196,7 +196,7 @@ class Sweep:
     def finish(self, predictions: Predictions) -> Finals:
         """Measure the finalists and publish the results, which one of the workers does; return the results."""
         study, crew = self.study, self.crew
-        wait_for_slots(crew, partial(requeue_unfinished, study, crew))
+        wait_for_slots(crew)
         trials = finished(study)
         parts = predictions.predictor, self.plan, study, self.held_out, self.tracker, self.folder
 

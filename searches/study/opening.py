@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optuna
 from omegaconf import DictConfig, OmegaConf
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial
@@ -101,6 +102,7 @@ def joined(
             yield open_journal(Path(settings.storage or folder / _JOURNAL), not settings.storage), ALONE
         return
     folder.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # it warns of every connection that breaks
     storage = database or open_database(storage_url(settings, folder))
     with Crew(storage, name, device) as crew:
         first = crew.share("device", lambda: device)

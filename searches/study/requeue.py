@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from searches.app.interrupt import defer_interrupt
 from searches.workers.alone import ALONE, Workers
+from searches.workers.board import Look
 
 DUPLICATE_OF = "duplicate_of"
 """User attribute of a failed trial: the number of the running trial that measured the same configuration."""
@@ -20,11 +22,24 @@ _RETRY_OF = "retry_of"
 
 def requeue_unfinished(study: optuna.Study, crew: Workers = ALONE) -> None:
     """Mark killed trials as failed, and queue the choices of trials that were killed or interrupted again."""
-    trials = study.get_trials(deepcopy=False)
-    if orphans := crew.orphans(trials):
+    while repair(study, crew, study.get_trials(deepcopy=False)):
+        pass
+
+
+def repair(study: optuna.Study, crew: Workers, trials: Sequence[FrozenTrial], look: Look | None = None) -> bool:
+    """Repair some trials as :func:`requeue_unfinished` does; return whether there was anything to do.
+
+    Args:
+        study: the study.
+        crew: its workers.
+        trials: all its trials.
+        look: of the crew, taken after the trials were read; None takes one if needed.
+    """
+    if orphans := crew.orphans(trials, look):
         for trial in orphans:
             finish_trial(study, trial.number, TrialState.FAIL)
-        trials = study.get_trials(deepcopy=False)
+        return True
+    found = False
     again = {trial.user_attrs.get(_RETRY_OF) for trial in trials}
     for trial in trials:
         if trial.state == TrialState.FAIL and trial.number not in again and DUPLICATE_OF not in trial.user_attrs:
@@ -32,6 +47,8 @@ def requeue_unfinished(study: optuna.Study, crew: Workers = ALONE) -> None:
             choices = trial.params if "config" in trial.user_attrs else trial.system_attrs.get("fixed_params")
             if choices:
                 crew.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices))
+                found = True
+    return found
 
 
 def _retry(study: optuna.Study, number: int, choices: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import optuna
 import sqlalchemy
-from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
 
@@ -84,12 +84,10 @@ def open_database(url: str) -> BaseStorage:
         try:
             storage = RDBStorage(url, engine_kwargs=options)
             break
-        except (sqlalchemy.exc.SQLAlchemyError, StorageInternalError, ImportError) as error:
+        except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError, ImportError) as error:
             # Of workers that start at the same time, one creates the tables.
             if attempt == _ATTEMPTS - 1 or not any(sign in str(error) for sign in _CREATED_BY_OTHERS):
-                raise InputError(
-                    f"study.storage: cannot open {without_password(url)}: {_first_line(error.__cause__ or error)}"
-                ) from error
+                raise InputError(f"study.storage: cannot open {without_password(url)}: {_first_line(error)}") from error
             time.sleep(0.1)
     if is_file:
         _begin_at_once(storage)

@@ -30,7 +30,7 @@ from searches.app.time_ledger import TimeLedger, record_shared_seconds, total_se
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import FINISHED, ranking
 from searches.study.objective import Objective, Refusal
-from searches.study.requeue import DUPLICATE_OF, finish_trial, requeue_unfinished
+from searches.study.requeue import DUPLICATE_OF, finish_trial, repair
 from searches.workers.alone import ALONE, Alone, Workers
 from searches.workers.slots import Slot, take_slot
 
@@ -175,7 +175,7 @@ def run_trials(
         crew: the workers of the study.
 
     Raises:
-        KeyboardInterrupt: the running trial is marked as failed; :func:`requeue_unfinished` queues it again.
+        KeyboardInterrupt: the running trial is marked as failed; :func:`~searches.study.requeue.repair` queues it again.
     """
     start = ended = time.monotonic()
     remaining, duplicates = iter(starts), 0
@@ -186,7 +186,7 @@ def run_trials(
             study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
 
     while settings.max_seconds is None or time.monotonic() - start <= settings.max_seconds:
-        slot = take_slot(crew, study, settings.n_trials, partial(requeue_unfinished, study, crew))
+        slot = take_slot(crew, study, settings.n_trials, partial(repair, study, crew))
         if slot is None:
             break
         with slot:

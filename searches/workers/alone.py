@@ -9,6 +9,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from searches.workers.board import Look
 from searches.workers.crew import Crew
 
 
@@ -28,7 +29,7 @@ class Alone:
     def sign(self, trial: optuna.Trial) -> None:
         """Leave the trial as it is."""
 
-    def orphans(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+    def orphans(self, trials: Iterable[FrozenTrial], look: Look | None = None) -> list[FrozenTrial]:
         """Return all running trials: a killed process left them."""
         return [trial for trial in trials if trial.state == TrialState.RUNNING]
 

@@ -10,16 +10,42 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 _SUFFIX = "-workers"
 _PART = 30_000  # characters of an attribute; MySQL holds 64 kilobytes
 _PARTS = "parts"
+
+
+class Row(NamedTuple):
+    """A row: an identifier that is higher than those of all rows before, its state, and its attributes."""
+
+    number: int
+    state: TrialState
+    user_attrs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a worker saw.
+
+    Args:
+        rows: all rows, in the order of their creation.
+        live: the numbers of the rows of workers that are alive.
+    """
+
+    rows: list[Row]
+    live: frozenset[int]
+
+    def is_held(self, row: Row) -> bool:
+        """Return whether a row is unfinished and its worker alive."""
+        return row.state == TrialState.RUNNING and row.user_attrs.get("worker") in self.live
 
 
 class Board:
@@ -38,11 +64,12 @@ class Board:
     def add(self, **attributes: Any) -> int:
         """Add a running row and return its number, which is higher than those of all rows before."""
         template = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=attributes)
-        return self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._study, template))
+        return self._storage.create_new_trial(self._study, template)
 
-    def rows(self) -> list[FrozenTrial]:
+    def rows(self) -> list[Row]:
         """Return all rows in the order of their creation."""
-        return self._storage.get_all_trials(self._study, deepcopy=False)
+        trials = self._storage.get_all_trials(self._study, deepcopy=False)
+        return [Row(trial._trial_id, trial.state, trial.user_attrs) for trial in trials]
 
     def set(self, number: int, name: str, value: Any) -> None:
         """Set an attribute of a row.
@@ -50,13 +77,13 @@ class Board:
         Raises:
             UpdateFinishedTrialError: the row is finished.
         """
-        self._storage.set_trial_user_attr(self._id(number), name, value)
+        self._storage.set_trial_user_attr(number, name, value)
 
     def finish(self, number: int, state: TrialState) -> bool:
         """Finish a row; return False if it was finished before."""
         try:
             # A value, since programs that show studies expect one of a complete trial.
-            self._storage.set_trial_state_values(self._id(number), state, [0.0] if state == TrialState.COMPLETE else None)
+            self._storage.set_trial_state_values(number, state, [0.0] if state == TrialState.COMPLETE else None)
         except UpdateFinishedTrialError:
             return False
         return True
@@ -75,20 +102,17 @@ class Board:
         if not self.finish(number, TrialState.COMPLETE):
             raise UpdateFinishedTrialError
 
-    def _id(self, number: int) -> int:
-        return self._storage.get_trial_id_from_study_id_trial_number(self._study, number)
 
-
-def published(row: FrozenTrial) -> bool:
+def published(row: Row) -> bool:
     """Return whether a row holds a published value."""
     return row.state == TrialState.COMPLETE and _PARTS in row.user_attrs
 
 
-def value_of(row: FrozenTrial) -> Any:
+def value_of(row: Row) -> Any:
     """Return the published value of a row."""
     return json.loads("".join(row.user_attrs[f"part {place}"] for place in range(row.user_attrs[_PARTS])))
 
 
-def of_kind(rows: Sequence[FrozenTrial], kind: str, name: str | None = None) -> list[FrozenTrial]:
+def of_kind(rows: Sequence[Row], kind: str, name: str | None = None) -> list[Row]:
     """Return the rows of a kind, and of a name if one is given."""
     return [row for row in rows if row.user_attrs["kind"] == kind and name in (None, row.user_attrs.get("name"))]

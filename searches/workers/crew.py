@@ -12,7 +12,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -25,8 +24,9 @@ from optuna.trial import FrozenTrial, TrialState
 from searches.app.interrupt import defer_interrupt
 from searches.app.retry import is_unreachable
 from searches.tracking.names import DEVICE, WORKER
-from searches.workers.board import Board, of_kind, published, value_of
+from searches.workers.board import Board, Look, Row, of_kind, published, value_of
 from searches.workers.process import has_ended, this_process
+from searches.workers.retrying_storage import RetryingStorage
 
 BEAT_SECONDS = 10.0
 PATIENCE = 6  # beats of the observer
@@ -36,23 +36,6 @@ _LONGEST_PAUSE = 2.0  # seconds between two looks of a waiting worker
 
 class LeaseLost(Exception):
     """The end of a claim whose worker was presumed dead; another worker has it now."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """What a worker saw.
-
-    Args:
-        rows: all rows, in the order of their creation.
-        live: the numbers of the rows of workers that are alive.
-    """
-
-    rows: list[FrozenTrial]
-    live: frozenset[int]
-
-    def is_held(self, row: FrozenTrial) -> bool:
-        """Return whether a row is unfinished and its worker alive."""
-        return row.state == TrialState.RUNNING and row.user_attrs.get("worker") in self.live
 
 
 class Crew:
@@ -80,7 +63,7 @@ class Crew:
         beat_seconds: float = BEAT_SECONDS,
         patience: int = PATIENCE,
     ) -> None:
-        self.board, self.device = Board(storage, study), device
+        self.board, self.device, self._storage = Board(storage, study), device, storage
         self._process, self._beat_seconds, self._patience = this_process(), beat_seconds, patience
         self._ended, self._joining = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._beat_on, name="beats of a worker", daemon=True)
@@ -133,18 +116,23 @@ class Crew:
         return bool(self.look().live - {self.worker})
 
     def sign(self, trial: optuna.Trial) -> None:
-        """Store with a trial that this worker runs it."""
-        trial.set_user_attr(WORKER, self.name)
-        trial.set_user_attr(DEVICE, self.device)
+        """Store with a trial that this worker runs it, unless it was created so."""
+        for name, value in self._signature().items():
+            if trial.user_attrs.get(name) != value:
+                trial.set_user_attr(name, value)
 
-    def orphans(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+    def orphans(self, trials: Iterable[FrozenTrial], look: Look | None = None) -> list[FrozenTrial]:
         """Return the running trials whose worker is dead.
 
         A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
         as a dead worker.
+
+        Args:
+            trials: to choose from.
+            look: taken after the trials were read, so that it shows their workers; None takes one.
         """
         running = [trial for trial in trials if trial.state == TrialState.RUNNING]
-        live = self.look().live if running else frozenset()  # after the trials were read, so that new workers are seen
+        live = (look or self.look()).live if running else frozenset()
         found = []
         for trial in running:
             if WORKER in trial.user_attrs:
@@ -261,7 +249,7 @@ class Crew:
         return found[0] if found else None
 
     @staticmethod
-    def _first_value(rows: Iterable[FrozenTrial]) -> tuple[Any] | None:
+    def _first_value(rows: Iterable[Row]) -> tuple[Any] | None:
         return next(((value_of(row),) for row in rows if published(row)), None)
 
     def stay(self) -> Look:
@@ -274,6 +262,11 @@ class Crew:
 
     def _join(self) -> None:
         self.worker = self.board.add(kind="worker", process=self._process, beat=0)
+        if isinstance(self._storage, RetryingStorage):
+            self._storage.signature = self._signature()
+
+    def _signature(self) -> dict[str, str]:
+        return {WORKER: self.name, DEVICE: self.device}
 
     def _beat_on(self) -> None:
         while not self._ended.wait(self._beat_seconds):

@@ -5,6 +5,7 @@ A call whose connection broke may have been carried out or not. Calls that may n
 
 from __future__ import annotations
 
+import copy
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -34,9 +35,13 @@ class RetryingStorage(BaseStorage):
     Args:
         storage: of a database.
         retry: repeats a call.
+
+    Attributes:
+        signature: user attributes of the trials that are created without any.
     """
 
     def __init__(self, storage: BaseStorage, retry: Retry | None = None) -> None:
+        self.signature: dict[str, str] = {}
         self._storage, self._retry = storage, retry or Retry("study.storage: the database")
 
     create_new_study = _retried("create_new_study")
@@ -61,8 +66,9 @@ class RetryingStorage(BaseStorage):
 
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
         """Create a trial, once: a repeated call first looks for the trial of the call before."""
-        template = template_trial or optuna.trial.create_trial(state=TrialState.RUNNING)
-        nonce = uuid.uuid4().hex
+        signed = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=dict(self.signature))
+        template = copy.copy(template_trial or signed)
+        nonce = template.system_attrs.get(_NONCE) or uuid.uuid4().hex  # a proxy keeps that of the call that it passes on
         template.system_attrs = template.system_attrs | {_NONCE: nonce}
         is_repeated = False
 

@@ -14,10 +14,11 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from searches.workers.alone import Alone, Workers
-from searches.workers.board import Board, of_kind
-from searches.workers.crew import Crew, Look
+from searches.workers.board import Board, Look, of_kind
+from searches.workers.crew import Crew
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+Repair = Callable[[Sequence[FrozenTrial], Look], bool]
 
 
 class Slot:
@@ -53,14 +54,14 @@ class Slot:
             self._board.set(self.number, "trial", trial.number)
 
 
-def take_slot(crew: Workers, study: optuna.Study, wanted: int, on_wait: Callable[[], None] = lambda: None) -> Slot | None:
+def take_slot(crew: Workers, study: optuna.Study, wanted: int, repair: Repair = lambda *_: False) -> Slot | None:
     """Take the next slot of a study; return None once it has the wanted number of finished trials.
 
     Args:
         crew: of this worker.
         study: the study. Its finished trials without a slot, from before it had workers, count.
         wanted: number of finished trials.
-        on_wait: called before every look at the slots.
+        repair: called with the trials and a look that was taken after them; returns whether it changed any trial.
     """
     if isinstance(crew, Alone):
         return Slot() if len(study.get_trials(deepcopy=False, states=FINISHED)) < wanted else None
@@ -68,9 +69,10 @@ def take_slot(crew: Workers, study: optuna.Study, wanted: int, on_wait: Callable
 
     def is_decided() -> bool:
         nonlocal slot, counted
-        on_wait()
         trials = study.get_trials(deepcopy=False)  # first: every trial that has finished here has its slot below
         look = crew.look()
+        if repair(trials, look):
+            return False
         if not any(look.is_held(row) for row in of_kind(look.rows, "slot") if row.number == slot.number):
             crew.stay()
             slot = Slot.add(crew)  # its worker was presumed dead
@@ -89,13 +91,12 @@ def take_slot(crew: Workers, study: optuna.Study, wanted: int, on_wait: Callable
     return None
 
 
-def wait_for_slots(crew: Workers, on_wait: Callable[[], None] = lambda: None) -> None:
-    """Wait until no other worker runs a trial, or records one."""
+def wait_for_slots(crew: Workers) -> None:
+    """Wait until no other worker that is alive runs a trial, or records one."""
     if isinstance(crew, Alone):
         return
 
     def is_idle() -> bool:
-        on_wait()
         look = crew.look()
         return not any(look.is_held(row) and row.user_attrs["worker"] != crew.worker for row in of_kind(look.rows, "slot"))
 
