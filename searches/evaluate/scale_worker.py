@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -72,8 +73,8 @@ def work(job: Job, is_ahead: bool = False) -> None:
     output = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(output, number)
-    process._machine = lambda: job.machine
-    opening.Crew = functools.partial(Crew, beat_seconds=job.beat_seconds)  # type: ignore[assignment,misc]
+    _replace(process, "_machine", lambda: job.machine)
+    _replace(opening, "Crew", functools.partial(Crew, beat_seconds=job.beat_seconds))
     stopwatch = Stopwatch()
     stopwatch.attach()
     sys.argv = ["layerskip", *job.overrides]
@@ -81,6 +82,10 @@ def work(job: Job, is_ahead: bool = False) -> None:
         run("layerskip", searches.sweep.search)
     finally:
         write_json(Path(job.times), stopwatch.times())
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
 
 
 def clock_library() -> str:
@@ -132,15 +137,16 @@ class Stopwatch:
             (Crew, "sign"),
         ):
             self._time(owner, name, COORDINATION)
-        crew.time = SimpleNamespace(**vars(crew.time))  # type: ignore[assignment]
-        self._time(crew.time, "sleep", WAITING)
+        clock = SimpleNamespace(**vars(time))
+        _replace(crew, "time", clock)
+        self._time(clock, "sleep", WAITING)
         measured = Objective.__call__
 
         def counted(*arguments: Any) -> float:
             self._trials += 1
             return measured(*arguments)
 
-        Objective.__call__ = counted  # type: ignore[method-assign]
+        _replace(Objective, "__call__", counted)
 
     def _time(self, owner: Any, name: str, kind: str, within: str | None = None) -> None:
         """Time a function, only where the surrounding kind is ``within``, or any but outside if that is None."""
