@@ -183,7 +183,7 @@ class Sweep:
         predictor, bridged = predictions.predictor, predictions.bridged
         bounds = None if predictor is None else BoundEstimator(predictor, bridged)
         with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
-            parts = self.bench, predictions.space, self.tune, plan.measuring, plan.seed, bar.refresh, bounds
+            parts = self.bench, predictions.space, self.tune, plan.measuring, plan.seed, self.view.after(bar.refresh), bounds
             objective = Objective(*parts, self.first_prompt, plan.backend.figures)
 
             def on_trial(trial: optuna.trial.FrozenTrial) -> None:
@@ -210,7 +210,7 @@ class Sweep:
         most = len(self.held_out) * measuring.held_out_repeats
         with tqdm(total=most, unit="prompt", desc="held-out", disable=None) as bar:
             return measure_finals(
-                self.study, self.bench, self.held_out, measuring, self.plan.seed, self.folder, bar.update, trained
+                self.study, self.bench, self.held_out, measuring, self.plan.seed, self.folder, self.view.after(bar.update), trained
             )
 
     def _prepare_predictor(self) -> ScanPredictor | None:
@@ -253,7 +253,7 @@ class Sweep:
             similar = predictor.similar_masks(plan.space.skippable)
             empty = [other for other in bridged if other.bridge_spec.bridge == "none"]
             filled = [other for other in bridged if other not in empty]
-            return propose_all(predictor, plan.space, settings, bar.update, similar, filled, empty)
+            return propose_all(predictor, plan.space, settings, self.view.after(bar.update), similar, filled, empty)
 
     def _space_with_costs(self, predictor: ScanPredictor | None) -> SearchSpace:
         """Return the space with the costs of verification and drafting, timed alone if there is no cost profile."""

@@ -14,48 +14,47 @@ from pathlib import Path
 import numpy as np
 import optuna
 from numpy.typing import NDArray
+from optuna.trial import TrialState
 from plotly.offline import get_plotlyjs
 
 from layerskip.files import atomic_write
-from searches.report import charts
+from searches.report import charts, load_charts
+from searches.report.drawing import Figure, device_style, finite, kinds
 from searches.report.page_tables import best_table, finals_table, usage
 from searches.report.study_report import search_seconds, verdict, winner_notes
-from searches.report.timeline import timeline
-from searches.report.trial_points import COLORS, OTHER, points
+from searches.report.timeline import timeline, timeline_notes
+from searches.report.trial_points import COLORS, OTHER, device_of, device_types, points
 from searches.study.finals import Finals
-from searches.study.leaderboard import configuration, ranking
-from searches.study.study import finished
+from searches.study.leaderboard import configuration, ranked
+from searches.study.study import SETTINGS, finished
 
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 _PLOTLY = "@plotly@"
 _REFRESH = '<meta http-equiv="refresh" content="60">'
 _EMPTY = '<p class="empty">Nothing measured yet.</p>'
 _HELD_OUT = "Held-out prompts, 95 % intervals. A stroke is the speedup in the search. Dotted: plain decoding."
+_LOAD = "Bar: from the median to the 95th percentile. Star: plain decoding. Dashed: the Pareto front of medians."
 _BEST = "Speedups are those on the tune prompts that every trial decodes, over all trials of the configuration."
-_CHARTS = (
-    ("history", "Search history", "Tune prompts, 95 % intervals. Cross: stopped early. Line: the best so far.", "wide"),
-    ("acceptance", "Speedup against acceptance", "Dashed: the Pareto front of trials measured to the end.", ""),
-    ("memory", "Speedup against memory", "Peak of the GPU, or of the process on a CPU. Dashed: the Pareto front.", ""),
-    ("predictions", "Predicted against measured", "Predictions were made before the trials ran. Dotted: equal.", ""),
-    (
-        "skips",
+_CHARTS = {
+    "history": ("Search history", "Tune prompts, 95 % intervals. Cross: stopped early. Line: the best so far.", "wide"),
+    "acceptance": ("Speedup against acceptance", "Dashed: the Pareto front of trials measured to the end.", ""),
+    "memory": ("Speedup against memory", "Peak of the GPU, or of the process on a CPU. Dashed: the Pareto front.", ""),
+    load_charts.TOKEN: ("Throughput against time per token", "", ""),
+    load_charts.FIRST: ("Throughput against time to the first token", "", ""),
+    "predictions": ("Predicted against measured", "Predictions were made before the trials ran. Dotted: equal.", ""),
+    "skips": (
         "Skipped sub-layers",
         "By layer: the mean speedup of the trials that skipped a sub-layer. Grey: none did.",
-        "low wide",
-    ),
-    (
-        "scans",
-        "Scanned sub-layers",
-        "By layer: how often the first drafted token is right with one skipped. Grey: unknown.",
-        "low wide",
-    ),
-    (
-        "timeline",
-        "Timeline",
-        "Faint: stopped early or not run. Grey: interrupted. Dashed: a pause that is cut out.",
         "fitted wide",
     ),
-)
+    "scans": (
+        "Scanned sub-layers",
+        "By layer: how often the first drafted token is right with one skipped. Grey: unknown.",
+        "fitted wide",
+    ),
+    "timeline": ("Timeline", "", "fitted wide"),
+}
+"""Title, text and shape of each chart, in the order of the page; empty texts depend on the study."""
 _ALWAYS = "history"
 """The chart that has a place although it has nothing to draw yet."""
 
@@ -94,12 +93,12 @@ def write_page(path: Path, study: optuna.Study, page: Page) -> None:
         "refresh": _REFRESH if page.state == RUNNING else "",
         "badge": page.state,
         "status": html.escape(": ".join(filter(None, (page.state, page.stage)))),
-        "progress": f"{len(finished(study))} of {page.trials} trials finished",
+        "progress": _progress(study, page),
         "written": now.isoformat(),
         "written_text": f"{now:%Y-%m-%d %H:%M:%S %Z}",
         "live": json.dumps(page.state == RUNNING),
-        "content": _content(study, page, figures, path),
-        "figures": json.dumps(charts.finite(figures), allow_nan=False).replace("<", "\\u003c"),
+        "content": _content(study, page, figures, path, now),
+        "figures": json.dumps(finite(figures), allow_nan=False).replace("<", "\\u003c"),
     }
     with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.write(string.Template(before).substitute(values))
@@ -107,13 +106,22 @@ def write_page(path: Path, study: optuna.Study, page: Page) -> None:
         file.write(string.Template(after).substitute(values))
 
 
-def _figures(study: optuna.Study, page: Page, now: datetime) -> dict[str, charts.Figure]:
+def _progress(study: optuna.Study, page: Page) -> str:
+    """Return the number of finished trials, and of those that run now."""
+    done = f"{len(finished(study))} of {page.trials} trials finished"
+    now = len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))) if page.state == RUNNING else 0
+    return f"{done}, {now} running" if now else done
+
+
+def _figures(study: optuna.Study, page: Page, now: datetime) -> dict[str, Figure]:
     """Return the figures that have something to draw, by the identifier of their place on the page."""
     measured = points(finished(study))
     drawn = {
         "history": charts.history(measured),
         "acceptance": charts.acceptance(measured),
         "memory": charts.memory(measured),
+        load_charts.TOKEN: load_charts.throughput(measured, load_charts.TOKEN),
+        load_charts.FIRST: load_charts.throughput(measured, load_charts.FIRST),
         "predictions": charts.predictions(measured),
         "skips": charts.skipped_by_trials(measured, page.layers),
         "scans": charts.agreement_of_scans(page.singles),
@@ -123,13 +131,14 @@ def _figures(study: optuna.Study, page: Page, now: datetime) -> dict[str, charts
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def _content(study: optuna.Study, page: Page, figures: Mapping[str, charts.Figure], path: Path) -> str:
+def _content(study: optuna.Study, page: Page, figures: Mapping[str, Figure], path: Path, now: datetime) -> str:
     """Return the cards of the page."""
-    cards = [
-        _chart(figures, name, title, text, shape)
-        for name, title, text, shape in _CHARTS
-        if name in figures or name == _ALWAYS
-    ]
+    concurrency = study.user_attrs.get(SETTINGS, {}).get("load.concurrency", 1)
+    load = f"Requests in flight: {concurrency}. {_LOAD}"
+    texts = {load_charts.TOKEN: load, load_charts.FIRST: load}
+    texts["timeline"] = timeline_notes(study.get_trials(deepcopy=False), now)
+    shown = {name: chart for name, chart in _CHARTS.items() if name in figures or name == _ALWAYS}
+    cards = [_chart(figures, name, title, text or texts[name], shape) for name, (title, text, shape) in shown.items()]
     finals = ""
     if page.finals is not None:
         chart = _chart(figures, "held-out", "Finalists", _HELD_OUT, "fitted wide")
@@ -146,7 +155,7 @@ def _content(study: optuna.Study, page: Page, figures: Mapping[str, charts.Figur
     )
 
 
-def _chart(figures: Mapping[str, charts.Figure], name: str, title: str, text: str, shape: str) -> str:
+def _chart(figures: Mapping[str, Figure], name: str, title: str, text: str, shape: str) -> str:
     """Return the card of a chart; ``shape`` names its classes."""
     place = f'<div class="chart" id="{name}"></div>' if name in figures else _EMPTY
     return f'<section class="card {shape}"><h2>{title}</h2><p>{text}</p>{place}</section>'
@@ -160,17 +169,31 @@ def _verdict(study: optuna.Study, page: Page) -> str:
         notes += winner_notes(page.finals, search_seconds(study, page.finals))
     else:
         first = "No configuration that drafts was measured to the end yet."
-        for leader in ranking(study)[:1]:
-            first = f"Best so far: {leader.config.label()}, {leader.speedup:.2f} x plain decoding on tune prompts."
+        leaders = [_leader(study, device) for device in device_types(finished(study))]
+        first = " ".join(filter(None, leaders)) or first
     shown = "".join(f"<p>{html.escape(note)}</p>" for note in (first, *notes))
     return f'<section class="card verdict">{shown}</section>'
 
 
+def _leader(study: optuna.Study, device: str) -> str:
+    """Return a sentence on the best configuration of a type of device so far; empty without any."""
+    for leader in ranked([trial for trial in finished(study) if device_of(trial) == device])[:1]:
+        where = f" on {device}" if device else ""
+        return f"Best so far{where}: {leader.config.label()}, {leader.speedup:.2f} x plain decoding on tune prompts."
+    return ""
+
+
 def _legend(study: optuna.Study) -> str:
-    """Return the colours of the drafters, which all charts share."""
-    found = {configuration(trial).kind for trial in finished(study)}
-    names = {kind: "no drafting" if kind == "none" else kind.replace("_", " ") for kind in charts.kinds(found)}
-    items = (
-        f'<li><i style="background:{COLORS.get(kind, OTHER)}"></i>{html.escape(name)}</li>' for kind, name in names.items()
-    )
+    """Return the colours of the drafters, which all charts share, and the markers of types of devices if there are several."""
+    trials = finished(study)
+    names = kinds({configuration(trial).kind for trial in trials})
+    items = [
+        f'<li><i style="background:{COLORS.get(kind, OTHER)}"></i>'
+        f"{html.escape('no drafting' if kind == 'none' else kind.replace('_', ' '))}</li>"
+        for kind in names
+    ]
+    devices = device_types(trials)
+    for place, device in enumerate(devices if len(devices) > 1 else []):
+        style = device_style(place)
+        items.append(f'<li><b style="color:{style.line}">{style.mark}</b> {html.escape(device or "unknown device")}</li>')
     return f'<ul class="legend">{"".join(items)}</ul>'

@@ -97,7 +97,12 @@ def leaderboard(trials: Iterable[FrozenTrial]) -> dict[SpeculativeConfig, Leader
 
 def ranking(study: optuna.Study) -> list[LeaderboardEntry]:
     """Return the configurations that draft, kept the output and were measured to the end at least once, fastest first."""
-    entries = leaderboard(study.get_trials(deepcopy=False, states=FINISHED)).values()
+    return ranked(study.get_trials(deepcopy=False, states=FINISHED))
+
+
+def ranked(trials: Iterable[FrozenTrial]) -> list[LeaderboardEntry]:
+    """Return what :func:`ranking` returns, of the finished ones of some trials."""
+    entries = leaderboard(trials).values()
     eligible = [entry for entry in entries if entry.complete and entry.keeps_output and entry.config.kind != "none"]
     return sorted(eligible, key=functools.cmp_to_key(_compare), reverse=True)
 

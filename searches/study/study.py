@@ -27,6 +27,7 @@ from searches.app.time_ledger import TimeLedger, record_shared_seconds, total_se
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import FINISHED, ranking
 from searches.study.objective import Objective
+from searches.tracking.names import RETRY_OF
 
 OVERHEAD_SECONDS = "between_seconds"
 """User attribute of a trial: seconds of Optuna, MLflow and Hydra since the end of the trial before."""
@@ -111,7 +112,7 @@ def with_stored_kinds(space: SearchSpace, study: optuna.Study) -> SearchSpace:
 def requeue_unfinished(study: optuna.Study) -> None:
     """Queue the choices of trials that were killed or interrupted again, and mark killed ones as failed."""
     trials = study.get_trials(deepcopy=False)
-    again = {trial.user_attrs["retry_of"] for trial in trials if "retry_of" in trial.user_attrs}
+    again = {trial.user_attrs[RETRY_OF] for trial in trials if RETRY_OF in trial.user_attrs}
     for trial in trials:
         if trial.state in (TrialState.RUNNING, TrialState.FAIL) and trial.number not in again:
             # Queue first: a kill in between queues the trial twice, but loses nothing. A trial that was killed while it
@@ -119,7 +120,7 @@ def requeue_unfinished(study: optuna.Study) -> None:
             is_sampled = "config" in trial.user_attrs
             choices = trial.params if is_sampled else trial.system_attrs.get("fixed_params")
             if choices:
-                study.enqueue_trial(choices, user_attrs={"retry_of": trial.number})
+                study.enqueue_trial(choices, user_attrs={RETRY_OF: trial.number})
         if trial.state == TrialState.RUNNING:
             study.tell(trial.number, state=TrialState.FAIL)
 
