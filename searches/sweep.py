@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import optuna
-from omegaconf import DictConfig, OmegaConf
-from optuna.storages import BaseStorage
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 from layerskip import SpeculativeConfig
@@ -24,7 +23,6 @@ from layerskip.models.environment import environment
 from searches.app.application import instantiate_part
 from searches.app.interrupt import is_interrupt
 from searches.app.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
-from searches.app.urls import without_password
 from searches.backends.selection import closing
 from searches.predict.preparation import prepare_predictor
 from searches.predict.proposals import propose_all
@@ -39,21 +37,32 @@ from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, measure_finals
 from searches.study.leaderboard import LeaderboardEntry, contenders, incumbent
 from searches.study.objective import Objective
+from searches.study.opening import (
+    composed,
+    connect,
+    device_type,
+    is_exported,
+    is_shared,
+    joined,
+    place,
+    share_finals,
+)
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
+from searches.study.requeue import requeue_unfinished
 from searches.study.starting_points import starting_points
-from searches.study.storage import locked, open_database, open_journal
 from searches.study.study import (
     STUDY_ID,
     counting_preparation,
     finished,
     open_study,
-    requeue_unfinished,
     run_trials,
     with_stored_kinds,
 )
 from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
+from searches.workers.alone import Workers
+from searches.workers.slots import wait_for_slots
 
 
 def search(config: DictConfig) -> Finals:
@@ -69,49 +78,31 @@ def search(config: DictConfig) -> Finals:
     with _opened_sweep(config) as sweep, sweep.view.closing():
         predictions = sweep.predict()
         sweep.run_trials(predictions)
-        finals = sweep.measure_finalists(predictions)
-        publish(finals, predictions.predictor, sweep.plan, sweep.study, sweep.held_out, sweep.tracker, sweep.folder)
-        return finals
+        return sweep.finish(predictions)
 
 
 @contextlib.contextmanager
 def _opened_sweep(config: DictConfig) -> Iterator[Sweep]:
-    """Open or resume everything that a study needs. The study's folder is locked and its MLflow run closed at the end."""
+    """Open or resume everything that a study needs, and close it at the end."""
     pruner = instantiate_part(config, "pruner")
     instantiate_part(config, "sampler", seed=0)  # refuse a bad one before anything is written
     plan = Plan.of(config)
     settings = describe(config, plan.target, plan.prompts, plan.space.bridged, plan.backend)
-    name = plan.settings.name or default_name(config, settings)
-    folder = plan.outputs / name
-    database, tracker = _connect(config, plan.settings.storage)
-    with locked(folder):
-        storage = database or open_journal(Path(plan.settings.storage or folder / "journal.log"), not plan.settings.storage)
-        study = open_study(name, storage, pruner, settings)
-        # A resumed sampler must not repeat its earlier draws.
-        study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials))
+    device, name = device_type(plan.target), plan.settings.name or default_name(config, settings)
+    shared = is_shared(plan.settings, config.get("worker"), plan.outputs / name)
+    name, folder = place(plan.outputs, name, plan.settings, device, shared)
+    database, tracker = connect(config, plan.settings.storage)
+    with joined(name, folder, plan.settings, database, device, shared) as (storage, crew):
+        with crew.claim("opening"):
+            study = open_study(name, storage, pruner, settings)
+            described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
+            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described)
+            tracker.log_text(composed(config), "config.yaml")
+        # A resumed sampler must not repeat its earlier draws, nor those of other workers.
+        study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + crew.seed)
         plan = dataclasses.replace(plan, space=with_stored_kinds(plan.space, study))
-        described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
-        tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described)
-        tracker.log_text(_composed(config), "config.yaml")
-        with tracker.closing(), closing(plan.backend):
-            yield Sweep(plan, study, tracker, folder)
-
-
-def _connect(config: DictConfig, storage: str | None) -> tuple[BaseStorage | None, Tracker]:
-    """Connect to remote services first: one of them may be unreachable, and nothing has been written yet."""
-    track = functools.partial(Tracker, config.tracking.uri, Path(config.outputs), config.tracking.experiment)
-    remote = track() if config.tracking.uri is not None else None
-    database = open_database(storage) if storage is not None and "://" in storage else None
-    return database, remote or track()
-
-
-def _composed(config: DictConfig) -> str:
-    """Return the composed configuration as YAML, without the passwords of its databases."""
-    shown = config.copy()
-    for part, name in (("study", "storage"), ("tracking", "uri")):
-        if shown[part][name] is not None:
-            shown[part][name] = without_password(str(shown[part][name]))
-    return OmegaConf.to_yaml(shown, resolve=True)
+        with tracker.closing(crew.others), closing(plan.backend):
+            yield Sweep(plan, study, tracker, folder, crew)
 
 
 @dataclass(frozen=True)
@@ -139,15 +130,16 @@ class Sweep:
         study: the opened study.
         tracker: takes its runs.
         folder: holds scans, finals, the report and the export.
+        crew: the workers of the study.
     """
 
-    def __init__(self, plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path) -> None:
-        self.plan, self.study, self.tracker, self.folder = plan, study, tracker, folder
+    def __init__(self, plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path, crew: Workers) -> None:
+        self.plan, self.study, self.tracker, self.folder, self.crew = plan, study, tracker, folder, crew
         self.tune, held_out = plan.prompts.split()
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.load)
-        self.view = LiveView(study, folder, plan.target.layers, plan.settings.n_trials)
+        self.view = LiveView(study, folder, plan.target.layers, plan.settings.n_trials, crew)
         self.ledgers = TimeLedger(study, FITS), TimeLedger(study, SHARED)
         if plan.bridge_store is not None:
             plan.bridge_store.report_cost, plan.bridge_store.report_texts_cost = (ledger.use for ledger in self.ledgers)
@@ -156,22 +148,23 @@ class Sweep:
         """Scan masks, measure costs, and choose the configurations to try first."""
         plan = self.plan
         self.view.begin("predictions")
-        with counting_preparation(self.study, self.ledgers):
+        with counting_preparation(self.study, self.ledgers, self.crew):
             predictor = self._prepare_predictor()
             bridged = self._bridged_predictors(predictor)
             proposed = self._propose(predictor, bridged)
             space = self._space_with_costs(predictor) if "cascade" in plan.space.available_kinds else plan.space
             starts = starting_points(space, proposed)
-        self._log_fits()
+        if self.crew.leads():
+            self._log_fits()
         self.view.singles = None if predictor is None else predictor.single_agreements()
         return Predictions(predictor, bridged, space, starts)
 
     def run_trials(self, predictions: Predictions) -> None:
         """Run trials until the study has enough; Ctrl-C prints a summary of the finished ones."""
         study, plan, settings = self.study, self.plan, self.plan.settings
-        requeue_unfinished(study)
-        for trial in finished(study):
-            self.tracker.record(trial)
+        requeue_unfinished(study, self.crew)
+        if self.crew.alone:
+            self.tracker.reconcile(finished(study))
         print(f"study {study.study_name}: {len(finished(study))} of {settings.n_trials} trials are finished", flush=True)
         if len(self.held_out) < LEAST_RESAMPLED:
             print(
@@ -193,24 +186,48 @@ class Sweep:
                 bar.set_postfix_str(f"best {incumbent(study):.3f} x")
 
             try:
-                run_trials(study, objective, settings, on_trial, predictions.starts, self.ledgers)
+                run_trials(study, objective, settings, on_trial, predictions.starts, self.ledgers, self.crew)
             except BaseException as error:
                 if is_interrupt(error):
                     bar.close()
                     print(summary(study, None))
                 raise
 
-    def measure_finalists(self, predictions: Predictions) -> Finals:
+    def finish(self, predictions: Predictions) -> Finals:
+        """Measure the finalists and publish the results, which one of the workers does; return the results."""
+        study, crew = self.study, self.crew
+        wait_for_slots(crew, partial(requeue_unfinished, study, crew))
+        trials = finished(study)
+        parts = predictions.predictor, self.plan, study, self.held_out, self.tracker, self.folder
+
+        def work(check: Callable[[], None]) -> Finals:
+            self.tracker.reconcile(trials)
+            finals = self._measure_finalists(predictions, check)
+            publish(finals, *parts)
+            return finals
+
+        finals = share_finals(crew, trials, work)
+        if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
+            publish(finals, *parts, log=False)
+        return finals
+
+    def _measure_finalists(self, predictions: Predictions, check: Callable[[], None]) -> Finals:
         """Train the bridges of the best configurations, and measure all finalists on held-out prompts."""
         measuring = self.plan.measuring
         self.view.begin("finals")
-        with counting_preparation(self.study, self.ledgers):
+        with counting_preparation(self.study, self.ledgers, self.crew):
             trained = self._train_bridges(predictions)
         self._log_fits()
         most = len(self.held_out) * measuring.held_out_repeats
         with tqdm(total=most, unit="prompt", desc="held-out", disable=None) as bar:
+
+            def on_prompt() -> None:
+                check()
+                bar.update()
+                self.view.refresh()
+
             return measure_finals(
-                self.study, self.bench, self.held_out, measuring, self.plan.seed, self.folder, self.view.after(bar.update), trained
+                self.study, self.bench, self.held_out, measuring, self.plan.seed, self.folder, on_prompt, trained
             )
 
     def _prepare_predictor(self) -> ScanPredictor | None:
@@ -230,6 +247,7 @@ class Sweep:
             self.folder,
             plan.seed,
             self.ledgers[1].use,
+            self.crew,
         )
         if predictor is None:
             print("scan: no predictions; every trial is decoded")
@@ -261,8 +279,10 @@ class Sweep:
         lengths = [len(plan.target.encode(item.messages())) for item in self.tune]
         context = round(statistics.fmean(lengths) + plan.measuring.max_new_tokens / 2)
         timer = CostTimer(plan.target, plan.sampling, context, plan.seed)
-        costs = verify_cost(study, timer.verify_costs if predictor is None else lambda: predictor.profile.verify_cost)
-        drafting = draft_cost(study, timer.draft_costs) if costs else None
+        claim = partial(self.crew.claim, "costs")
+        with claim():
+            costs = verify_cost(study, timer.verify_costs if predictor is None else lambda: predictor.profile.verify_cost)
+            drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
         return dataclasses.replace(plan.space, verify_cost=costs, draft_cost=drafting)
 
     def _train_bridges(self, predictions: Predictions) -> list[LeaderboardEntry]:

@@ -71,8 +71,8 @@ class Browser:
         self.problems.clear()
         self.requests.clear()
         self._events.clear()
-        self._call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
-        while "Page.loadEventFired" not in self._events:
+        moved = self._call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
+        while "loaderId" in moved and "Page.loadEventFired" not in self._events:  # none for a place on the same page
             self._receive()
 
     def evaluate(self, expression: str) -> Any:
@@ -92,15 +92,6 @@ class Browser:
     def point(self, x: float, y: float) -> None:
         """Move the mouse to a place of the window, in CSS pixels."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def click(self, selector: str) -> None:
-        """Press the mouse on the first element of a selector, once there is one."""
-        element = f"document.querySelector({json.dumps(selector)})"
-        self.wait_for(f"{element} !== null")
-        place = f"(e => {{ e.scrollIntoView({{block: 'center'}}); return e.getBoundingClientRect(); }})({element})"
-        x, y = self.evaluate(f"(box => [box.x + box.width / 2, box.y + box.height / 2])({place})")
-        for kind in ("mousePressed", "mouseReleased"):
-            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def type(self, text: str, key: str) -> None:
         """Type a text into the element that has the focus, and press a key, such as Enter."""

@@ -44,6 +44,11 @@ class Continuation:
     tokens: tuple[int, ...]
     max_new_tokens: int
 
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> Continuation:
+        """Return a continuation from its fields, with lists for tuples."""
+        return cls(**row | {"prompt": tuple(row["prompt"]), "tokens": tuple(row["tokens"])})
+
     @property
     def starts(self) -> int:
         """The number of positions at which a round can start: every token but the last one."""
@@ -130,7 +135,7 @@ def _load(file: Path | None) -> tuple[list[Continuation], float] | None:
         rows, seconds = stored[CONTINUATIONS], float(stored["seconds"])
     except (ValueError, KeyError):
         return None
-    return [Continuation(**row | {"prompt": tuple(row["prompt"]), "tokens": tuple(row["tokens"])}) for row in rows], seconds
+    return [Continuation.from_dict(row) for row in rows], seconds
 
 
 def _save(file: Path | None, request: dict[str, Any], continuations: list[Continuation], seconds: float) -> None:

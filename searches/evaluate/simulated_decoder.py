@@ -25,7 +25,7 @@ from layerskip.prompts import PromptItem
 from searches.evaluate.expected_rounds import Floats, threshold_of
 from searches.evaluate.landscape import Landscape
 from searches.evaluate.workload import Workload
-from searches.predict.predictor import DraftChoices, Prediction
+from searches.predict.predictor import SCREENED_TOGETHER, DraftChoices, Prediction
 from searches.predict.preparation import ScanSettings, scanned_stops
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE
@@ -230,6 +230,8 @@ class SimulatedPredictor:
         every = np.concatenate([np.vstack((draw, np.full(draw.shape[1], hard))) for draw, hard in draws], axis=1)
         places = np.linspace(0, every.shape[1] - 1, settings.screened_rows).round().astype(int)
         self._positions = every[:, places]
+
+    screened_together = SCREENED_TOGETHER
 
     @property
     def layers(self) -> int:

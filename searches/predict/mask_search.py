@@ -20,7 +20,6 @@ from layerskip import SkipMask, SpeculativeConfig
 from searches.predict.predictor import SpeedupPredictor
 from searches.space.search_space import SearchSpace
 
-_BATCH = 8  # masks screened together
 _CLOSE = 0.99  # speedups closer than this cannot be distinguished by a cost profile
 _PATIENCE = 2  # steps without a gain after which the greedy search ends
 _BEST_RUNS = 3  # runs whose ends are moved
@@ -67,8 +66,9 @@ class MaskSearch:
         masks = list(masks)
         new = [mask for mask in dict.fromkeys(masks) if mask not in self.scores][: self.left]
         self.left -= len(new)
-        for first in range(0, len(new), _BATCH):
-            batch = new[first : first + _BATCH]
+        size = self.predictor.screened_together
+        for first in range(0, len(new), size):
+            batch = new[first : first + size]
             for mask, agreement in zip(batch, self.predictor.agreements(batch), strict=True):
                 self.agreements[mask] = agreement
                 self.scores[mask], length = expected_speedup(self.predictor, mask, agreement, self._lengths)

@@ -27,6 +27,9 @@ class Prediction:
     agreement: float
 
 
+SCREENED_TOGETHER = 8  # by one process
+
+
 class SpeedupPredictor(Protocol):
     """Predictor of speedups before anything is decoded, above all those of layer skipping."""
 
@@ -41,6 +44,10 @@ class SpeedupPredictor(Protocol):
     @property
     def profile(self) -> CostProfile:
         """The cost profile."""
+
+    @property
+    def screened_together(self) -> int:
+        """The number of masks to ask :meth:`agreements` for at once."""
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return how often the first drafted token of each mask is the target's, on few positions: the cheapest estimate."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -29,8 +30,10 @@ from searches.app.memory import within_memory
 from searches.predict.contexts import timed_contexts
 from searches.predict.predictor import DraftChoices
 from searches.predict.proposals import ProposalSettings
-from searches.predict.scan_predictor import ScanPredictor, masks_at_once
+from searches.predict.scan_predictor import ScanPredictor
+from searches.predict.shared_scans import masks_at_once
 from searches.space.search_space import SearchSpace
+from searches.workers.alone import ALONE, Workers
 
 _SCAN_VERSION = 2  # of the counts; those of another version are scanned again
 _PROFILE_VERSION = 2  # of stored profiles; version 1 lacked the seconds that they took
@@ -92,6 +95,7 @@ def prepare_predictor(
     folder: Path,
     seed: int,
     report_cost: ReportCost = lambda *_: None,
+    crew: Workers = ALONE,
 ) -> ScanPredictor | None:
     """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned.
 
@@ -106,14 +110,17 @@ def prepare_predictor(
         folder: of scans.
         seed: of the continuations.
         report_cost: called with the name and the seconds of every continuation and of the profile.
+        crew: the workers that share all of this.
     """
-    scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed, report_cost)
+    scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed, report_cost, crew)
     if scanner is None:
         return None
     depth, continuations = scanner.depth, scanner.continuations
     longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.available_kinds else depth
     parts = space.bridged, scanner.runners > 0
-    profile = cost_profile(target, continuations, longest, sampling, settings, outputs, *parts, report_cost=report_cost)
+    profile = cost_profile(
+        target, continuations, longest, sampling, settings, outputs, *parts, report_cost=report_cost, crew=crew
+    )
     stops = scanned_stops(space, settings.thresholds)
     identity = {
         "target": target.digest,
@@ -125,9 +132,8 @@ def prepare_predictor(
         "recipe": _SCAN_VERSION,
     }
     choices = DraftChoices((space.skip_length[0], space.skip_length[1]), stops, tuple(range(scanner.runners + 1)))
-    return ScanPredictor(
-        scanner, scanner.sample(settings.screened_rows), profile, choices, folder / f"scans-{digest(identity)[:16]}"
-    )
+    place = folder / f"scans-{digest(identity)[:16]}"
+    return ScanPredictor(scanner, scanner.sample(settings.screened_rows), profile, choices, place, crew=crew)
 
 
 def open_scanner(
@@ -140,17 +146,29 @@ def open_scanner(
     outputs: Path,
     seed: int,
     report_cost: ReportCost = lambda *_: None,
+    crew: Workers = ALONE,
 ) -> Scanner | None:
     """Return a scanner of the target's continuations of prompts; print a line and return None if it cannot be scanned.
 
     The arguments are those of :func:`prepare_predictor`.
     """
     with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
-        continuations = continue_prompts(
-            target, prompts, sampling, max_new_tokens, seed, outputs / "continuations", bar.update, report_cost
-        )
+
+        def work(name: str) -> list[dict[str, Any]]:
+            place = int(name.rpartition(" ")[2])
+            one, folder = PromptSet(prompts.items[place : place + 1]), outputs / "continuations"
+            found = continue_prompts(target, one, sampling, max_new_tokens, seed + place, folder, bar.update, report_cost)
+            return [dataclasses.asdict(continuation) for continuation in found]
+
+        ids = [item.id for item in prompts]
+        identity = [target.digest, prompts.digest, ids, sampling.to_dict(), max_new_tokens, seed, machine(target)]
+        names = [f"continuations {digest(identity)[:16]} {place}" for place in range(len(prompts))]
+        rows = dict(crew.share_all(names, work))
     continuations = tuple(
-        continuation for continuation in continuations if continuation.starts > 0 and continuation.limit(0) > 0
+        continuation
+        for name in names
+        for continuation in map(Continuation.from_dict, rows[name])
+        if continuation.starts > 0 and continuation.limit(0) > 0
     )
     if not continuations:
         print("scan: every continuation ends at once; there is nothing to scan")
@@ -219,6 +237,7 @@ def cost_profile(
     bridged: bool = False,
     branching: bool = False,
     report_cost: ReportCost = lambda *_: None,
+    crew: Workers = ALONE,
 ) -> CostProfile:
     """Return the cost profile of a target at the contexts of its continuations; measure it if it is not stored.
 
@@ -232,6 +251,7 @@ def cost_profile(
         bridged: whether bridges and draft heads are timed.
         branching: whether trees are timed.
         report_cost: called with the name and the seconds of the profile.
+        crew: the workers that share it.
     """
     repeats, error = settings.profile_repeats, float(settings.profile_error)
     contexts = timed_contexts(continuations)
@@ -252,29 +272,22 @@ def cost_profile(
     }
     name = digest(identity)[:16]
     file = outputs / "profiles" / f"{name}.json"
-    with exclusive(file):  # two at the same time would disturb each other
-        if file.exists():
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            report_cost(f"profile {name}", float(stored["seconds"]), 0.0)
-            return CostProfile.from_dict(stored["profile"])
-        start = time.monotonic()
-        with tqdm(total=(repeats + 1) * len(contexts), unit="repeat", desc="cost profile", disable=None) as bar:
-            profile, *others = (
-                profile_costs(
-                    target,
-                    context,
-                    longest,
-                    sampling,
-                    repeats,
-                    error,
-                    on_repeat=bar.update,
-                    bridged=bridged,
-                    branching=branching,
-                )
-                for context in contexts
-            )
-        profile = dataclasses.replace(profile, others=tuple(others))
-        seconds = time.monotonic() - start
-        write_json(file, {"asked": identity, "profile": profile.to_dict(), "seconds": seconds})
-    report_cost(f"profile {name}", seconds, seconds)
-    return profile
+
+    def measure() -> dict[str, Any]:
+        with exclusive(file):  # two at the same time would disturb each other
+            seconds = 0.0
+            if not file.exists():
+                start = time.monotonic()
+                with tqdm(total=(repeats + 1) * len(contexts), unit="repeat", desc="cost profile", disable=None) as bar:
+                    parts = longest, sampling, repeats, error
+                    profile, *others = (
+                        profile_costs(target, context, *parts, on_repeat=bar.update, bridged=bridged, branching=branching)
+                        for context in contexts
+                    )
+                profile, seconds = dataclasses.replace(profile, others=tuple(others)), time.monotonic() - start
+                write_json(file, {"asked": identity, "profile": profile.to_dict(), "seconds": seconds})
+            stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        report_cost(f"profile {name}", float(stored["seconds"]), seconds)
+        return stored
+
+    return CostProfile.from_dict(crew.share(f"profile {name}", measure)["profile"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from layerskip.scan.trace import Branching
 from searches.app.resume_log import ResultLog
 from searches.predict.bridged_drafts import BridgedDrafts
 from searches.predict.contexts import ContextCosts
-from searches.predict.predictor import DraftChoice, DraftChoices, Prediction
+from searches.predict.predictor import SCREENED_TOGETHER, DraftChoice, DraftChoices, Prediction
+from searches.predict.shared_scans import SHARED_TOGETHER, share_scans
 from searches.predict.stability import Stability, stability
 from searches.space.bridge_spec import BridgeSpec
 from searches.training.bridge_store import BridgeStore, training_record
+from searches.workers.alone import ALONE, Workers
 
-_ROWS_PER_MASK = 256  # fewer rows of a pass are not worth sharing among masks
 _CACHED_SCANS = 64  # scans kept in memory for further stop rules
 
 
@@ -46,6 +47,7 @@ class ScanPredictor:
         folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
         bridge_spec: the bridges and the draft head of every mask; None for none.
         bridge_store: the source of bridges and draft heads; None for none.
+        crew: the workers that share the predictions through their storage instead of the folder.
 
     Attributes:
         profile: the costs at the contexts of all continuations on average.
@@ -61,15 +63,17 @@ class ScanPredictor:
         folder: Path,
         bridge_spec: BridgeSpec | None = None,
         bridge_store: BridgeStore | None = None,
+        crew: Workers = ALONE,
     ) -> None:
         self.bridge_spec = bridge_spec or BridgeSpec()
         self._drafts = BridgedDrafts(self.bridge_spec, bridge_store)
-        self._folder = folder
+        self._folder, self._crew = folder, crew
+        self.screened_together = SCREENED_TOGETHER if crew.alone else SHARED_TOGETHER
         self._scanner, self._screen, self._choices = scanner, screen, choices
         self._costs = ContextCosts(profile, scanner.continuations)
         self.profile = self._costs.average
         names = ("agreements", "counts", "others", "similar", "trained")
-        logs = (ResultLog(folder / f"{name}.jsonl") for name in names)
+        logs = (ResultLog(folder / f"{name}.jsonl" if crew.alone else None) for name in names)
         self._agreements, self._counts, self._others, self._similar, self._trained = logs
         self._scans: dict[SkipMask, Scan] = {}
         self.screening_seconds = 0.0
@@ -97,11 +101,14 @@ class ScanPredictor:
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return how often each mask's first drafted token is the target's; one pass over the screen for each new mask."""
-        for batch in self._batches(self._new(masks, self._agreements)):
+
+        def scan(batch: Sequence[SkipMask]) -> dict[str, float]:
             start = time.monotonic()
-            for scan in self._drafts.scan(self._screen, batch, depth=1):
-                self._agreements.add(scan.mask.format(), scan.agreement, self._drafts.reproducible(scan.mask))
+            found = {each.mask.format(): each.agreement for each in self._drafts.scan(self._screen, batch, depth=1)}
             self.screening_seconds += time.monotonic() - start
+            return found
+
+        self._share("agreements", masks, self._agreements, scan)
         return [float(self._agreements[mask.format()]) for mask in masks]
 
     def predict(self, masks: Iterable[SkipMask]) -> list[Prediction]:
@@ -166,9 +173,8 @@ class ScanPredictor:
         """Return a predictor for another bridge spec that shares the texts and their passes."""
         bridge = f"{bridge_spec.bridge}{bridge_spec.width or ''}"
         folder = self._folder / f"{bridge}-{bridge_spec.rank}-{bridge_spec.tokens}-{bridge_store.digest[:12]}"
-        return ScanPredictor(
-            self._scanner, self._screen, self._costs.profile, self._choices, folder, bridge_spec, bridge_store
-        )
+        parts = self._scanner, self._screen, self._costs.profile, self._choices
+        return ScanPredictor(*parts, folder, bridge_spec, bridge_store, self._crew)
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""
@@ -202,8 +208,11 @@ class ScanPredictor:
         """Return the masks of whole layers that keep hidden states most similar, for 1 up to half of the layers."""
         name = str(sorted(skippable))
         if name not in self._similar:
-            found = self._screen.similar_masks(skippable, len(skippable) // 2)
-            self._similar.add(name, [mask.format() for mask in found])
+
+            def find() -> list[str]:
+                return [mask.format() for mask in self._screen.similar_masks(skippable, len(skippable) // 2)]
+
+            self._similar.add(name, self._crew.share(f"similar {digest([*self._folder.parts[-2:], name])[:32]}", find))
         return [SkipMask.parse(text, self.layers) for text in self._similar[name]]
 
     def _scanned_masks(self) -> list[SkipMask]:
@@ -211,17 +220,27 @@ class ScanPredictor:
         return [mask for text in self._counts if (mask := SkipMask.parse(text, self.layers)).skipped]
 
     def _scan(self, masks: Sequence[SkipMask]) -> None:
-        for batch in self._batches(self._new(masks, self._counts)):
-            start = time.monotonic()
+        def scan(batch: Sequence[SkipMask]) -> dict[str, dict[str, Any]]:
+            start, found = time.monotonic(), {}
             scans = self._drafts.scan(self._scanner, batch, floor=self._choices.floor)
             seconds = (time.monotonic() - start) / len(batch)
-            for scan in scans:
+            for each in scans:
                 start = time.monotonic()
-                counts = self._all_counts(scan)
-                self._cache(scan)
+                counts = self._all_counts(each)
+                self._cache(each)
                 mask_seconds = seconds + time.monotonic() - start
-                result = {"agreement": scan.agreement, "counts": counts, "seconds": mask_seconds}
-                self._counts.add(scan.mask.format(), result, self._drafts.reproducible(scan.mask))
+                found[each.mask.format()] = {"agreement": each.agreement, "counts": counts, "seconds": mask_seconds}
+            return found
+
+        self._share("counts", masks, self._counts, scan)
+
+    def _share(
+        self, kind: str, masks: Sequence[SkipMask], log: ResultLog, scan: Callable[[Sequence[SkipMask]], dict[str, Any]]
+    ) -> None:
+        """Add the results of the masks that a log lacks, batch by batch."""
+        identity = kind, *self._folder.parts[-2:]
+        for mask, result in share_scans(self._crew, identity, masks, self.max_rows, log, scan):
+            log.add(mask.format(), result, self._drafts.reproducible(mask))
 
     def _count(self, mask: SkipMask, draft_length: int, stop: StopRule, branching: Branching) -> list[Counts]:
         """Return each continuation's counts of a choice that is not among those every mask is combined with."""
@@ -246,15 +265,6 @@ class ScanPredictor:
             counts = self._scanner.counts(scan, length, stop, branching, warmed=True)  # as in a trial
             found.append([length, rule, branching.siblings, [each.to_list() for each in counts]])
         return found
-
-    def _batches(self, masks: list[SkipMask]) -> Iterator[list[SkipMask]]:
-        """Yield the masks of one scan: several where passes have many rows, which gains nothing on a CPU."""
-        size = masks_at_once(self._scanner.max_rows)
-        for first in range(0, len(masks), size):
-            yield masks[first : first + size]
-
-    def _new(self, masks: Sequence[SkipMask], log: ResultLog) -> list[SkipMask]:
-        return [mask for mask in dict.fromkeys(masks) if mask.format() not in log]
 
     def _parse(self, rows: Sequence[Sequence[Any]]) -> dict[DraftChoice, list[Counts]]:
         """Return the counts of each continuation for every choice, from the rows of :meth:`_all_counts`."""
@@ -288,8 +298,3 @@ class ScanPredictor:
 def _counts_of(stored: Sequence[Any]) -> list[Counts]:
     """Return stored counts: a list for each continuation, or one for the sum over all, of an earlier version."""
     return [Counts.from_list(part) for part in (stored if isinstance(stored[0], list) else [stored])]
-
-
-def masks_at_once(rows: int) -> int:
-    """Return how many masks are scanned together in passes of this many rows."""
-    return max(1, rows // _ROWS_PER_MASK)

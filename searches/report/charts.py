@@ -19,9 +19,8 @@ from searches.report.drawing import (
     INK,
     LINE,
     Figure,
-    device_style,
     errors,
-    fronts,
+    front,
     heat_map,
     layout,
     scatter,
@@ -37,25 +36,22 @@ _MEBIBYTE = 2**20
 
 
 def history(measured: Sequence[Point]) -> Figure | None:
-    """Return the speedup of each trial in order, with its interval, and the best so far on each type of device."""
-    lines = []
-    for place in sorted({point.place for point in measured}):
-        leading = [point for point in measured if point.may_lead and point.place == place]
-        lines += [
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "best so far",
-                "hoverinfo": "skip",
-                "x": [point.trial for point in leading],
-                "y": list(itertools.accumulate((point.speedup for point in leading), max)),
-                "line": {"color": device_style(place).line, "width": 1.5, "shape": "hv"},
-            }
-        ][: len(leading)]
+    """Return the speedup of each trial in order, with its interval, and the best so far."""
+    leading = [point for point in measured if point.may_lead]
+    line = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "best so far",
+        "hoverinfo": "skip",
+        "x": [point.trial for point in leading],
+        "y": list(itertools.accumulate((point.speedup for point in leading), max)),
+        "line": {"color": INK, "width": 1.5, "shape": "hv"},
+    }
     axes = layout("trial", "speedup", hline=1.0)
     if measured and measured[-1].trial < FEW:
         axes["xaxis"]["dtick"] = 1
-    return scatter(measured, [float(point.trial) for point in measured], axes, lines, speedup_intervals(measured))
+    numbers = [float(point.trial) for point in measured]
+    return scatter(measured, numbers, axes, [line] if leading else [], speedup_intervals(measured))
 
 
 def acceptance(measured: Sequence[Point]) -> Figure | None:
@@ -64,7 +60,7 @@ def acceptance(measured: Sequence[Point]) -> Figure | None:
     rates = [float(point.figures["acceptance_rate"]) for point in drafting]
     axes = layout("acceptance rate", "speedup", hline=1.0)
     axes["xaxis"]["range"] = [-0.03, 1.03]
-    return scatter(drafting, rates, axes, fronts(drafting, rates, more_is_better=True))
+    return scatter(drafting, rates, axes, front(drafting, rates, more_is_better=True))
 
 
 def memory(measured: Sequence[Point]) -> Figure | None:
@@ -72,7 +68,7 @@ def memory(measured: Sequence[Point]) -> Figure | None:
     known = [point for point in measured if point.figures.get("peak_memory_bytes")]
     sizes = [point.figures["peak_memory_bytes"] / _MEBIBYTE for point in known]
     axes = layout("peak memory, MiB", "speedup", hline=1.0)
-    return scatter(known, sizes, axes, fronts(known, sizes, more_is_better=False))
+    return scatter(known, sizes, axes, front(known, sizes, more_is_better=False))
 
 
 def predictions(measured: Sequence[Point]) -> Figure | None:
@@ -88,15 +84,12 @@ def predictions(measured: Sequence[Point]) -> Figure | None:
 
 
 def skipped_by_trials(measured: Sequence[Point], layers: int) -> Figure | None:
-    """Return the mean speedup of the trials that skipped each sub-layer, for each type of device."""
-    places = sorted({point.place for point in measured})
-    parts = [skipped_speedups([point for point in measured if point.place == place], layers) for place in places]
-    if not any(counts.any() for _, counts in parts):
+    """Return the mean speedup of the trials that skipped each sub-layer."""
+    means, counts = skipped_speedups(measured, layers)
+    if not counts.any():
         return None
-    means, counts = (np.concatenate(part) for part in zip(*parts, strict=True))
     texts = [[f"{count} trial{'s' if count > 1 else ''} skipped it" for count in row] for row in counts]
-    marks = [f" {device_style(place).mark}" for place in places] if len(places) > 1 else [""]
-    return heat_map(means, texts, "mean speedup", marks)
+    return heat_map(means, texts, "mean speedup")
 
 
 def agreement_of_scans(singles: NDArray[np.float64] | None) -> Figure | None:
@@ -112,9 +105,9 @@ def held_out(finals: Finals | None) -> Figure | None:
         return None
     count = len(finals.finalists)
     axes = layout("speedup", "", vline=1.0)
-    axes["yaxis"] = {"visible": False, "range": [-0.4, count - 0.2], "fixedrange": True}
+    axes["yaxis"] = {"visible": False, "range": [-0.3, count - 0.3], "fixedrange": True}
     axes["margin"]["l"] = 12
-    axes["height"] = 90 + 56 * count
+    axes["height"] = 90 + 72 * count
     data: list[dict[str, Any]] = []
     axes["annotations"] = []
     farthest = FARTHEST * max(1.0, *(finalist.held_out["speedup"] for finalist in finals.finalists))
@@ -122,8 +115,8 @@ def held_out(finals: Finals | None) -> Figure | None:
         figures = finalist.held_out
         label = finalist.config.label()
         axes["annotations"].append({
-            "xref": "paper", "x": 0.01, "y": place + 0.3, "text": shortened(label), "showarrow": False,
-            "xanchor": "left", "bgcolor": "rgba(255,255,255,0.8)",
+            "xref": "paper", "x": 0.01, "y": place + 0.36, "text": shortened(label, 2), "showarrow": False,
+            "xanchor": "left", "align": "left", "bgcolor": "rgba(255,255,255,0.8)",
         })  # fmt: skip
         text = f"{wrapped(label)}<br>held-out {with_interval(figures)}<br>in the search {finalist.search_speedup:.3f}"
         marker = {"color": COLORS.get(finalist.config.kind, OTHER), "size": 10}

@@ -6,7 +6,7 @@ import html
 import math
 import textwrap
 from collections.abc import Callable, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,28 +22,6 @@ LINE = {"color": "#4b5563", "width": 1, "dash": "dot"}
 FARTHEST = 1.3  # an interval is drawn up to this multiple of the fastest trial; two prompts may have one without end
 FEW = 12  # trials or layers that each have a tick
 HOVER_COLUMNS = 44  # characters of a line; a narrow screen has no more
-
-
-class DeviceStyle(NamedTuple):
-    """How charts set a type of device apart: its mark in texts, markers of trials, and the colour of its lines."""
-
-    mark: str
-    complete: str
-    stopped: str
-    line: str
-
-
-_STYLES = (
-    DeviceStyle("●", "circle", "x-thin-open", INK),
-    DeviceStyle("◆", "diamond", "cross-thin-open", "#0e7490"),
-    DeviceStyle("■", "square", "asterisk-open", "#b45309"),
-    DeviceStyle("▲", "triangle-up", "y-up-open", "#6d28d9"),
-)
-
-
-def device_style(place: int) -> DeviceStyle:
-    """Return the style of a type of device, by its place among those of the study."""
-    return _STYLES[place % len(_STYLES)]
 
 
 def layout(x: str, y: str, hline: float | None = None, vline: float | None = None) -> dict[str, Any]:
@@ -77,7 +55,6 @@ def describe(point: Point) -> str:
         f"speedup {with_interval(figures)}",
         f"{figures['tokens_per_second']:.1f} tokens/s, acceptance {figures['acceptance_rate']:.2f}",
         *([f"predicted {point.predicted:.3f}"] if point.predicted else []),
-        *([wrapped(point.device)] if point.device else []),
         f"output {output_state(point.config, figures)}",
     ]
     return "<br>".join(lines)
@@ -103,7 +80,7 @@ def scatter(
     y: Callable[[Point], float] = speedup,
     text: Callable[[Point], str] = describe,
 ) -> Figure | None:
-    """Return a value of trials against ``x``, a trace for each drafter, way to end and type of device.
+    """Return a value of trials against ``x``, a trace for each drafter and way to end.
 
     Args:
         measured: the trials.
@@ -119,15 +96,15 @@ def scatter(
     traces = []
     for group in sorted({_group(point) for point in measured}):
         chosen = [(at, point) for at, point in zip(x, measured, strict=True) if _group(point) == group]
-        kind, complete, place = group
-        color, style = COLORS.get(kind, OTHER), device_style(place)
+        kind, complete = group
+        color = COLORS.get(kind, OTHER)
         trace: dict[str, Any] = {
             "type": "scatter",
             "mode": "markers",
             "name": f"{html.escape(kind.replace('_', ' '))}{'' if complete else ', stopped early'}",
             "x": [at for at, _ in chosen],
             "y": [y(point) for _, point in chosen],
-            "marker": {"color": color, "opacity": 0.85, "size": 8, "symbol": style.complete if complete else style.stopped},
+            "marker": {"color": color, "opacity": 0.85, "size": 8, "symbol": "circle" if complete else "x-thin-open"},
             "text": [text(point) for _, point in chosen],
             "hoverinfo": "text",
         }
@@ -137,48 +114,35 @@ def scatter(
     return {"data": [*traces, *further], "layout": axes}
 
 
-def _group(point: Point) -> tuple[str, bool, int]:
-    return point.config.kind, point.complete, point.place
+def _group(point: Point) -> tuple[str, bool]:
+    return point.config.kind, point.complete
 
 
-def fronts(
+def front(
     measured: Sequence[Point], x: Sequence[float], more_is_better: bool, y: Callable[[Point], float] = speedup
 ) -> list[dict[str, Any]]:
-    """Return the Pareto front of the trials that may lead, as a line for each type of device.
-
-    No other trial of the type is better in both ``x`` and ``y``.
-    """
-    lines = []
-    for place in sorted({point.place for point in measured}):
-        leading = [(at, y(point)) for at, point in zip(x, measured, strict=True) if point.may_lead and point.place == place]
-        front: list[tuple[float, float]] = []
-        for at, value in sorted(leading, key=lambda pair: (-pair[0] if more_is_better else pair[0], -pair[1])):
-            if not front or value > front[-1][1]:
-                front.append((at, value))
-        if front:
-            lines.append({
-                "type": "scatter",
-                "mode": "lines",
-                "name": "Pareto front",
-                "hoverinfo": "skip",
-                "line": {"color": device_style(place).line, "width": 1.5, "dash": "dash", "shape": "hv"},
-                "x": [at for at, _ in front],
-                "y": [value for _, value in front],
-            })  # fmt: skip
-    return lines
+    """Return the Pareto front of the trials that may lead, as a line: no other is better in both ``x`` and ``y``."""
+    leading = [(at, y(point)) for at, point in zip(x, measured, strict=True) if point.may_lead]
+    best: list[tuple[float, float]] = []
+    for at, value in sorted(leading, key=lambda pair: (-pair[0] if more_is_better else pair[0], -pair[1])):
+        if not best or value > best[-1][1]:
+            best.append((at, value))
+    line = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "Pareto front",
+        "hoverinfo": "skip",
+        "line": {"color": INK, "width": 1.5, "dash": "dash", "shape": "hv"},
+        "x": [at for at, _ in best],
+        "y": [value for _, value in best],
+    }
+    return [line] if best else []
 
 
-def heat_map(cells: NDArray[np.float64], texts: list[list[str]], name: str, marks: Sequence[str] = ("",)) -> Figure:
-    """Return a map of a value for each sub-layer; unknown cells stay empty.
-
-    Args:
-        cells: ``[2 * marks, layers]``, attention and MLP for each mark in turn.
-        texts: what is shown under the pointer, for each cell.
-        name: of the value.
-        marks: set the types of devices apart.
-    """
+def heat_map(cells: NDArray[np.float64], texts: list[list[str]], name: str) -> Figure:
+    """Return a map of a value for each sub-layer, ``[2, layers]``; unknown cells stay empty."""
     axes = layout("layer", "")
-    axes |= {"plot_bgcolor": "#e5e7eb", "height": 120 + 28 * len(cells)}
+    axes["plot_bgcolor"] = "#e5e7eb"
     common = {"showgrid": False, "zeroline": False, "automargin": True}
     axes["xaxis"] = common | ({"dtick": 1} if cells.shape[1] <= FEW else {"nticks": 12})
     axes["yaxis"] = common | {"fixedrange": True, "autorange": "reversed"}
@@ -187,7 +151,7 @@ def heat_map(cells: NDArray[np.float64], texts: list[list[str]], name: str, mark
         "type": "heatmap",
         "z": cells.tolist(),
         "text": texts,
-        "y": [f"{part}{mark}" for mark in marks for part in ("attention", "MLP")],
+        "y": ["attention", "MLP"],
         "colorscale": "Viridis",
         "xgap": 1,
         "ygap": 1,
@@ -219,9 +183,9 @@ def wrapped(text: str) -> str:
     return "<br>".join(html.escape(line) for line in textwrap.wrap(text, HOVER_COLUMNS))
 
 
-def shortened(text: str) -> str:
-    """Return the beginning of a text that fits into a line, as plotly shows it."""
-    return html.escape(text if len(text) <= HOVER_COLUMNS else f"{text[: HOVER_COLUMNS - 1]}…")
+def shortened(text: str, lines: int = 1) -> str:
+    """Return the beginning of a text that fits into so many lines, as plotly shows it."""
+    return "<br>".join(map(html.escape, textwrap.wrap(text, HOVER_COLUMNS, max_lines=lines, placeholder="…")))
 
 
 def finite(value: Any) -> Any:

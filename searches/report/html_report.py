@@ -19,14 +19,15 @@ from plotly.offline import get_plotlyjs
 
 from layerskip.files import atomic_write
 from searches.report import charts, load_charts
-from searches.report.drawing import Figure, device_style, finite, kinds
+from searches.report.drawing import Figure, finite, kinds
 from searches.report.page_tables import best_table, finals_table, usage
-from searches.report.study_report import search_seconds, verdict, winner_notes
+from searches.report.study_report import verdict, winner_notes
 from searches.report.timeline import timeline, timeline_notes
-from searches.report.trial_points import COLORS, OTHER, device_of, device_types, points
+from searches.report.trial_points import COLORS, OTHER, points
 from searches.study.finals import Finals
-from searches.study.leaderboard import configuration, ranked
+from searches.study.leaderboard import configuration, ranking
 from searches.study.study import SETTINGS, finished
+from searches.tracking.names import DEVICE
 
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 _PLOTLY = "@plotly@"
@@ -45,12 +46,12 @@ _CHARTS = {
     "skips": (
         "Skipped sub-layers",
         "By layer: the mean speedup of the trials that skipped a sub-layer. Grey: none did.",
-        "fitted wide",
+        "low wide",
     ),
     "scans": (
         "Scanned sub-layers",
         "By layer: how often the first drafted token is right with one skipped. Grey: unknown.",
-        "fitted wide",
+        "low wide",
     ),
     "timeline": ("Timeline", "", "fitted wide"),
 }
@@ -69,6 +70,7 @@ class Page:
         notes: sentences on the study.
         state: ``running``, ``finished``, ``interrupted`` or ``failed``.
         stage: what a running study does now; empty for nothing.
+        reason: why the study has ended early; empty if it has not.
         finals: the results on held-out prompts; None before them.
         singles: ``[2, layers]``, the agreement with one attention or MLP sub-layer skipped, from scans; None without any.
     """
@@ -78,6 +80,7 @@ class Page:
     notes: Sequence[str] = ()
     state: str = RUNNING
     stage: str = ""
+    reason: str = ""
     finals: Finals | None = None
     singles: NDArray[np.float64] | None = None
 
@@ -107,10 +110,13 @@ def write_page(path: Path, study: optuna.Study, page: Page) -> None:
 
 
 def _progress(study: optuna.Study, page: Page) -> str:
-    """Return the number of finished trials, and of those that run now."""
-    done = f"{len(finished(study))} of {page.trials} trials finished"
-    now = len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))) if page.state == RUNNING else 0
-    return f"{done}, {now} running" if now else done
+    """Return the number of finished trials, of those that run now, and the type of the workers' devices."""
+    done = finished(study)
+    parts = [f"{len(done)} of {page.trials} trials finished"]
+    if page.state == RUNNING and (now := study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))):
+        parts.append(f"{len(now)} running")
+    parts += sorted({str(trial.user_attrs[DEVICE]) for trial in done if DEVICE in trial.user_attrs})
+    return html.escape(", ".join(parts))
 
 
 def _figures(study: optuna.Study, page: Page, now: datetime) -> dict[str, Figure]:
@@ -139,15 +145,16 @@ def _content(study: optuna.Study, page: Page, figures: Mapping[str, Figure], pat
     texts["timeline"] = timeline_notes(study.get_trials(deepcopy=False), now)
     shown = {name: chart for name, chart in _CHARTS.items() if name in figures or name == _ALWAYS}
     cards = [_chart(figures, name, title, text or texts[name], shape) for name, (title, text, shape) in shown.items()]
-    finals = ""
+    finals = use = ""
     if page.finals is not None:
+        use = f'<section class="card use"><h2>Use the winner</h2>{usage(study, page.finals, path)}</section>'
         chart = _chart(figures, "held-out", "Finalists", _HELD_OUT, "fitted wide")
         finals = f'<div class="grid">{chart}<section class="card wide">{finals_table(page.finals)}</section></div>'
     return "\n".join(
         (
             _verdict(study, page),
             finals,
-            f'<section class="card use"><h2>Use the winner</h2>{usage(study, page.finals, path)}</section>',
+            use,
             _legend(study),
             f'<div class="grid">{"".join(cards)}</div>',
             f'<section class="card"><h2>Best trials</h2><p>{_BEST}</p>{best_table(study) or _EMPTY}</section>',
@@ -166,34 +173,23 @@ def _verdict(study: optuna.Study, page: Page) -> str:
     notes = list(page.notes)
     if page.finals is not None:
         first = verdict(page.finals)
-        notes += winner_notes(page.finals, search_seconds(study, page.finals))
+        notes += winner_notes(study, page.finals)
     else:
         first = "No configuration that drafts was measured to the end yet."
-        leaders = [_leader(study, device) for device in device_types(finished(study))]
-        first = " ".join(filter(None, leaders)) or first
+        for leader in ranking(study)[:1]:
+            first = f"Best so far: {leader.config.label()}, {leader.speedup:.2f} x plain decoding on tune prompts."
+    if page.state == RUNNING:
+        notes.append("The finals follow the last trial. They choose the winner and write best.json.")
     shown = "".join(f"<p>{html.escape(note)}</p>" for note in (first, *notes))
-    return f'<section class="card verdict">{shown}</section>'
-
-
-def _leader(study: optuna.Study, device: str) -> str:
-    """Return a sentence on the best configuration of a type of device so far; empty without any."""
-    for leader in ranked([trial for trial in finished(study) if device_of(trial) == device])[:1]:
-        where = f" on {device}" if device else ""
-        return f"Best so far{where}: {leader.config.label()}, {leader.speedup:.2f} x plain decoding on tune prompts."
-    return ""
+    reason = f'<section class="card reason"><p>{html.escape(page.reason)}</p></section>' if page.reason else ""
+    return f'{reason}<section class="card verdict">{shown}</section>'
 
 
 def _legend(study: optuna.Study) -> str:
-    """Return the colours of the drafters, which all charts share, and the markers of types of devices if there are several."""
-    trials = finished(study)
-    names = kinds({configuration(trial).kind for trial in trials})
-    items = [
-        f'<li><i style="background:{COLORS.get(kind, OTHER)}"></i>'
-        f"{html.escape('no drafting' if kind == 'none' else kind.replace('_', ' '))}</li>"
-        for kind in names
-    ]
-    devices = device_types(trials)
-    for place, device in enumerate(devices if len(devices) > 1 else []):
-        style = device_style(place)
-        items.append(f'<li><b style="color:{style.line}">{style.mark}</b> {html.escape(device or "unknown device")}</li>')
+    """Return the colours of the drafters, which all charts share."""
+    found = {configuration(trial).kind for trial in finished(study)}
+    names = {kind: "no drafting" if kind == "none" else kind.replace("_", " ") for kind in kinds(found)}
+    items = (
+        f'<li><i style="background:{COLORS.get(kind, OTHER)}"></i>{html.escape(name)}</li>' for kind, name in names.items()
+    )
     return f'<ul class="legend">{"".join(items)}</ul>'

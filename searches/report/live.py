@@ -15,6 +15,7 @@ from searches.app.checks import InputError
 from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.report.html_report import FAILED, INTERRUPTED, RUNNING, Page, write_page
 from searches.report.study_report import study_notes
+from searches.workers.alone import ALONE, Workers
 
 PAGE = "report.html"
 _SECONDS = 60.0  # between two writes; each takes a fraction of a second and writes five megabytes
@@ -28,13 +29,14 @@ class LiveView:
         folder: of the study.
         layers: the number of decoder layers of the target.
         trials: the number of finished trials at the end.
+        crew: the workers of the study, one of which writes the page.
 
     Attributes:
         singles: ``[2, layers]``, the agreement with one sub-layer skipped, once scans have found it.
     """
 
-    def __init__(self, study: optuna.Study, folder: Path, layers: int, trials: int) -> None:
-        self._study, self._path, self._layers, self._trials = study, folder / PAGE, layers, trials
+    def __init__(self, study: optuna.Study, folder: Path, layers: int, trials: int, crew: Workers = ALONE) -> None:
+        self._study, self._path, self._layers, self._trials, self._crew = study, folder / PAGE, layers, trials, crew
         self._stage, self._written = "", 0.0
         self.singles: NDArray[np.float64] | None = None
 
@@ -65,18 +67,21 @@ class LiveView:
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 self._stage = ""
-                if is_interrupt(error):
-                    self._write(INTERRUPTED, "The same command continues.")
+                if self._crew.others():
+                    pass
+                elif is_interrupt(error):
+                    self._write(INTERRUPTED, "Interrupted: the same command continues.")
                 else:  # the text of a foreign error may hold anything, such as a database's password
                     why = str(error) if isinstance(error, InputError) else type(error).__name__
                     self._write(FAILED, f"It ended with an error: {why}")
             raise
 
     @defer_interrupt()
-    def _write(self, state: str, *first: str) -> None:
-        notes = [*first, *study_notes(self._study, None)]
-        with contextlib.suppress(OSError):
-            write_page(
-                self._path, self._study, Page(self._layers, self._trials, notes, state, self._stage, None, self.singles)
-            )
+    def _write(self, state: str, reason: str = "") -> None:
         self._written = time.monotonic()
+        if not self._crew.leads():
+            return
+        notes = study_notes(self._study, None)
+        page = Page(self._layers, self._trials, notes, state, self._stage, reason, singles=self.singles)
+        with contextlib.suppress(OSError):
+            write_page(self._path, self._study, page)

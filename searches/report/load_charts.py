@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from searches.report.drawing import INK, Figure, describe, fronts, layout, scatter
+from searches.report.drawing import INK, Figure, describe, front, layout, scatter
 from searches.report.trial_points import Point
 
 TOKEN, FIRST = "tpot", "ttft"
@@ -26,7 +26,7 @@ def throughput(measured: Sequence[Point], latency: str) -> Figure | None:
     """
     known = [point for point in measured if {"throughput", f"{latency}_p50"} <= point.load.keys()]
     medians = [_milliseconds(point.load, latency) for point in known]
-    further = fronts(known, medians, more_is_better=False, y=_throughput) + _plain(known, latency)
+    further = front(known, medians, more_is_better=False, y=_throughput) + _plain(known, latency)
 
     def tails(chosen: Sequence[Point]) -> dict[str, Any]:
         ends = [_milliseconds(point.load, latency, 95) - _milliseconds(point.load, latency) for point in chosen]

@@ -12,21 +12,20 @@ import optuna
 
 from layerskip.measure.measurement import LEAST_RESAMPLED
 from searches.report.study_report import best_trials, finals_rows
-from searches.report.trial_points import device_of, device_types
 from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration
 from searches.study.study import SETTINGS, finished
 from searches.tracking.names import FIGURES
 
 _LOAD = {
-    "throughput": ("engine tokens/s", 1.0),
-    "tpot_p50": ("ms/token p50", 1000.0),
-    "tpot_p95": ("ms/token p95", 1000.0),
-    "ttft_p50": ("first token ms p50", 1000.0),
-    "ttft_p95": ("first token ms p95", 1000.0),
+    "throughput": ("throughput", "{:.1f}", 1.0),
+    "tpot_p50": ("per token p50", "{:.1f} ms", 1000.0),
+    "tpot_p95": ("per token p95", "{:.1f} ms", 1000.0),
+    "ttft_p50": ("first token p50", "{:.0f} ms", 1000.0),
+    "ttft_p95": ("first token p95", "{:.0f} ms", 1000.0),
 }
-"""Title and factor of the figures of an engine that the table of trials shows, where there are any."""
-_LONG = ("95 % interval", "output", "verdict", "device")  # values that a narrow screen shows in lines of their own
+"""Title, format and factor of the figures of an engine that the table of trials shows, where there are any."""
+_LONG = ("95 % interval", "output", "verdict")  # values that a narrow screen shows in lines of their own
 _CODE = """import layerskip
 
 target = layerskip.load_target({target!r})
@@ -74,14 +73,15 @@ def _outcome(finals: Finals, finalist: Finalist) -> str:
 def best_table(study: optuna.Study) -> str:
     """Return the table of the best trials; an empty text if none was measured to the end."""
     rows, trials = [], best_trials(finished(study))
-    several = len(device_types(finished(study))) > 1
     loaded = [name for name in _LOAD if any(name in trial.user_attrs.get(FIGURES, {}) for trial in trials)]
     for trial in trials:
         figures, load = trial.user_attrs["measurement"], trial.user_attrs.get(FIGURES, {})
         row = {"configuration": configuration(trial).label(), "trial": str(trial.number), "speedup": f"{trial.value:.3f}"}
         row |= _rates(figures)
-        row |= {_LOAD[name][0]: f"{_LOAD[name][1] * load[name]:.1f}" if name in load else "" for name in loaded}
-        rows.append(row | ({"device": device_of(trial) or "unknown"} if several else {}))
+        for name in loaded:
+            title, shown, factor = _LOAD[name]
+            row[title] = shown.format(factor * load[name]) if name in load else ""
+        rows.append(row)
     return _table(rows) if rows else ""
 
 
@@ -103,10 +103,8 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
-def usage(study: optuna.Study, finals: Finals | None, path: Path) -> str:
-    """Return how the winner is used, or when there will be one; ``path`` is that of the page."""
-    if finals is None:
-        return "<p>The finals follow the last trial. They choose the winner and write best.json.</p>"
+def usage(study: optuna.Study, finals: Finals, path: Path) -> str:
+    """Return how the winner is used; ``path`` is that of the page."""
     if finals.winner.config.kind == "none":
         return "<p>Plain decoding wins: use the model as it is. best.json holds the evidence.</p>"
     settings, export = study.user_attrs.get(SETTINGS, {}), str(path.with_name("best.json"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -9,6 +11,7 @@ import optuna
 from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.attachments import attached_folders
 from layerskip.models.environment import environment
+from searches.app.retry import Retry
 from searches.app.urls import without_password
 from searches.backends.selection import described
 from searches.predict.scan_predictor import ScanPredictor
@@ -32,6 +35,7 @@ def publish(
     held_out: PromptSet,
     tracker: Tracker,
     folder: Path,
+    log: bool = True,
 ) -> None:
     """Write the export and the report of a study, log them, and print the report.
 
@@ -43,6 +47,7 @@ def publish(
         held_out: the measured held-out prompts.
         tracker: takes the files and figures.
         folder: of the study, for the files.
+        log: whether files and figures are logged.
     """
     seconds = search_seconds(study, finals)
     _export(finals, plan, study, held_out, seconds, tracker.run_id).save(folder / "best.json")
@@ -56,6 +61,17 @@ def publish(
     notes = study_notes(study, finals, stability, seeds, scan_seconds)
     page = Page(plan.target.layers, plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
     write_page(folder / PAGE, study, page)
+    if log:
+        results = {"search_seconds": seconds, "trials": len(finished(study))}
+        winner = winning_trial(study, finals.winner.config)
+        Retry("tracking.uri: the store")(partial(_log, finals, winner, results, tracker, folder))
+    print(text)
+    print(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
+    print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
+
+
+def _log(finals: Finals, winner: int | None, results: Mapping[str, float], tracker: Tracker, folder: Path) -> None:
+    """Log the files and the figures of a finished study, and its winner with the trial that stands for it."""
     for name in ("report.md", "report.png", PAGE, "best.json"):
         tracker.log_file(folder / name)
     for place in attached_folders(folder / "best.json"):
@@ -63,13 +79,8 @@ def publish(
             tracker.log_file(path, place.name)
     names = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")
     metrics = {f"held_out_{name}": finals.winner.held_out[name] for name in names}
-    tracker.log(tracker.run_id, metrics | {"search_seconds": seconds, "trials": len(finished(study))})
-    sentence = verdict(finals)
-    tracker.tag({"winner": finals.winner.config.label(), "verdict": sentence})
-    tracker.conclude(sentence, winning_trial(study, finals.winner.config))
-    print(text)
-    print(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
-    print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
+    tracker.log(tracker.run_id, metrics | results)
+    tracker.conclude(finals.winner.config.label(), verdict(finals), winner)
 
 
 def _export(finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet, seconds: float, run_id: str) -> Export:

@@ -12,7 +12,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import LEAST_RESAMPLED
-from searches.app.earlier_names import PREPARATION_SECONDS
 from searches.app.time_ledger import FITS, KEPT_SECONDS, SHARED, recorded_seconds
 from searches.predict.prediction_error import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
@@ -20,8 +19,8 @@ from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration, is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
-from searches.study.study import OVERHEAD_SECONDS, finished
-from searches.tracking.names import DRIFTED, ENGINE_FAILED, FIGURES
+from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
+from searches.tracking.names import DRIFTED, ENGINE_FAILED, FIGURES, WORKER
 
 _LEAST_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
 
@@ -41,7 +40,7 @@ def summary(
     shown = [*study_notes(study, finals, stability, seeds, scan_seconds), *([verdict(finals)] if finals is not None else [])]
     lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
     if finals is not None:
-        lines += [*_finals_table(finals), "", *winner_notes(finals, search_seconds(study, finals)), ""]
+        lines += [*_finals_table(finals), "", *winner_notes(study, finals), ""]
     lines += ["## Best trials (tune prompts)", "", *_trials_table(trials), *_load_table(trials)]
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
     if changed:
@@ -117,15 +116,17 @@ def search_seconds(study: optuna.Study, finals: Finals) -> float:
         each.get("seconds", 0.0) + each.get(OVERHEAD_SECONDS, 0.0) - each.get(KEPT_SECONDS, 0.0) for each in attributes
     )
     shared = sum(sum(recorded_seconds(study, kind).values()) for kind in (FITS, SHARED))
-    return float(study.user_attrs.get(PREPARATION_SECONDS, 0.0) + shared + trials + finals.seconds)
+    return float(preparation_seconds(study) + shared + trials + finals.seconds)
 
 
 def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
-    """Return the median time from the end of a trial to the start of the next."""
-    ordered = sorted(trials, key=lambda trial: trial.number)
-    starts = [(trial.datetime_start, trial.user_attrs.get("seconds", 0.0)) for trial in ordered]
-    pairs = [(start, seconds, following) for (start, seconds), (following, _) in itertools.pairwise(starts)]
-    gaps = [(after - before).total_seconds() - seconds for before, seconds, after in pairs if before and after]
+    """Return the median time from the end of a trial to the start of the worker's next."""
+    gaps = []
+    starts = sorted((str(trial.user_attrs.get(WORKER)), trial.datetime_start, trial.number) for trial in trials)
+    seconds = {trial.number: trial.user_attrs.get("seconds", 0.0) for trial in trials}
+    for (worker, before, number), (following, after, _) in itertools.pairwise(starts):
+        if worker == following:
+            gaps.append((after - before).total_seconds() - seconds[number])
     return max(0.0, statistics.median(gaps)) if gaps else 0.0
 
 
@@ -141,9 +142,11 @@ def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
     return f"{len(trials)} trials: {stopped} stopped early, {len(reasons)} not run{why}."
 
 
-def winner_notes(finals: Finals, seconds: float) -> list[str]:
+def winner_notes(study: optuna.Study, finals: Finals) -> list[str]:
     """Return the speedup by category of the winner, or of the fastest finalist if none wins, and the cost of the search."""
-    cost = f"The search took {seconds:.0f} seconds"
+    seconds = search_seconds(study, finals)
+    together = " of all workers together" if any(WORKER in trial.user_attrs for trial in finished(study)) else ""
+    cost = f"The search took {seconds:.0f} seconds{together}"
     if finals.winner.config.kind == "none":
         kept = [finalist for finalist in finals.finalists if finalist.keeps_output]
         if not kept:

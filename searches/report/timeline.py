@@ -11,9 +11,10 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from searches.report.drawing import GREY, INK, Figure, device_style, layout, shortened, wrapped
-from searches.report.trial_points import COLORS, OTHER, device_of, device_types
+from searches.report.drawing import GREY, INK, Figure, layout, shortened, wrapped
+from searches.report.trial_points import COLORS, OTHER
 from searches.study.leaderboard import FINISHED, configuration
+from searches.study.requeue import DUPLICATE_OF
 from searches.tracking.names import ENGINE_FAILED, RETRY_OF, WORKER
 
 _LEAST_PAUSE = 60.0  # seconds without a trial that are cut out, and at least this share of the time with trials:
@@ -31,13 +32,16 @@ class Span:
         trial: the trial.
         start: its start.
         seconds: its duration; 0.0 for a killed one, whose end is unknown.
-        lane: the worker that ran it, after the mark of its type of device if there are several.
     """
 
     trial: FrozenTrial
     start: datetime
     seconds: float
-    lane: str
+
+    @property
+    def lane(self) -> str:
+        """The worker that ran it."""
+        return str(self.trial.user_attrs.get(WORKER, _ONE_LANE))
 
     @property
     def end(self) -> datetime:
@@ -47,7 +51,7 @@ class Span:
     @property
     def killed(self) -> bool:
         """True if it was interrupted without a trace of its end."""
-        return self.trial.state == TrialState.FAIL and not self.seconds and "reason" not in self.trial.user_attrs
+        return self.trial.state == TrialState.FAIL and not self.seconds
 
     @property
     def kind(self) -> str:
@@ -82,10 +86,9 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> Figure | None:
         at = offset / unit
         axes["shapes"].append({"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": at, "x1": at})
         axes["shapes"][-1]["line"] = {"color": INK, "width": 1, "dash": "dash"}
-        axes["annotations"].append(
-            {"x": at, "yref": "paper", "y": 1, "yanchor": "bottom", "text": _duration(seconds), "showarrow": False}
-        )
-    axes["margin"]["t"] = 28 if pauses else 10
+        note = {"x": at, "yref": "paper", "y": 1, "yanchor": "bottom", "text": _duration(seconds), "showarrow": False}
+        axes["annotations"].append(note | {"xanchor": "right" if 2 * offset > total else "left"})
+    axes["margin"] |= {"t": 28 if pauses else 10, "l": 12}
     begins = {span.trial.number: offset / unit for offset, span in zip(offsets, spans, strict=True)}
     groups = sorted({(span.kind, span.outcome) for span in spans if not span.killed})
     bars = [_bars([s for s in spans if (s.kind, s.outcome) == group and not s.killed], begins, unit) for group in groups]
@@ -109,12 +112,14 @@ def timeline_notes(trials: Sequence[FrozenTrial], now: datetime) -> str:
 
 
 def _spans(trials: Sequence[FrozenTrial], now: datetime) -> list[Span]:
-    """Return the times of the trials that have started, in the order of their starts."""
-    devices = device_types([trial for trial in trials if trial.state in FINISHED])
+    """Return the times of the trials that have started, in the order of their starts.
+
+    Trials whose configuration another worker measured at that moment are left out.
+    """
     spans = []
     for trial in trials:
         start = trial.datetime_start
-        if start is None:
+        if start is None or DUPLICATE_OF in trial.user_attrs:
             continue
         start = start.astimezone()  # Optuna's times have no zone in some versions and storages: they are local ones
         seconds = trial.user_attrs.get("seconds")
@@ -122,17 +127,13 @@ def _spans(trials: Sequence[FrozenTrial], now: datetime) -> list[Span]:
             seconds = (trial.datetime_complete.astimezone() - start).total_seconds()
         if trial.state == TrialState.RUNNING:
             seconds = (now - start).total_seconds()
-        device = device_of(trial)
-        mark = f"{device_style(devices.index(device)).mark} " if len(devices) > 1 and device in devices else ""
-        lane = f"{mark}{trial.user_attrs.get(WORKER, _ONE_LANE)}"
-        spans.append(Span(trial, start, max(0.0, float(seconds or 0.0)), lane))
+        spans.append(Span(trial, start, max(0.0, float(seconds or 0.0))))
     return sorted(spans, key=lambda span: span.start)
 
 
 def _set_lanes(axes: dict[str, Any], spans: Sequence[Span]) -> None:
-    """Give each worker a lane, those of a type of device together. Names lie in the lanes, as a phone has no place beside."""
-    order = {span.lane: (device_of(span.trial), *_natural(span.lane)) for span in spans}
-    lanes = sorted(order, key=order.__getitem__, reverse=True)
+    """Give each worker a lane. Names lie in the lanes, as a phone has no place beside."""
+    lanes = sorted({span.lane for span in spans}, key=_natural, reverse=True)
     axes["yaxis"] |= {"type": "category", "categoryarray": lanes, "categoryorder": "array", "fixedrange": True}
     axes["yaxis"] |= {"showticklabels": False, "range": [-0.5, len(lanes) - 0.4]}
     axes["height"] = 110 + 46 * len(lanes)
@@ -252,7 +253,6 @@ def _describe(span: Span) -> str:
         lines.append(wrapped(configuration(trial).label()))
     lines.append(f"{span.start:%Y-%m-%d %H:%M:%S}, {'killed' if span.killed else _duration(span.seconds)}")
     lines += [wrapped(f"on {trial.user_attrs[WORKER]}")] if WORKER in trial.user_attrs else []
-    lines += [wrapped(device_of(trial))] if device_of(trial) else []
     if RETRY_OF in trial.user_attrs:
         lines.append(f"takes over trial {trial.user_attrs[RETRY_OF]}")
     if "reason" in trial.user_attrs:

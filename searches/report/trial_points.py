@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.mask import count_skipped
 from searches.study.leaderboard import configuration, is_lossless
-from searches.tracking.names import DEVICE, FIGURES, PREDICTED
+from searches.tracking.names import FIGURES, PREDICTED
 
 COLORS = {
     "none": "#666666",
@@ -42,8 +42,6 @@ class Point:
         complete: whether it was measured to the end.
         figures: of its measurement, as :meth:`layerskip.Measurement.to_dict` returns them.
         predicted: the speedup that was predicted before it ran; None without a prediction.
-        device: its type of device; empty if it states none.
-        place: place of this type among those of the study.
         load: throughput and latencies that the back end reports; empty for this library's decoder.
     """
 
@@ -52,8 +50,6 @@ class Point:
     complete: bool
     figures: dict[str, Any]
     predicted: float | None
-    device: str = ""
-    place: int = 0
     load: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -67,19 +63,8 @@ class Point:
         return self.complete and (is_lossless(self.figures) or not self.config.lossless)
 
 
-def device_of(trial: FrozenTrial) -> str:
-    """Return the type of device that a trial ran on; empty if it states none."""
-    return str(trial.user_attrs.get(DEVICE, ""))
-
-
-def device_types(trials: Iterable[FrozenTrial]) -> list[str]:
-    """Return the types of devices that trials ran on, sorted."""
-    return sorted({device_of(trial) for trial in trials})
-
-
-def points(trials: Sequence[FrozenTrial]) -> list[Point]:
+def points(trials: Iterable[FrozenTrial]) -> list[Point]:
     """Return the measured trials; those that were not run are left out."""
-    devices = device_types(trials)
     return [
         Point(
             trial.number,
@@ -87,8 +72,6 @@ def points(trials: Sequence[FrozenTrial]) -> list[Point]:
             trial.state == TrialState.COMPLETE,
             trial.user_attrs["measurement"],
             trial.user_attrs.get(PREDICTED),
-            device_of(trial),
-            devices.index(device_of(trial)),
             trial.user_attrs.get(FIGURES, {}),
         )
         for trial in trials

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,22 +57,33 @@ def verify_cost(study: optuna.Study, measure: Callable[[], Sequence[float]]) -> 
     return tuple(study.user_attrs[_VERIFY_COST])
 
 
-def draft_cost(study: optuna.Study, measure: Callable[[Configs, dict[str, float]], tuple[float, ...]]) -> DraftCost:
-    """Return a function from a cascade's members to their drafting costs, which are measured on first use and stored."""
+def draft_cost(
+    study: optuna.Study,
+    measure: Callable[[Configs, dict[str, float]], tuple[float, ...]],
+    claim: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> DraftCost:
+    """Return a function from a cascade's members to their drafting costs, which are measured on first use and stored.
+
+    Args:
+        study: keeps them.
+        measure: measures them.
+        claim: lets one worker at a time measure and store.
+    """
     if _DRAFT_COST not in study.user_attrs:
         study.set_user_attr(_DRAFT_COST, None if _has_cascades(study) else {})
 
     def costs_of(members: Configs) -> tuple[float, ...]:
-        known = study.user_attrs[_DRAFT_COST]
-        if known is None:
-            return ()
-        before = len(known)
-        costs = within_memory(lambda: measure(members, known))
-        if costs is None:
-            return ()  # the trial that decodes this cascade will report it
-        if len(known) > before:
-            study.set_user_attr(_DRAFT_COST, known)
-        return costs
+        with claim():
+            known = study.user_attrs[_DRAFT_COST]
+            if known is None:
+                return ()
+            before = len(known)
+            costs = within_memory(lambda: measure(members, known))
+            if costs is None:
+                return ()  # the trial that decodes this cascade will report it
+            if len(known) > before:
+                study.set_user_attr(_DRAFT_COST, known)
+            return costs
 
     return costs_of
 

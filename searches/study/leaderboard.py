@@ -17,10 +17,10 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
+from searches.workers.slots import FINISHED as FINISHED
 
 _OTHER_DRAFTERS = 2  # contenders with other drafters than the best few
 _NEAR = 0.1  # share by which these may be slower than the leader
-FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass
@@ -97,12 +97,7 @@ def leaderboard(trials: Iterable[FrozenTrial]) -> dict[SpeculativeConfig, Leader
 
 def ranking(study: optuna.Study) -> list[LeaderboardEntry]:
     """Return the configurations that draft, kept the output and were measured to the end at least once, fastest first."""
-    return ranked(study.get_trials(deepcopy=False, states=FINISHED))
-
-
-def ranked(trials: Iterable[FrozenTrial]) -> list[LeaderboardEntry]:
-    """Return what :func:`ranking` returns, of the finished ones of some trials."""
-    entries = leaderboard(trials).values()
+    entries = leaderboard(study.get_trials(deepcopy=False, states=FINISHED)).values()
     eligible = [entry for entry in entries if entry.complete and entry.keeps_output and entry.config.kind != "none"]
     return sorted(eligible, key=functools.cmp_to_key(_compare), reverse=True)
 

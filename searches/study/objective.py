@@ -31,6 +31,7 @@ from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, FIGURES,
 MEASURING_SECONDS = "measuring_seconds"
 """User attribute: a trial's seconds of decoding, without those of fitting, timing and prediction."""
 OUT_OF_MEMORY = "out of memory"
+Refusal = Callable[[optuna.Trial, SpeculativeConfig], None]
 
 _CANDIDATE = "candidate"
 _SEED_STEP = 10_000_019  # between the seeds of two trials, each of which counts up prompt by prompt
@@ -120,8 +121,8 @@ class Objective:
         others = [item for item in prompts.take(None) if item.id not in measured]
         self._warming = PromptSet(tuple(others[: settings.warming]))
 
-    def __call__(self, trial: optuna.Trial) -> float:
-        """Measure a trial, report its speedup prompt by prompt, and return it.
+    def __call__(self, trial: optuna.Trial, refuse: Refusal = lambda *_: None) -> float:
+        """Measure a trial that ``refuse`` does not end by an error, report its speedup prompt by prompt, and return it.
 
         Raises:
             optuna.TrialPruned: it cannot win, is slower than the leader, ran out of memory, or the engine could not run it;
@@ -132,6 +133,7 @@ class Objective:
         start = time.monotonic()  # the space fits bridges of a suggestion, unless they exist
         config = self.space.suggest(trial)
         trial.set_user_attr("config", config.to_dict())
+        refuse(trial, config)
         rows: list[dict[str, Sample]] = []
         not_run = Measurement((), ())
         before = trial.study.get_trials(deepcopy=False, states=FINISHED)
@@ -287,8 +289,7 @@ class Objective:
             trial.set_user_attr("reason", reason)
         changed = False
         if measurement.candidate:
-            verdict = measurement.lossless.verdict
-            changed = verdict == "different" and config.lossless
+            changed = measurement.lossless.verdict == "different" and config.lossless
             trial.set_user_attr("measurement", measurement.to_dict())
             trial.set_user_attr("table", measurement.table())
             if changed and self.bench.exact:

@@ -41,7 +41,7 @@ from searches.training.training_texts import check_draft_vocabulary, opening_tex
 _BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
 _LISTS = {"eagle": "eagle_heads", "medusa": "medusa_heads", "draft_model": "drafts", "cross_tokenizer": "cross_drafts"}
 """The field of the space that lists the heads or models of a kind."""
-_WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "load")
+_WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "load", "worker")
 """Parts of the configuration that do not change the results of trials, or that :func:`describe` describes itself."""
 
 

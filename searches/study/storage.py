@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import filelock
 import sqlalchemy
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
 
 from searches.app.checks import InputError
 from searches.app.resume_log import drop_partial_line
 from searches.app.urls import without_password
+from searches.workers.retrying_storage import RetryingStorage
 
 _JOURNAL = b'{"op_code":'
+_LOCK_SECONDS = 60  # that a process waits for another one's transaction in an SQLite database
+_ATTEMPTS = 20
+_CREATED_BY_OTHERS = ("already exists", "duplicate key", "UNIQUE constraint", "database is locked")
 
 
 @contextlib.contextmanager
@@ -68,13 +74,38 @@ def _check_journal(path: Path) -> None:
 
 
 def open_database(url: str) -> BaseStorage:
-    """Open the storage of a study in a database; refuse one that cannot be reached."""
+    """Open the storage of a study in a database, which may be lost for a while later; refuse one that cannot be reached."""
     # SQLAlchemy would look for another driver first.
     url = url.replace("postgresql://", "postgresql+psycopg://", 1)
-    try:
-        return RDBStorage(url, engine_kwargs={"pool_pre_ping": True})
-    except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
-        raise InputError(f"study.storage: cannot open {without_password(url)}: {_first_line(error)}") from error
+    is_file = url.startswith("sqlite")
+    options = {"pool_pre_ping": True} | ({"connect_args": {"timeout": _LOCK_SECONDS}} if is_file else {})
+    for attempt in range(_ATTEMPTS):
+        try:
+            storage = RDBStorage(url, engine_kwargs=options)
+            break
+        except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+            # Of workers that start at the same time, one creates the tables.
+            if attempt == _ATTEMPTS - 1 or not any(sign in str(error) for sign in _CREATED_BY_OTHERS):
+                raise InputError(f"study.storage: cannot open {without_password(url)}: {_first_line(error)}") from error
+            time.sleep(0.1)
+    if is_file:
+        _begin_at_once(storage)
+    return RetryingStorage(get_storage(storage))
+
+
+def _begin_at_once(storage: RDBStorage) -> None:
+    """Lock an SQLite database at the beginning of each transaction.
+
+    Optuna first reads the state of a trial and then changes it. SQLite knows no ``SELECT ... FOR UPDATE``, so that two
+    processes could both finish a trial.
+    """
+
+    def connect(connection: Any, record: object) -> None:
+        connection.isolation_level = None  # the driver would begin with the first change
+
+    storage.engine.dispose()
+    sqlalchemy.event.listen(storage.engine, "connect", connect)
+    sqlalchemy.event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
 
 
 def _first_line(error: BaseException) -> str:

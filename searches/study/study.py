@@ -1,7 +1,8 @@
 """The Optuna study of a search, which can be stopped and resumed at any time.
 
-The study is the truth: everything in it is done, whatever was killed. One process at a time works on a study. A trial that
-is found running was therefore killed. It is marked as failed and its choices are queued again.
+The study is the truth: everything in it is done, whatever was killed. One process works on a study in a file, and any number
+of workers on a study in a database. A trial that is found running without a worker that is alive was killed. It is marked as
+failed and its choices are queued again.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
@@ -26,14 +29,17 @@ from searches.app.interrupt import defer_interrupt
 from searches.app.time_ledger import TimeLedger, record_shared_seconds, total_seconds_here
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import FINISHED, ranking
-from searches.study.objective import Objective
-from searches.tracking.names import RETRY_OF
+from searches.study.objective import Objective, Refusal
+from searches.study.requeue import DUPLICATE_OF, finish_trial, requeue_unfinished
+from searches.workers.alone import ALONE, Alone, Workers
+from searches.workers.slots import Slot, take_slot
 
 OVERHEAD_SECONDS = "between_seconds"
 """User attribute of a trial: seconds of Optuna, MLflow and Hydra since the end of the trial before."""
 SETTINGS = "settings"
 STUDY_ID = "id"
 """User attribute: the identifier of a study, which differs from that of another study of the same name."""
+_DUPLICATES = 3  # in a row, after which a worker measures a configuration that another one measures
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,13 @@ class StudySettings:
     Args:
         name: None makes one from the target, the sampler, the seed and a digest of everything that changes results.
         n_trials: number of finished trials at the end, including those of earlier runs.
-        storage: a database URL or the path of a journal file; None puts a journal file into the study's folder.
+        storage: a database URL or the path of a journal file; None puts a journal file, or an SQLite database for several
+            workers, into the study's folder. Several processes can work on a study in a database at the same time.
         max_seconds: no trial starts later than this after the start of the run; None sets no limit.
         remeasure: number of trials after which the leader is measured again.
+        workers: number of worker processes to start on this machine, ``auto`` for one per visible GPU; None for this
+            process alone.
+        devices: ``mixed`` lets devices of other types join the study, with results of their own; None refuses them.
     """
 
     name: str | None = None
@@ -53,12 +63,18 @@ class StudySettings:
     storage: str | None = None
     max_seconds: float | None = None
     remeasure: int = 8
+    workers: int | str | None = None
+    devices: str | None = None
 
     def __post_init__(self) -> None:
         check_whole("study.n_trials", self.n_trials)
         check_whole("study.remeasure", self.remeasure)
         if self.max_seconds is not None:
             check_number("study.max_seconds", self.max_seconds, or_zero=True)
+        if self.workers not in (None, "auto"):
+            check_whole("study.workers", self.workers)
+        if self.devices not in (None, "mixed"):
+            raise InputError(f"study.devices: {self.devices!r} is neither null nor mixed")
         for field in ("name", "storage"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, str(getattr(self, field)))  # yaml reads a name of digits as a number
@@ -109,36 +125,27 @@ def with_stored_kinds(space: SearchSpace, study: optuna.Study) -> SearchSpace:
     return space
 
 
-def requeue_unfinished(study: optuna.Study) -> None:
-    """Queue the choices of trials that were killed or interrupted again, and mark killed ones as failed."""
-    trials = study.get_trials(deepcopy=False)
-    again = {trial.user_attrs[RETRY_OF] for trial in trials if RETRY_OF in trial.user_attrs}
-    for trial in trials:
-        if trial.state in (TrialState.RUNNING, TrialState.FAIL) and trial.number not in again:
-            # Queue first: a kill in between queues the trial twice, but loses nothing. A trial that was killed while it
-            # was sampled has only its enqueued parameters.
-            is_sampled = "config" in trial.user_attrs
-            choices = trial.params if is_sampled else trial.system_attrs.get("fixed_params")
-            if choices:
-                study.enqueue_trial(choices, user_attrs={RETRY_OF: trial.number})
-        if trial.state == TrialState.RUNNING:
-            study.tell(trial.number, state=TrialState.FAIL)
-
-
 @contextlib.contextmanager
-def counting_preparation(study: optuna.Study, ledgers: Sequence[TimeLedger] = ()) -> Iterator[None]:
+def counting_preparation(study: optuna.Study, ledgers: Sequence[TimeLedger] = (), crew: Workers = ALONE) -> Iterator[None]:
     """Add the seconds of a block outside trials to the search's, even if the block is interrupted.
 
-    The seconds of shared artifacts, which the ledgers count, are left out.
+    The seconds of shared artifacts, which the ledgers count, are left out, and those of waiting for other workers. Each
+    worker adds up its own.
     """
-    start, before = time.monotonic(), total_seconds_here(ledgers)
+    name = PREPARATION_SECONDS if isinstance(crew, Alone) else f"{PREPARATION_SECONDS}:{crew.name}"
+    start, before, waited = time.monotonic(), total_seconds_here(ledgers), crew.waited_seconds
     try:
         yield
     finally:
         with defer_interrupt():
-            earlier = study.user_attrs.get(PREPARATION_SECONDS, 0.0)
-            shared = total_seconds_here(ledgers) - before
-            study.set_user_attr(PREPARATION_SECONDS, earlier + max(0.0, time.monotonic() - start - shared))
+            earlier = study.user_attrs.get(name, 0.0)
+            others = total_seconds_here(ledgers) - before + crew.waited_seconds - waited
+            study.set_user_attr(name, earlier + max(0.0, time.monotonic() - start - others))
+
+
+def preparation_seconds(study: optuna.Study) -> float:
+    """Return the seconds outside trials, of all workers together."""
+    return sum(float(value) for name, value in study.user_attrs.items() if name.startswith(PREPARATION_SECONDS))
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:
@@ -153,6 +160,7 @@ def run_trials(
     on_trial: Callable[[FrozenTrial], None],
     starts: Sequence[SpeculativeConfig] = (),
     ledgers: Sequence[TimeLedger] = (),
+    crew: Workers = ALONE,
 ) -> None:
     """Run trials until the study has enough finished ones.
 
@@ -164,38 +172,88 @@ def run_trials(
         starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
             that measurements of the leader come in between.
         ledgers: count shared artifacts that trials make.
+        crew: the workers of the study.
 
     Raises:
         KeyboardInterrupt: the running trial is marked as failed; :func:`requeue_unfinished` queues it again.
     """
     start = ended = time.monotonic()
-    remaining = iter(starts)
-    tell = defer_interrupt()(study.tell)
-    while len(finished(study)) < settings.n_trials:
-        if settings.max_seconds is not None and time.monotonic() - start > settings.max_seconds:
+    remaining, duplicates = iter(starts), 0
+
+    def queue() -> None:
+        _requeue_leader(study, objective.space, settings.remeasure)
+        while not _waiting(study) and (config := next(remaining, None)) is not None:
+            study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
+
+    while settings.max_seconds is None or time.monotonic() - start <= settings.max_seconds:
+        slot = take_slot(crew, study, settings.n_trials, partial(requeue_unfinished, study, crew))
+        if slot is None:
             break
+        with slot:
+            refuse = _refuse_duplicate if duplicates < _DUPLICATES else _accept
+            done, ended = _run_trial(study, objective, queue, slot, ledgers, crew, refuse, ended)
+            duplicates = duplicates + 1 if done is not None and DUPLICATE_OF in done.user_attrs else 0
+            if done is not None and done.state in FINISHED:
+                on_trial(done)
+
+
+def _run_trial(
+    study: optuna.Study,
+    objective: Objective,
+    queue: Callable[[], None],
+    slot: Slot,
+    ledgers: Sequence[TimeLedger],
+    crew: Workers,
+    refuse: Refusal,
+    ended: float,
+) -> tuple[FrozenTrial | None, float]:
+    """Run one trial; return it, None if another worker has it now, and the time of its end."""
+    with defer_interrupt():
+        queue()
+        trial = study.ask()
+        started = time.monotonic()
+    state, value = TrialState.FAIL, None
+    try:
         with defer_interrupt():
-            _requeue_leader(study, objective.space, settings.remeasure)
-            while not _waiting(study) and (config := next(remaining, None)) is not None:
-                study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
-            trial = study.ask()
-            started = time.monotonic()
+            crew.sign(trial)
             trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
-        try:
-            with record_shared_seconds(trial, ledgers):
-                value = objective(trial)
-        except optuna.TrialPruned:
-            ended = time.monotonic()
-            done = tell(trial, state=TrialState.PRUNED)
-        except BaseException:
-            with defer_interrupt():
-                trial.set_user_attr("seconds", time.monotonic() - started)
-                study.tell(trial, state=TrialState.FAIL)
-            raise
-        else:
-            ended = time.monotonic()
-            done = tell(trial, value)
-        on_trial(done)
+            slot.begin(trial)
+        with record_shared_seconds(trial, ledgers):
+            value = objective(trial, refuse)
+        state = TrialState.COMPLETE
+    except optuna.TrialPruned:
+        state = TrialState.PRUNED
+    except _Duplicate:
+        pass
+    except UpdateFinishedTrialError:  # this worker was presumed dead
+        print(f"trial {trial.number}: another worker repeats it, as this one was not seen for a while", flush=True)
+    except BaseException:
+        with defer_interrupt(), contextlib.suppress(UpdateFinishedTrialError):
+            trial.set_user_attr("seconds", time.monotonic() - started)
+            finish_trial(study, trial, TrialState.FAIL)
+        raise
+    ended = time.monotonic()
+    return finish_trial(study, trial, state, value), ended
+
+
+class _Duplicate(Exception):
+    """The end of a trial whose configuration another worker measures."""
+
+
+def _refuse_duplicate(trial: optuna.Trial, config: SpeculativeConfig) -> None:
+    """Refuse a configuration that a trial with a lower number measures at this moment.
+
+    Of two workers that choose it at the same time both may measure it. Their measurements are pooled.
+    """
+    for other in trial.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        if other.number < trial.number and other.user_attrs.get("config") == config.to_dict():
+            trial.set_user_attr(DUPLICATE_OF, other.number)
+            trial.set_user_attr("reason", f"trial {other.number} measures the same configuration")
+            raise _Duplicate
+
+
+def _accept(trial: optuna.Trial, config: SpeculativeConfig) -> None:
+    """Accept any configuration."""
 
 
 def _requeue_leader(study: optuna.Study, space: SearchSpace, every: int) -> None:
@@ -204,7 +262,8 @@ def _requeue_leader(study: optuna.Study, space: SearchSpace, every: int) -> None
     if not leaders or sum(trial.number >= leaders[0].last for trial in finished(study)) <= every:
         return
     params = space.params(leaders[0].config)
-    if all(trial.system_attrs.get("fixed_params") != params for trial in _waiting(study)):
+    pending = study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING))
+    if all(trial.system_attrs.get("fixed_params") != params for trial in pending):
         study.enqueue_trial(params)
 
 

@@ -1,7 +1,8 @@
-"""The MLflow parameters of a configuration: its fields, and a summary that runs of all kinds of drafters have.
+"""The MLflow parameters of a configuration: a summary that runs of all kinds of drafters have, and the fields of its kind.
 
 MLflow compares runs axis by axis. A run without a parameter is drawn at the end of its axis, and words are cut after ten
-characters. The summary therefore has numbers where there are any, and short names.
+characters. The summary therefore has numbers where there are any, and short names. A comparison begins with the first
+three parameters of the alphabet, so the names of the others begin with ``with_``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def parameters(config: SpeculativeConfig) -> dict[str, str]:
     """Return the parameters of a configuration.
 
     The summary is ``drafter`` (the kind in at most ten characters), ``draft_length``, ``skipped_attention`` and
-    ``skipped_mlp``. Plain decoding drafts 0 tokens; a cascade drafts as many as the member with the longest drafts.
+    ``skipped_mlp``. Plain decoding drafts 0 tokens; a cascade drafts as many as the member with the longest drafts. The
+    fields of the kind follow, such as ``with_ngram_max``, and those of a cascade's members, such as ``with_member_0_kind``.
     """
     parts = config.members or (config,)
     skipped = [mask.count_skipped(part.mask) for part in parts]
@@ -30,7 +32,8 @@ def parameters(config: SpeculativeConfig) -> dict[str, str]:
         "skipped_attention": sum(attention for attention, _ in skipped),
         "skipped_mlp": sum(mlp for _, mlp in skipped),
     }
-    return _fields(config) | {key: str(value) for key, value in summary.items()}
+    fields = {f"with_{key}": value for key, value in _fields(config).items() if key not in ("kind", "draft_length")}
+    return {key: str(value) for key, value in summary.items()} | fields
 
 
 def _fields(config: SpeculativeConfig) -> dict[str, str]:

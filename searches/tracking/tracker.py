@@ -10,19 +10,20 @@ import contextlib
 import copy
 import json
 import math
+import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
-from mlflow.tracking import MlflowClient
+from mlflow.entities import Metric, Param, Run, RunTag
 from optuna.trial import FrozenTrial
 
 from layerskip import SpeculativeConfig
-from searches.app.checks import InputError
 from searches.app.interrupt import defer_interrupt, is_interrupt
-from searches.app.urls import without_password
+from searches.app.retry import Retry, is_unreachable
+from searches.tracking.experiment import open_experiment
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, FIGURES, PREDICTED
 from searches.tracking.parameters import parameters
 
@@ -42,6 +43,7 @@ _METRICS = (
 _FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
 _BATCH = 999  # metrics per batch: a store takes at most 1000, and this divides into whole fits
 _PARAMS = 100  # parameters per batch: a store takes no more
+_RETRIES = "2"  # of a request; with MLflow's own number, a trial would wait minutes for a server that is gone
 _LARGEST = 1e300  # stores turn larger numbers into others
 _NAME = 250  # characters of a run's name: a store takes no more
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
@@ -61,27 +63,8 @@ class Tracker:
     """
 
     def __init__(self, uri: str | None, folder: Path, experiment: str) -> None:
-        local = uri is None
-        if local:
-            folder.mkdir(parents=True, exist_ok=True)
-            uri = f"sqlite:///{(folder / 'mlflow.db').resolve()}"
-        self.uri = str(uri)
-        try:
-            self._client = MlflowClient(self.uri)
-            existing = self._client.get_experiment_by_name(experiment)
-            if existing is None:
-                artifacts = (folder / "mlartifacts").resolve().as_uri() if local else None
-                self._experiment = self._client.create_experiment(experiment, artifact_location=artifacts)
-            else:
-                self._experiment = existing.experiment_id
-        except Exception as error:  # whatever the store's driver raises
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise InputError(f"tracking.uri: cannot open {without_password(self.uri)}: {reason}") from error
-        if existing is not None and existing.lifecycle_stage != LifecycleStage.ACTIVE:
-            raise InputError(
-                f"tracking.experiment: {experiment} was deleted; name another, or restore it: "
-                f"MLFLOW_TRACKING_URI={without_password(self.uri)} mlflow experiments restore -x {existing.experiment_id}"
-            )
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", _RETRIES)
+        self._client, self.uri, self._experiment = open_experiment(uri, folder, experiment)
 
     @defer_interrupt()
     def open_study(
@@ -106,7 +89,8 @@ class Tracker:
             own = {"study": name, "study_id": identity, "role": role} | {key: str(value) for key, value in tags.items()}
             self.run_id = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
             self.log(self.run_id, {}, self._params)
-        self._recorded = self._drop_unfinished()
+        self._recorded: set[int] = set()
+        self._waiting: dict[int, FrozenTrial] = {}
         return str(self.run_id)
 
     def nested(self, name: str, identity: str, params: Mapping[str, Any], role: str) -> Tracker:
@@ -115,18 +99,39 @@ class Tracker:
         child.open_study(name, identity, params, {"mlflow.parentRunId": self.run_id}, role)
         return child
 
-    def _drop_unfinished(self) -> set[int]:
-        """Return the trials that have a complete run, and delete incomplete runs."""
-        recorded = set()
+    def reconcile(self, trials: Sequence[FrozenTrial]) -> None:
+        """Delete incomplete and doubled runs of trials, and write those that are missing; nobody else may write any.
+
+        Waits for a store that cannot be reached.
+        """
+        Retry("tracking.uri: the store")(partial(self._reconcile, trials))
+
+    def _reconcile(self, trials: Sequence[FrozenTrial]) -> None:
+        self._recorded = set()
         for run in self._search(f"tags.study_id = '{self._identity}' and tags.role = 'trial'"):
-            if run.info.status == "RUNNING":
+            number = int(run.data.tags["trial_number"])
+            if run.info.status == "RUNNING" or number in self._recorded:
                 self._client.delete_run(run.info.run_id)
             else:
-                recorded.add(int(run.data.tags["trial_number"]))
-        return recorded
+                self._recorded.add(number)
+        for trial in trials:
+            self._write(trial)
+        self._waiting = {}
+
+    def record(self, trial: FrozenTrial) -> None:
+        """Write the run of a finished trial, unless it exists; do it later if the store cannot be reached."""
+        self._waiting[trial.number] = trial
+        try:
+            for waiting in list(self._waiting.values()):
+                self._write(waiting)
+                del self._waiting[waiting.number]
+        except Exception as error:
+            if not is_unreachable(error):
+                raise
+            print(f"tracking.uri: cannot be reached; {len(self._waiting)} runs are written later", flush=True)
 
     @defer_interrupt()
-    def record(self, trial: FrozenTrial) -> None:
+    def _write(self, trial: FrozenTrial) -> None:
         """Write the run of a finished trial, unless it exists."""
         if trial.number in self._recorded:
             return
@@ -222,18 +227,19 @@ class Tracker:
         self._client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
 
     @defer_interrupt()
-    def conclude(self, sentence: str, winner: int | None) -> None:
-        """Write the result of a finished study: the description of its run, and the tag ``best`` of the winner's run.
+    def conclude(self, winner: str, sentence: str, trial: int | None) -> None:
+        """Write the result of a finished study: tags and the description of its run, and the tag ``best`` of the winner's.
 
         Args:
-            sentence: states the winner.
-            winner: the number of the trial that stands for it; None if no trial does. Earlier winners lose the tag.
+            winner: its configuration.
+            sentence: the verdict.
+            trial: the number of the trial that stands for the winner; None if no trial does. Earlier winners lose the tag.
         """
-        self.tag({_NOTE: sentence})
+        self.tag({"winner": winner, "verdict": sentence, _NOTE: sentence})
         for run in self._search(f"tags.study_id = '{self._identity}' and tags.{_BEST} = 'true'"):
             self._client.delete_tag(run.info.run_id, _BEST)
-        if winner is not None:
-            for run in self._search(f"tags.study_id = '{self._identity}' and tags.trial_number = '{winner}'"):
+        if trial is not None:
+            for run in self._search(f"tags.study_id = '{self._identity}' and tags.trial_number = '{trial}'"):
                 self._client.set_tag(run.info.run_id, _BEST, "true")
 
     @defer_interrupt()
@@ -247,13 +253,14 @@ class Tracker:
         self._client.log_artifact(self.run_id, str(path), folder)
 
     @contextlib.contextmanager
-    def closing(self) -> Iterator[None]:
-        """Close the study's run after a block, also if it raises."""
+    def closing(self, others: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Close the study's run after a block, also if it raises, unless others then still work on the study."""
         try:
             yield
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
-                self.finish("KILLED" if is_interrupt(error) else "FAILED")
+                if not others():
+                    self.finish("KILLED" if is_interrupt(error) else "FAILED")
             raise
         self.finish()
 

@@ -34,6 +34,7 @@ class Landscape:
     layers: int = LAYERS
     profile: CostProfile = PROFILE
     prompts: frozenset[str] = frozenset("x")
+    screened_together: int = 8
 
     def agreement(self, mask: SkipMask) -> float:
         source = random.Random(self.seed)

@@ -14,6 +14,7 @@ from optuna.trial import TrialState, create_trial
 from layerskip import SpeculativeConfig
 from searches.study.finals import Finals, measure_finals
 from searches.study.objective import MeasureSettings
+from searches.study.requeue import DUPLICATE_OF
 from searches.study.study import SETTINGS
 from searches.tracking.names import DEVICE, ENGINE_FAILED, FIGURES, PREDICTED, RETRY_OF, WORKER
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
@@ -50,26 +51,22 @@ def known_study() -> tuple[optuna.Study, Finals]:
 
 
 def workers_study() -> optuna.Study:
-    """Return a running study of three workers on two types of devices, one of which was killed and its trial taken over."""
-    bench = Known({lookup(4): 1.6, lookup(6): 1.2, SKIP: 1.4})
-    measured = run_known(bench, lookup(4), lookup(6), SKIP, SpeculativeConfig(), SKIP, lookup(4))
+    """Return a running study of three workers. One was killed, and its trial taken over, interrupted, and taken over."""
+    measured = run_known(Known({lookup(4): 1.6, SKIP: 1.4}), lookup(4), SKIP, SpeculativeConfig())
     study = optuna.create_study(study_name="workers", direction="maximize")
-    start = datetime(2026, 1, 1)
-    places = (("b 2", "slow"), ("b 10", "slow"), ("a", "fast"), ("a", "fast"), ("b 10", "slow"), ("a", "fast"))
-    for number, (trial, (worker, device)) in enumerate(zip(measured.trials, places, strict=True)):
-        attributes: dict[str, Any] = trial.user_attrs | {"seconds": 60.0, WORKER: worker, DEVICE: device}
-        if device == "fast":
-            figures = attributes["measurement"]
-            attributes["measurement"] = figures | {"speedup": 2 * figures["speedup"], "peak_memory_bytes": 2**30 + number}
-        trial.user_attrs, trial.datetime_start = attributes, start + timedelta(seconds=40 * number)
+    start = datetime.now() - timedelta(seconds=400)
+    for number, (trial, worker) in enumerate(zip(measured.trials, ("b/2", "b/10", "a/1"), strict=True)):
+        trial.user_attrs = trial.user_attrs | {"seconds": 60.0, WORKER: worker, DEVICE: "a processor, 8 threads"}
+        trial.datetime_start = start + timedelta(seconds=100 * number)
         study.add_trial(trial)
-    killed: dict[str, Any] = {"config": SKIP.to_dict(), WORKER: "b 2", DEVICE: "slow"}
+    again = {"config": SKIP.to_dict()}
     for attributes, state, seconds in (
-        (killed, TrialState.FAIL, 70),
-        (killed | {WORKER: "b 10", RETRY_OF: 6, "seconds": 5.0}, TrialState.FAIL, 300),
-        (killed | {WORKER: "a", DEVICE: "fast", RETRY_OF: 7}, TrialState.RUNNING, 310),
+        ({WORKER: "b/2"}, TrialState.FAIL, 70),
+        ({WORKER: "b/10", RETRY_OF: 3, "seconds": 5.0}, TrialState.FAIL, 300),
+        ({WORKER: "b/2", "reason": "trial 4 measures the same configuration", DUPLICATE_OF: 4}, TrialState.FAIL, 302),
+        ({WORKER: "a/1", RETRY_OF: 4}, TrialState.RUNNING, 310),
     ):
-        trial = create_trial(state=state, user_attrs=attributes)
+        trial = create_trial(state=state, user_attrs=again | attributes)
         trial.datetime_start = start + timedelta(seconds=seconds)
         study.add_trial(trial)
     return study

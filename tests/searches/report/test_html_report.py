@@ -173,7 +173,7 @@ def test_a_running_study_is_written_at_most_once_a_minute(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("error", "state", "why"),
     [
-        (KeyboardInterrupt(), "interrupted", "The same command continues."),
+        (KeyboardInterrupt(), "interrupted", "Interrupted: the same command continues."),
         (InputError("backend: out of memory"), "failed", "It ended with an error: backend: out of memory"),
         (ValueError("a password"), "failed", "It ended with an error: ValueError"),
     ],

@@ -19,15 +19,13 @@ from tests.searches.tracking.studies import CASCADE, SKIP, SPEEDUPS, compared_st
 
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
-    """A store that holds the runs of the study, the fourth trial's after a restart."""
-    uri, study = sqlite(tracked(tmp_path)), compared_study()
-    for trials in (study.trials[:3], study.trials):
-        tracker = Tracker(uri, tmp_path, "compared")
-        tracker.open_study("a study", "1", {"measure.prompts": 8}, {})
-        for trial in trials:
-            tracker.record(trial)
-    tracker.conclude("The first sentence.", 1)
-    tracker.conclude("cascade wins: 1.90 x plain decoding.", 5)
+    """A store that holds the runs of the study."""
+    uri, tracker = sqlite(tracked(tmp_path)), Tracker(sqlite(tmp_path), tmp_path, "compared")
+    tracker.open_study("a study", "1", {"measure.prompts": 8}, {})
+    for trial in compared_study().trials:
+        tracker.record(trial)
+    tracker.conclude("no drafting", "The first sentence.", 1)
+    tracker.conclude("cascade", "cascade wins: 1.90 x plain decoding.", 5)
     return uri
 
 
@@ -39,7 +37,7 @@ def test_the_name_of_a_run_tells_its_configuration(uri: str) -> None:
     names = [run.info.run_name for run in _of_trials(uri)]
     assert names == [f"{number} {config.label()}" for number, config in enumerate(SPEEDUPS)]
     assert names[0] == "0 no drafting"
-    assert "attention:1-3;mlp:2-3" in names[2]
+    assert "layers:2-3;attention:1" in names[2]
 
 
 def test_the_study_tells_its_winner_and_only_the_winner_is_best(uri: str) -> None:

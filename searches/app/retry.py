@@ -1,0 +1,72 @@
+"""Repetition of calls to a database or server that cannot be reached for a while."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import requests
+import sqlalchemy
+
+from searches.app.interrupt import defer_interrupt, error_chain
+
+_PATIENCE = 600.0  # seconds
+_LONGEST_PAUSE = 5.0  # seconds between two attempts
+_RANDOM = random.SystemRandom()  # forked processes differ
+
+Result = TypeVar("Result")
+
+
+class Retry:
+    """Repetition of calls while what they call cannot be reached. Prints when it is lost, and when it is back.
+
+    Args:
+        what: begins the lines, with the field of the configuration.
+        patience: seconds after which the error of a call is raised.
+    """
+
+    def __init__(self, what: str, patience: float = _PATIENCE) -> None:
+        self._what, self._patience, self._is_lost = what, patience, False
+
+    def __call__(self, call: Callable[[], Result]) -> Result:
+        """Return the result of a call."""
+        pause, start = 0.1, time.monotonic()
+        while True:
+            try:
+                with defer_interrupt():
+                    result = call()
+            except Exception as error:
+                if not is_unreachable(error) or time.monotonic() - start > self._patience:
+                    raise
+                self._report(True)
+                time.sleep(pause * _RANDOM.uniform(0.5, 1.0))  # processes do not all come back at the same moment
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                self._report(False)
+                return result
+
+    def _report(self, is_lost: bool) -> None:
+        if is_lost != self._is_lost:
+            self._is_lost = is_lost
+            lost = f"cannot be reached; trying again for {self._patience / 60:.0f} minutes"
+            print(f"{self._what} {lost if is_lost else 'is back'}", flush=True)
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether a call failed because a database, or a server, could not be reached for the moment."""
+    return any(_is_of_connection(link) for link in error_chain(error))
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    if isinstance(error, sqlalchemy.exc.DBAPIError):
+        if "sqlite3" in type(error.orig).__module__:  # a file: nothing but a lock of another process passes by itself
+            return "database is locked" in str(error.orig)
+        return error.connection_invalidated or isinstance(
+            error, (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError)
+        )
+    if isinstance(error, (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout)):
+        return True
+    code = getattr(error, "code", None)  # of gRPC, which may not be installed
+    return callable(code) and getattr(code(), "name", "") == "UNAVAILABLE"

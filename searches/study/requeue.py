@@ -1,0 +1,53 @@
+"""The ends of trials that were not measured: killed and interrupted ones are queued again."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState
+
+from searches.app.interrupt import defer_interrupt
+from searches.tracking.names import RETRY_OF
+from searches.workers.alone import ALONE, Workers
+
+DUPLICATE_OF = "duplicate_of"
+"""User attribute of a failed trial: the number of the running trial that measured the same configuration."""
+
+
+def requeue_unfinished(study: optuna.Study, crew: Workers = ALONE) -> None:
+    """Mark killed trials as failed, and queue the choices of trials that were killed or interrupted again."""
+    trials = study.get_trials(deepcopy=False)
+    if orphans := crew.orphans(trials):
+        for trial in orphans:
+            finish_trial(study, trial.number, TrialState.FAIL)
+        trials = study.get_trials(deepcopy=False)
+    again = {trial.user_attrs.get(RETRY_OF) for trial in trials}
+    for trial in trials:
+        if trial.state == TrialState.FAIL and trial.number not in again and DUPLICATE_OF not in trial.user_attrs:
+            # A trial that was killed while it was sampled has only its enqueued parameters.
+            choices = trial.params if "config" in trial.user_attrs else trial.system_attrs.get("fixed_params")
+            if choices:
+                crew.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices))
+
+
+def _retry(study: optuna.Study, number: int, choices: dict[str, Any]) -> None:
+    """Queue the choices of a failed trial, unless a worker that was killed then did it."""
+    if all(trial.user_attrs.get(RETRY_OF) != number for trial in study.get_trials(deepcopy=False)):
+        study.enqueue_trial(choices, user_attrs={RETRY_OF: number})
+
+
+@defer_interrupt()
+def finish_trial(
+    study: optuna.Study, trial: optuna.Trial | int, state: TrialState, value: float | None = None
+) -> FrozenTrial | None:
+    """Finish a trial and return it; None if another worker finished it before."""
+    try:
+        return study.tell(trial, value, state)
+    except (ValueError, UpdateFinishedTrialError):
+        number = trial if isinstance(trial, int) else trial.number
+        if study.get_trials(deepcopy=False)[number].state == TrialState.RUNNING:
+            raise
+        return None

@@ -1,0 +1,205 @@
+"""The start of several workers on this machine, one for each GPU or share of the processor's cores.
+
+A worker is the same command with ``worker=<number>``, which also runs on other machines. The supervisor shows their progress
+together, and why a worker ended early. It measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import optuna
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from searches.app.checks import InputError
+from searches.study.leaderboard import incumbent
+from searches.study.opening import JOINED, storage_url
+from searches.study.storage import open_database
+from searches.study.study import StudySettings, finished
+
+_LOOK_SECONDS = 1.0
+_TAIL = 20  # lines of the log of a worker that failed
+_OWN = re.compile(r"\W*(study\.workers|worker)=")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of the machine that a worker uses.
+
+    Args:
+        variables: of its environment.
+        cores: its processor cores; None for all.
+    """
+
+    variables: dict[str, str]
+    cores: tuple[int, ...] | None = None
+
+
+def places(workers: int | str, device: str) -> list[Place]:
+    """Return the places of workers: one visible GPU each, or an equal share of the cores on a machine without.
+
+    Args:
+        workers: the number of workers; ``auto`` for one per GPU, or one on a CPU.
+        device: of the target, as the configuration names it.
+
+    Raises:
+        InputError: there are fewer GPUs or cores than workers.
+    """
+    gpus = [] if device == "cpu" else _visible_gpus()
+    count = (len(gpus) or 1) if workers == "auto" else int(workers)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    parts, name = (gpus, "visible GPUs") if gpus else (cores, "processor cores")
+    if count > len(parts):
+        raise InputError(f"study.workers: {count} is more than the {len(parts)} {name}, which workers must not share")
+    if gpus:
+        return [Place({"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:count]]
+    size = len(cores) // count
+    shares = [tuple(cores[first * size : (first + 1) * size]) for first in range(count)]
+    return [Place({"OMP_NUM_THREADS": str(size)}, share) for share in shares]
+
+
+def supervise(config: DictConfig) -> None:
+    """Start the workers of a study and wait for their end.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C. All workers have ended, and their trials are queued again.
+        SystemExit: no worker has finished the study; with the exit code of the first that failed.
+    """
+    settings: StudySettings = instantiate(config.study)
+    assert settings.workers is not None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    found = places(settings.workers, str(config.target.get("device")))
+    overrides = [each for each in HydraConfig.get().overrides.task if not _OWN.match(each)]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    crowd = Crowd(overrides, found, Path(config.outputs), settings)
+    try:
+        crowd.watch()
+    except BaseException:
+        crowd.stop()
+        raise
+    codes = crowd.codes()
+    if 0 not in codes:
+        raise SystemExit(next(code for code in codes if code))
+    print((crowd.folder / "report.md").read_text(encoding="utf-8") if crowd.folder is not None else "", flush=True)
+
+
+class Crowd:
+    """The processes of the workers.
+
+    Args:
+        overrides: of the command line, without those that start workers.
+        found: the places, one for each worker.
+        outputs: folder of all results.
+        settings: of the study.
+
+    Attributes:
+        folder: of the study, once a worker has joined it.
+    """
+
+    def __init__(self, overrides: Sequence[str], found: Sequence[Place], outputs: Path, settings: StudySettings) -> None:
+        self._settings, self._outputs = settings, outputs
+        self._logs = outputs / f"workers-{os.getpid()}"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self.folder: Path | None = None
+        self._study: optuna.Study | None = None
+        self._reported: set[int] = set()
+        self._processes = [self._start(number, place, overrides) for number, place in enumerate(found)]
+
+    def watch(self) -> None:
+        """Show the progress of the study until all workers have ended."""
+        with tqdm(total=self._settings.n_trials, unit="trial", disable=None) as bar:
+            while any(process.poll() is None for process in self._processes):
+                time.sleep(_LOOK_SECONDS)
+                self._report_ended()
+                if self._study is None:
+                    self._find_study()
+                else:
+                    bar.n = len(finished(self._study))
+                    bar.set_postfix_str(f"best {incumbent(self._study):.3f} x")
+        self._report_ended()
+        if self._study is None:
+            self._find_study()
+
+    def stop(self) -> None:
+        """Interrupt all workers and wait for them; a second Ctrl-C kills them."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        try:
+            for process in self._processes:
+                process.wait()
+        except KeyboardInterrupt:
+            for process in self._processes:
+                process.kill()
+            raise
+
+    def codes(self) -> list[int]:
+        """Return the exit codes of the workers; a killed one has 128 and the number of its signal."""
+        return [code if (code := process.wait()) >= 0 else 128 - code for process in self._processes]
+
+    def _start(self, number: int, place: Place, overrides: Sequence[str]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "searches.layerskip", *overrides, f"worker={number}"]
+        cores = place.cores
+        with (self._logs / f"{number}.log").open("wb") as log:
+            return subprocess.Popen(
+                command,
+                env=os.environ | place.variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the supervisor, which interrupts each worker once
+                preexec_fn=None if cores is None or not hasattr(os, "sched_setaffinity") else lambda: _pin(cores),
+            )
+
+    def _find_study(self) -> None:
+        """Open the study of the first worker that has joined one, and move the logs into its folder."""
+        for number in range(len(self._processes)):
+            for line in self._log(number):
+                if JOINED in line:
+                    name = line.partition(JOINED)[2].strip()
+                    self.folder = self._outputs / name
+                    (self.folder / "workers").mkdir(parents=True, exist_ok=True)
+                    for log in self._logs.iterdir():
+                        log.rename(self.folder / "workers" / log.name)
+                    self._logs.rmdir()
+                    self._logs = self.folder / "workers"
+                    storage = open_database(storage_url(self._settings, self.folder))
+                    self._study = optuna.create_study(
+                        study_name=name, storage=storage, direction="maximize", load_if_exists=True
+                    )
+                    return
+
+    def _report_ended(self) -> None:
+        """Print the last lines of workers that failed."""
+        for number, process in enumerate(self._processes):
+            if process.poll() not in (None, 0) and number not in self._reported:
+                self._reported.add(number)
+                for line in self._log(number)[-_TAIL:]:
+                    tqdm.write(f"worker {number}: {line}", file=sys.stderr)
+                tqdm.write(f"worker {number}: ended with exit code {process.poll()}", file=sys.stderr)
+
+    def _log(self, number: int) -> list[str]:
+        return (self._logs / f"{number}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def _visible_gpus() -> list[str]:
+    """Return the identifiers of the visible GPUs, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    count = torch.cuda.device_count()
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named[:count] if named else [str(number) for number in range(count)]
+
+
+def _pin(cores: Sequence[int]) -> None:
+    os.sched_setaffinity(0, cores)

@@ -1,0 +1,295 @@
+"""The workers of one study, which agree through the study's storage alone.
+
+A worker is alive while its counter grows. An observer presumes it dead after the counter stood still during some of the
+observer's own beats. No clock is compared with another one, and while the storage is away, nobody beats and nobody dies.
+What a dead worker held passes to the next in line. A worker that was presumed dead and is not notices it, as its rows are
+finished, and joins again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from searches.app.interrupt import defer_interrupt
+from searches.app.retry import is_unreachable
+from searches.tracking.names import DEVICE, WORKER
+from searches.workers.board import Board, of_kind, published, value_of
+from searches.workers.process import has_ended, this_process
+
+BEAT_SECONDS = 10.0
+PATIENCE = 6  # beats of the observer
+_SEED_STEP = 10_007
+_LONGEST_PAUSE = 2.0  # seconds between two looks of a waiting worker
+
+
+class LeaseLost(Exception):
+    """The end of a claim whose worker was presumed dead; another worker has it now."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a worker saw.
+
+    Args:
+        rows: all rows, in the order of their creation.
+        live: the numbers of the rows of workers that are alive.
+    """
+
+    rows: list[FrozenTrial]
+    live: frozenset[int]
+
+    def is_held(self, row: FrozenTrial) -> bool:
+        """Return whether a row is unfinished and its worker alive."""
+        return row.state == TrialState.RUNNING and row.user_attrs["worker"] in self.live
+
+
+class Crew:
+    """A worker among the others of its study; a context that it joins and leaves.
+
+    Args:
+        storage: of the study.
+        study: the name of the study.
+        device: the type of this worker's device.
+        beat_seconds: between two beats.
+        patience: beats without a sign of another worker after which it is presumed dead.
+
+    Attributes:
+        worker: the number of the worker's row. A worker that was presumed dead gets another one.
+        waited_seconds: that this worker waited for others.
+    """
+
+    alone = False
+
+    def __init__(
+        self,
+        storage: BaseStorage,
+        study: str,
+        device: str = "",
+        beat_seconds: float = BEAT_SECONDS,
+        patience: int = PATIENCE,
+    ) -> None:
+        self.board, self.device = Board(storage, study), device
+        self._process, self._beat_seconds, self._patience = this_process(), beat_seconds, patience
+        self._ended, self._joining = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._beat_on, name="beats of a worker", daemon=True)
+        self._beats = 0
+        self._seen: dict[object, tuple[object, int]] = {}  # what was seen, and the own beat at which it was first seen so
+        self.waited_seconds = 0.0
+
+    def __enter__(self) -> Crew:
+        self._join()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join(self._beat_seconds)  # a beat may wait for the storage
+        if error is None or not is_unreachable(error):
+            self.board.finish(self.worker, TrialState.COMPLETE)
+
+    @property
+    def name(self) -> str:
+        """The name of the worker: that of its machine, and the number of its row."""
+        return f"{self._process['host']}/{self.worker}"
+
+    @property
+    def seed(self) -> int:
+        """A number that differs from those of the other workers, for the sampler."""
+        return _SEED_STEP * (self.worker % _SEED_STEP)
+
+    def look(self) -> Look:
+        """Return the rows and the workers that are alive; finish the rows of those that are dead or left.
+
+        Those that ended on this machine are dead.
+        """
+        rows = self.board.rows()
+        running = [row for row in rows if row.state == TrialState.RUNNING]
+        workers = of_kind(running, "worker")
+        ended = {row.number for row in workers if has_ended(row.user_attrs["process"])}
+        live = frozenset(row.number for row in workers) - ended
+        for row in running:
+            if row.user_attrs.get("worker", row.number) not in live:
+                self.board.finish(row.number, TrialState.FAIL)
+        return Look(rows, live)
+
+    def leads(self) -> bool:
+        """Return whether this is the worker that joined first of those that are alive."""
+        return self.worker == min(self.look().live, default=self.worker)
+
+    def others(self) -> bool:
+        """Return whether other workers are alive."""
+        return bool(self.look().live - {self.worker})
+
+    def sign(self, trial: optuna.Trial) -> None:
+        """Store with a trial that this worker runs it."""
+        trial.set_user_attr(WORKER, self.name)
+        trial.set_user_attr(DEVICE, self.device)
+
+    def orphans(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+        """Return the running trials whose worker is dead.
+
+        A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
+        as a dead worker.
+        """
+        running = [trial for trial in trials if trial.state == TrialState.RUNNING]
+        live = self.look().live if running else frozenset()  # after the trials were read, so that new workers are seen
+        found = []
+        for trial in running:
+            if WORKER in trial.user_attrs:
+                is_orphan = int(trial.user_attrs[WORKER].rpartition("/")[2]) not in live
+            else:
+                _, first = self._seen.setdefault(("trial", trial.number), (None, self._beats))
+                is_orphan = self._beats - first >= self._patience
+            found += [trial] if is_orphan else []
+        return found
+
+    @contextlib.contextmanager
+    def claim(self, name: str) -> Iterator[None]:
+        """Wait until no other worker holds a claim of this name, then hold it."""
+        row = None
+        while row is None:
+            row = self.board.add(kind="claim", name=name, worker=self.worker)
+            try:
+                self._wait_in_line(name, row)
+            except LeaseLost:
+                row = None
+            except BaseException:
+                self.board.finish(row, TrialState.FAIL)
+                raise
+        try:
+            yield
+        finally:
+            self.board.finish(row, TrialState.COMPLETE)
+
+    def share(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return the plain value of some work that one of the workers does, once for the study.
+
+        Args:
+            name: of the work.
+            work: returns the value. If it raises :class:`LeaseLost`, another worker does it.
+        """
+        while True:
+            value = self._first_value(of_kind(self.look().rows, "claim", name))
+            if value is not None:
+                return value[0]
+            row = self.board.add(kind="claim", name=name, worker=self.worker)
+            try:
+                value = self._wait_in_line(name, row)
+                if value is not None:
+                    return value[0]
+                self._work(row, work)
+            except LeaseLost:
+                continue
+            finally:
+                self.board.finish(row, TrialState.FAIL)
+
+    def share_all(self, names: Iterable[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the value of each piece of work as they become known; those that no other worker does first."""
+        left = list[str]()
+        for name in names:
+            look = self.look()
+            rows = of_kind(look.rows, "claim", name)
+            if any(map(look.is_held, rows)) and not any(map(published, rows)):
+                left.append(name)
+            else:
+                yield name, self.share(name, partial(work, name))
+        for name in left:
+            yield name, self.share(name, partial(work, name))
+
+    def check(self, name: str) -> None:
+        """Check that this worker holds the claim of a name.
+
+        Raises:
+            LeaseLost: it was presumed dead.
+        """
+        look = self.look()
+        if not any(
+            look.is_held(row) and row.user_attrs["worker"] == self.worker for row in of_kind(look.rows, "claim", name)
+        ):
+            raise LeaseLost(name)
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Wait until a condition holds, which is tested again and again."""
+        start, pause = time.monotonic(), 0.05
+        while True:
+            with defer_interrupt():
+                if done():
+                    break
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        self.waited_seconds += time.monotonic() - start
+
+    def _work(self, row: int, work: Callable[[], Any]) -> None:
+        value = work()
+        try:
+            self.board.publish(row, value)
+        except UpdateFinishedTrialError:
+            raise LeaseLost from None
+
+    def _wait_in_line(self, name: str, row: int) -> tuple[Any] | None:
+        """Wait until a row is the first of its name; return the published value if there is one before.
+
+        Raises:
+            LeaseLost: the row is finished, as its worker was presumed dead.
+        """
+        found: list[tuple[Any]] = []
+
+        def is_first() -> bool:
+            look = self.look()
+            rows = of_kind(look.rows, "claim", name)
+            if (value := self._first_value(rows)) is not None:
+                found.append(value)
+                return True
+            if not any(look.is_held(mine) for mine in rows if mine.number == row):
+                self.stay()
+                raise LeaseLost(name)
+            return not any(look.is_held(other) for other in rows if other.number < row)
+
+        self.wait(is_first)
+        return found[0] if found else None
+
+    @staticmethod
+    def _first_value(rows: Iterable[FrozenTrial]) -> tuple[Any] | None:
+        return next(((value_of(row),) for row in rows if published(row)), None)
+
+    def stay(self) -> Look:
+        """Join again if this worker was presumed dead; return what was seen before."""
+        with self._joining:
+            look = self.look()
+            if self.worker not in look.live:
+                self._join()
+        return look
+
+    def _join(self) -> None:
+        self.worker = self.board.add(kind="worker", process=self._process, beat=0)
+
+    def _beat_on(self) -> None:
+        while not self._ended.wait(self._beat_seconds):
+            with contextlib.suppress(Exception):  # the thread that works reports what is wrong with the storage
+                self._beat()
+
+    def _beat(self) -> None:
+        """Show that this worker is alive, and mark those as dead that have not shown it for a while."""
+        with contextlib.suppress(UpdateFinishedTrialError):
+            self.board.set(self.worker, "beat", self._beats)
+        self._beats += 1
+        for row in of_kind(self.stay().rows, "worker"):
+            if row.state == TrialState.RUNNING and row.number != self.worker:
+                beat = row.user_attrs["beat"]
+                before, first = self._seen.get(row.number, (None, 0))
+                if before != beat:
+                    self._seen[row.number] = beat, self._beats
+                elif self._beats - first >= self._patience:
+                    self.board.finish(row.number, TrialState.FAIL)

@@ -1,0 +1,118 @@
+"""Slots of a study's workers: a study ends with the wanted number of finished trials, whatever is killed.
+
+A worker takes a slot for each trial. A slot whose trial finished, or may still finish, counts; a slot whose trial failed
+does not. A worker runs a trial if fewer than the wanted number of slots before its own count, stops if so many trials have
+finished, and waits otherwise. The state of the trial decides: it changes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from searches.workers.alone import Alone, Workers
+from searches.workers.board import Board, of_kind
+from searches.workers.crew import Crew, Look
+
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+class Slot:
+    """The right to run one trial; a context that closes it.
+
+    Args:
+        board: holds its row; None if no other process takes slots.
+        number: of the row.
+    """
+
+    def __init__(self, board: Board | None = None, number: int = -1) -> None:
+        self._board, self.number = board, number
+
+    @classmethod
+    def add(cls, crew: Crew) -> Slot:
+        """Return a new slot behind all others."""
+        return cls(crew.board, crew.board.add(kind="slot", worker=crew.worker))
+
+    def __enter__(self) -> Slot:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._board is not None:
+            self._board.finish(self.number, TrialState.COMPLETE)  # whether it counts, its trial tells
+
+    def begin(self, trial: optuna.Trial) -> None:
+        """Store the trial of the slot, before it is measured.
+
+        Raises:
+            UpdateFinishedTrialError: the slot is closed, as its worker was presumed dead.
+        """
+        if self._board is not None:
+            self._board.set(self.number, "trial", trial.number)
+
+
+def take_slot(crew: Workers, study: optuna.Study, wanted: int, on_wait: Callable[[], None] = lambda: None) -> Slot | None:
+    """Take the next slot of a study; return None once it has the wanted number of finished trials.
+
+    Args:
+        crew: of this worker.
+        study: the study. Its finished trials without a slot, from before it had workers, count.
+        wanted: number of finished trials.
+        on_wait: called before every look at the slots.
+    """
+    if isinstance(crew, Alone):
+        return Slot() if len(study.get_trials(deepcopy=False, states=FINISHED)) < wanted else None
+    slot, counted = Slot.add(crew), wanted
+
+    def is_decided() -> bool:
+        nonlocal slot, counted
+        on_wait()
+        trials = study.get_trials(deepcopy=False)  # first: every trial that has finished here has its slot below
+        look = crew.look()
+        if not any(look.is_held(row) for row in of_kind(look.rows, "slot") if row.number == slot.number):
+            crew.stay()
+            slot = Slot.add(crew)  # its worker was presumed dead
+            return False
+        counted = _count(trials, look, slot.number)
+        return counted < wanted or sum(trial.state in FINISHED for trial in trials) >= wanted
+
+    try:
+        crew.wait(is_decided)
+    except BaseException:
+        slot.__exit__(None, None, None)
+        raise
+    if counted < wanted:
+        return slot
+    slot.__exit__(None, None, None)
+    return None
+
+
+def wait_for_slots(crew: Workers, on_wait: Callable[[], None] = lambda: None) -> None:
+    """Wait until no other worker runs a trial, or records one."""
+    if isinstance(crew, Alone):
+        return
+
+    def is_idle() -> bool:
+        on_wait()
+        look = crew.look()
+        return not any(look.is_held(row) and row.user_attrs["worker"] != crew.worker for row in of_kind(look.rows, "slot"))
+
+    crew.wait(is_idle)
+
+
+def _count(trials: Sequence[FrozenTrial], look: Look, number: int) -> int:
+    """Return how many trials before a slot have finished or may finish."""
+    states = {trial.number: trial.state for trial in trials}
+    slots = of_kind(look.rows, "slot")
+    with_slot = {row.user_attrs.get("trial") for row in slots}
+    counted = sum(trial.state in FINISHED and trial.number not in with_slot for trial in trials)
+    for row in slots:
+        if row.number >= number:
+            break
+        if "trial" in row.user_attrs:
+            counted += states.get(row.user_attrs["trial"]) != TrialState.FAIL
+        else:  # that of a dead worker counts until it is finished: its worker may live after all and begin a trial
+            counted += row.state == TrialState.RUNNING
+    return counted

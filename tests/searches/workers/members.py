@@ -1,0 +1,142 @@
+"""Workers of small studies, run in processes that tests kill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial
+
+from layerskip import SpeculativeConfig
+from layerskip.measure.measurement import Sample
+from searches.space.search_space import SearchSpace
+from searches.study.objective import Objective
+from searches.study.storage import open_database, open_journal
+from searches.study.study import StudySettings, run_trials
+from searches.workers.crew import Crew
+from tests.searches.known import PROMPTS, SETTINGS, Known
+from tests.searches.programs import FORKS
+
+NAME = "study"
+BEAT = 0.05  # seconds
+SPACE = SearchSpace(6, kinds=["none", "prompt_lookup"])
+
+
+class Slow(Known):
+    """The known bench, in which decoding a prompt takes a moment."""
+
+    def compare(self, *arguments: Any) -> Iterator[dict[str, Sample]]:
+        for row in super().compare(*arguments):
+            time.sleep(0.005)
+            yield row
+
+
+def opened(place: str) -> BaseStorage:
+    """Open a database by its URL or a journal by its path."""
+    return open_database(place) if "://" in place else open_journal(Path(place), alone=False)
+
+
+def member(place: str, beat: float = BEAT, patience: int = 4) -> Crew:
+    """Return a worker of the study."""
+    return Crew(opened(place), NAME, "device", beat, patience)
+
+
+@contextlib.contextmanager
+def started(work: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
+    """Run a function in a process, which is killed at the end."""
+    process = FORKS.Process(target=work, args=arguments)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def count(place: str, file: Path, times: int) -> None:
+    """Add one to the number in a file again and again, which needs a lock."""
+    with member(place) as crew:
+        for _ in range(times):
+            with crew.claim("number"):
+                number = int(file.read_text())
+                time.sleep(0.01)
+                file.write_text(str(number + 1))
+
+
+def share(place: str, file: Path) -> None:
+    """Share five pieces of work, each of which appends a line to a file, and write down the values."""
+    with member(place) as crew:
+
+        def work(name: str) -> list[str]:
+            with file.open("a") as lines:
+                lines.write(f"{name}\n")
+            time.sleep(0.02)
+            return [name, crew.name]
+
+        values = dict(crew.share_all([f"piece {number}" for number in range(5)], work))
+    file.with_name(f"values-{os.getpid()}").write_text(repr(sorted(values.items())))
+
+
+def hold(place: str, held: Path, seconds: float = 60.0) -> None:
+    """Hold the claim ``thing``, and say so by a file."""
+    with member(place) as crew, crew.claim("thing"):
+        held.touch()
+        time.sleep(seconds)
+
+
+def stop_in_a_piece(place: str, held: Path) -> None:
+    """Begin a piece of work and stop the process in the middle of it."""
+    with member(place) as crew:
+
+        def work() -> str:
+            held.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return "late"
+
+        held.with_name("value").write_text(crew.share("piece", work))
+
+
+def study_in(storage: BaseStorage, seed: int = 0) -> optuna.Study:
+    """Open the study."""
+    sampler = optuna.samplers.RandomSampler(seed)
+    return optuna.create_study(
+        study_name=NAME, storage=storage, sampler=sampler, pruner=optuna.pruners.NopPruner(), direction="maximize",
+        load_if_exists=True,
+    )  # fmt: skip
+
+
+def search(place: str, trials: int, record: Path, hours_ahead: float = 0.0) -> None:
+    """Run trials of the study until it has enough, and append the numbers of those that finished here to a file.
+
+    ``hours_ahead`` puts the clock of this process ahead.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    now, seconds = datetime.now, time.time
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return now(tz) + timedelta(hours=hours_ahead)
+
+    optuna.storages._rdb.storage.datetime = Clock  # type: ignore[attr-defined, misc]
+    optuna.trial._frozen.datetime.datetime = Clock  # type: ignore[attr-defined, misc]
+    time.time = lambda: seconds() + 3600 * hours_ahead
+    with member(place) as crew:
+        study = study_in(crew.board._storage, crew.seed)
+        objective = Objective(Slow({}), SPACE, PROMPTS, SETTINGS, seed=0)
+
+        def on_trial(trial: FrozenTrial) -> None:
+            with record.open("a") as lines:
+                lines.write(f"{trial.number}\n")
+
+        starts = [SpeculativeConfig("prompt_lookup", length) for length in (2, 3, 4)]
+        run_trials(study, objective, StudySettings(n_trials=trials, remeasure=100), on_trial, starts, crew=crew)

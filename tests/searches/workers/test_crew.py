@@ -1,0 +1,121 @@
+"""Claims and shared work of several processes, on storages of several kinds, with workers that die or stop."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from searches.workers import crew as crews
+from searches.workers.board import of_kind
+from searches.workers.crew import LeaseLost
+from tests.searches.workers import members
+from tests.searches.workers.members import member, started
+
+
+@pytest.fixture(params=["sqlite", "journal"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A storage that several processes open."""
+    return f"sqlite:///{tmp_path}/study.db" if request.param == "sqlite" else str(tmp_path / "study.log")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/study.db"
+
+
+def _wait(done: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_one_worker_at_a_time_holds_a_claim(place: str, tmp_path: Path) -> None:
+    number = tmp_path / "number"
+    number.write_text("0")
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started(members.count, place, number, 4)) for _ in range(3)]
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+    assert number.read_text() == "12"
+
+
+def test_each_piece_of_work_is_done_once_and_known_to_all(place: str, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started(members.share, place, lines)) for _ in range(3)]
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+    assert sorted(lines.read_text().split("\n")[:-1]) == [f"piece {number}" for number in range(5)]
+    values = {path.read_text() for path in tmp_path.glob("values-*")}
+    assert len(values) == 1  # of three workers
+    assert [name for name, _ in ast.literal_eval(values.pop())] == [f"piece {number}" for number in range(5)]
+    with member(place) as crew:
+        assert crew.share("piece 3", lambda: pytest.fail("done before"))[0] == "piece 3"
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_the_claim_of_a_killed_worker_passes_on(
+    file: str, tmp_path: Path, sees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On this machine at once; on another one after some beats."""
+    if not sees:
+        monkeypatch.setattr(crews, "has_ended", lambda _: False)
+    with member(file) as crew, started(members.hold, file, tmp_path / "held") as process:
+        _wait((tmp_path / "held").exists)
+        assert crew.others()
+        process.kill()
+        with crew.claim("thing"):
+            states = {row.number: row.state for row in of_kind(crew.board.rows(), "worker")}
+        assert list(states.values()).count(TrialState.FAIL) == 1
+        assert states[crew.worker] == TrialState.RUNNING
+        assert not crew.others()
+
+
+def test_a_slow_holder_keeps_its_claim(file: str, tmp_path: Path) -> None:
+    with member(file) as crew, started(members.hold, file, tmp_path / "held", 1.0) as process:
+        _wait((tmp_path / "held").exists)
+        with crew.claim("thing"):  # twenty beats later
+            process.join(30)
+        assert process.exitcode == 0
+        assert all(row.state != TrialState.FAIL for row in of_kind(crew.board.rows(), "worker"))
+
+
+def test_a_worker_that_was_stopped_takes_the_value_of_the_one_that_replaced_it(file: str, tmp_path: Path) -> None:
+    with member(file) as crew, started(members.stop_in_a_piece, file, tmp_path / "held") as process:
+        _wait((tmp_path / "held").exists)
+        assert crew.share("piece", lambda: "in time") == "in time"
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGCONT)
+        process.join(30)
+        assert process.exitcode == 0
+        workers = of_kind(crew.board.rows(), "worker")
+        assert [row.state for row in workers if row.number != crew.worker] == [TrialState.FAIL, TrialState.COMPLETE]
+    assert (tmp_path / "value").read_text() == "in time"
+
+
+def test_a_holder_notices_that_it_was_presumed_dead(file: str) -> None:
+    with member(file, beat=60) as crew, crew.claim("thing"):
+        crew.check("thing")
+        crew.board.finish(crew.worker, TrialState.FAIL)
+        with pytest.raises(LeaseLost):
+            crew.check("thing")
+
+
+def test_an_error_in_shared_work_leaves_it_to_the_next(file: str) -> None:
+    with member(file) as crew:
+        with pytest.raises(ZeroDivisionError):
+            crew.share("piece", lambda: 1 / 0)
+        assert crew.share("piece", lambda: "done") == "done"
+        long = "ä" * 100_000  # longer than an attribute
+        assert crew.share("long", lambda: long) == long

@@ -1,0 +1,123 @@
+"""Studies of several processes end with the wanted number of finished trials, whatever is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from pathlib import Path
+
+import optuna
+from optuna.trial import TrialState
+
+from searches.space.search_space import SearchSpace
+from searches.study.objective import Objective
+from searches.study.requeue import DUPLICATE_OF
+from searches.study.study import StudySettings, run_trials
+from searches.tracking.names import WORKER
+from searches.workers.board import of_kind
+from searches.workers.slots import FINISHED, take_slot
+from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
+from tests.searches.workers import members
+from tests.searches.workers.members import member, opened, started, study_in
+
+TRIALS = 24
+
+
+def test_killed_workers_leave_the_exact_number_of_trials(tmp_path: Path) -> None:
+    """Three workers, one with a clock that is an hour ahead; six are killed and replaced."""
+    place, record, moment = f"sqlite:///{tmp_path}/study.db", tmp_path / "record", random.Random(3)
+
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started(members.search, place, TRIALS, record, float(i == 0))) for i in range(3)]
+        for number in range(6):
+            time.sleep(moment.uniform(0.05, 0.3))
+            victim = moment.randrange(3)
+            processes[victim].kill()
+            arguments = members.search, place, TRIALS, record, float(number % 2)
+            processes[victim] = stack.enter_context(started(*arguments))
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+    trials = study_in(opened(place)).trials
+    done = [trial for trial in trials if trial.state in FINISHED]
+    assert len(done) == TRIALS
+    assert all(trial.state != TrialState.RUNNING for trial in trials)
+    recorded = [int(line) for line in record.read_text().split()]
+    assert len(recorded) == len(set(recorded))  # those that are missing finished as their worker was killed
+    assert set(recorded) <= {trial.number for trial in done}
+    retried = {trial.user_attrs.get("retry_of") for trial in trials}
+    failed = [trial for trial in trials if trial.state == TrialState.FAIL and DUPLICATE_OF not in trial.user_attrs]
+    with_choices = [trial for trial in failed if "config" in trial.user_attrs]
+    assert {trial.number for trial in with_choices} <= retried
+    assert len({trial.user_attrs[WORKER] for trial in done}) >= 3
+    with member(place) as crew:
+        look = crew.look()
+        assert look.live == {crew.worker}
+        assert not any(look.is_held(row) for row in look.rows)
+        assert take_slot(crew, study_in(opened(place)), TRIALS) is None
+        slots = [row.user_attrs["trial"] for row in of_kind(look.rows, "slot") if "trial" in row.user_attrs]
+        assert len(slots) == len(set(slots))
+
+
+def test_finished_trials_from_before_there_were_workers_count(tmp_path: Path) -> None:
+    place = f"sqlite:///{tmp_path}/study.db"
+    study = study_in(opened(place))
+    objective = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=3), lambda trial: None)
+    with member(place) as crew:
+        run_trials(study, objective, StudySettings(n_trials=5), lambda trial: None, crew=crew)
+    assert sum(trial.state in FINISHED for trial in study.trials) == 5
+
+
+def test_a_configuration_that_another_worker_measures_is_not_measured_too(tmp_path: Path) -> None:
+    place = f"sqlite:///{tmp_path}/study.db"
+    study, space = study_in(opened(place)), SearchSpace(6, kinds=["none", "prompt_lookup"])
+    with member(place) as other, member(place) as crew:
+        slot = take_slot(other, study, 2)
+        assert slot is not None
+        running = study.ask()
+        other.sign(running)
+        slot.begin(running)
+        running.set_user_attr("config", lookup(4).to_dict())
+        study.enqueue_trial(space.params(lookup(4)))
+        bench = Known({})
+        objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
+        starts = [lookup(5)]
+
+        def finish_other(trial: optuna.trial.FrozenTrial) -> None:
+            assert trial.user_attrs["config"] == lookup(5).to_dict()
+            study.tell(running, 1.0)
+            slot.__exit__(None, None, None)
+
+        run_trials(study, objective, StudySettings(n_trials=2), finish_other, starts, crew=crew)
+    refused = [trial for trial in study.trials if DUPLICATE_OF in trial.user_attrs]
+    assert [trial.user_attrs[DUPLICATE_OF] for trial in refused] == [running.number]
+    assert refused[0].state == TrialState.FAIL
+    assert lookup(4) not in {config for config, _ in bench.asked}
+    assert all(trial.user_attrs.get("retry_of") is None for trial in study.trials)
+
+
+def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(tmp_path: Path) -> None:
+    """Its trial is failed and repeated while it still measures; its own result is refused."""
+    place, tells = f"sqlite:///{tmp_path}/study.db", []
+    study = study_in(opened(place))
+    with member(place, beat=60) as crew:
+
+        class Stolen(Known):
+            def compare(self, *arguments: object) -> object:  # type: ignore[override]
+                if not tells:
+                    tells.append(crew.worker)
+                    with member(place, beat=60) as other:
+                        other.board.finish(crew.worker, TrialState.FAIL)
+                        crew._beat()  # it is alive after all
+                        more = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
+                        run_trials(study, more, StudySettings(n_trials=1), lambda trial: None, crew=other)
+                return super().compare(*arguments)  # type: ignore[arg-type]
+
+        objective = Objective(Stolen({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
+        finished: list[int] = []
+        run_trials(study, objective, StudySettings(n_trials=1), lambda t: finished.append(t.number), crew=crew)
+    states = [trial.state for trial in study.trials]
+    assert sorted(states) == sorted([TrialState.FAIL, TrialState.COMPLETE])
+    assert finished == []
