@@ -161,7 +161,7 @@ class Sweep:
         predictor, bridged = predictions.predictor, predictions.bridged
         bounds = None if predictor is None else BoundEstimator(predictor, bridged)
         with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
-            parts = self.bench, predictions.space, self.tune, plan.measuring, plan.seed, bar.refresh, bounds
+            parts = self.bench, predictions.space, self.tune, plan.measuring, plan.seed, self.view.after(bar.refresh), bounds
             objective = Objective(*parts, self.first_prompt, plan.backend.figures)
 
             def on_trial(trial: optuna.trial.FrozenTrial) -> None:
@@ -209,6 +209,7 @@ class Sweep:
             def on_prompt() -> None:
                 check()
                 bar.update()
+                self.view.refresh()
 
             return measure_finals(
                 self.study, self.bench, self.held_out, measuring, self.plan.seed, self.folder, on_prompt, trained
@@ -255,7 +256,7 @@ class Sweep:
             similar = predictor.similar_masks(plan.space.skippable)
             empty = [other for other in bridged if other.bridge_spec.bridge == "none"]
             filled = [other for other in bridged if other not in empty]
-            return propose_all(predictor, plan.space, settings, bar.update, similar, filled, empty)
+            return propose_all(predictor, plan.space, settings, self.view.after(bar.update), similar, filled, empty)
 
     def _space_with_costs(self, predictor: ScanPredictor | None) -> SearchSpace:
         """Return the space with the costs of verification and drafting.

@@ -20,6 +20,7 @@ _OPTIONS = (
     *("--hide-scrollbars", "--mute-audio", "--no-first-run", "--disable-background-networking", "--disable-sync"),
 )
 _SECONDS = 60.0
+_KEYS = {"Enter": 13, "Escape": 27}
 
 
 class Browser:
@@ -63,15 +64,15 @@ class Browser:
         os.close(self._write)
         self._profile.cleanup()
 
-    def open(self, page: Path, width: int, height: int = 900, touch: bool = False) -> None:
-        """Load a page from the disk in a window of a width, in CSS pixels, as on a phone if it is touched."""
+    def open(self, page: Path | str, width: int, height: int = 900, touch: bool = False) -> None:
+        """Load a page from the disk, or of an address, in a window of a width, in CSS pixels, as on a phone if touched."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
         self._call("Emulation.setTouchEmulationEnabled", enabled=touch)
         self.problems.clear()
         self.requests.clear()
         self._events.clear()
-        self._call("Page.navigate", url=page.resolve().as_uri())
-        while "Page.loadEventFired" not in self._events:
+        moved = self._call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
+        while "loaderId" in moved and "Page.loadEventFired" not in self._events:  # none for a place on the same page
             self._receive()
 
     def evaluate(self, expression: str) -> Any:
@@ -80,9 +81,23 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def wait_for(self, expression: str) -> Any:
+        """Return the value of an expression on the page as soon as it is true."""
+        end = time.monotonic() + _SECONDS
+        while not (value := self.evaluate(expression)):
+            assert time.monotonic() < end, f"never true: {expression}"
+            time.sleep(0.05)
+        return value
+
     def point(self, x: float, y: float) -> None:
         """Move the mouse to a place of the window, in CSS pixels."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def type(self, text: str, key: str) -> None:
+        """Type a text into the element that has the focus, and press a key, such as Enter."""
+        self._call("Input.insertText", text=text)
+        for kind in ("keyDown", "keyUp"):
+            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS[key])
 
     def screenshot(self, path: Path) -> None:
         """Save a picture of the whole page."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import optuna
 from numpy.typing import NDArray
 
+from searches.app.checks import InputError
 from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.report.html_report import FAILED, INTERRUPTED, RUNNING, Page, write_page
 from searches.report.study_report import study_notes
@@ -49,6 +50,15 @@ class LiveView:
         if time.monotonic() - self._written >= _SECONDS:
             self._write(RUNNING)
 
+    def after(self, step: Callable[[], object]) -> Callable[[], None]:
+        """Return a function that takes a step, such as that of a progress bar, and then keeps the page up to date."""
+
+        def taken() -> None:
+            step()
+            self.refresh()
+
+        return taken
+
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
         """State on the page that a block was interrupted or failed, if it raises."""
@@ -57,17 +67,21 @@ class LiveView:
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 self._stage = ""
-                if not self._crew.others():
-                    self._write(INTERRUPTED if is_interrupt(error) else FAILED)
+                if self._crew.others():
+                    pass
+                elif is_interrupt(error):
+                    self._write(INTERRUPTED, "Interrupted: the same command continues.")
+                else:  # the text of a foreign error may hold anything, such as a database's password
+                    why = str(error) if isinstance(error, InputError) else type(error).__name__
+                    self._write(FAILED, f"It ended with an error: {why}")
             raise
 
     @defer_interrupt()
-    def _write(self, state: str) -> None:
+    def _write(self, state: str, reason: str = "") -> None:
         self._written = time.monotonic()
         if not self._crew.leads():
             return
         notes = study_notes(self._study, None)
+        page = Page(self._layers, self._trials, notes, state, self._stage, reason, singles=self.singles)
         with contextlib.suppress(OSError):
-            write_page(
-                self._path, self._study, Page(self._layers, self._trials, notes, state, self._stage, None, self.singles)
-            )
+            write_page(self._path, self._study, page)

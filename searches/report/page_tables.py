@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,16 @@ from searches.report.study_report import best_trials, finals_rows
 from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration
 from searches.study.study import SETTINGS, finished
+from searches.tracking.names import FIGURES
 
+_LOAD = {
+    "throughput": ("throughput", "{:.1f}", 1.0),
+    "tpot_p50": ("per token p50", "{:.1f} ms", 1000.0),
+    "tpot_p95": ("per token p95", "{:.1f} ms", 1000.0),
+    "ttft_p50": ("first token p50", "{:.0f} ms", 1000.0),
+    "ttft_p95": ("first token p95", "{:.0f} ms", 1000.0),
+}
+"""Title, format and factor of the figures of an engine that the table of trials shows, where there are any."""
 _LONG = ("95 % interval", "output", "verdict")  # values that a narrow screen shows in lines of their own
 _CODE = """import layerskip
 
@@ -62,11 +72,16 @@ def _outcome(finals: Finals, finalist: Finalist) -> str:
 
 def best_table(study: optuna.Study) -> str:
     """Return the table of the best trials; an empty text if none was measured to the end."""
-    rows = []
-    for trial in best_trials(finished(study)):
-        figures = trial.user_attrs["measurement"]
+    rows, trials = [], best_trials(finished(study))
+    loaded = [name for name in _LOAD if any(name in trial.user_attrs.get(FIGURES, {}) for trial in trials)]
+    for trial in trials:
+        figures, load = trial.user_attrs["measurement"], trial.user_attrs.get(FIGURES, {})
         row = {"configuration": configuration(trial).label(), "trial": str(trial.number), "speedup": f"{trial.value:.3f}"}
-        rows.append(row | _rates(figures))
+        row |= _rates(figures)
+        for name in loaded:
+            title, shown, factor = _LOAD[name]
+            row[title] = shown.format(factor * load[name]) if name in load else ""
+        rows.append(row)
     return _table(rows) if rows else ""
 
 
@@ -88,17 +103,21 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
-def usage(study: optuna.Study, finals: Finals | None, path: Path) -> str:
-    """Return how the winner is used, or when there will be one; ``path`` is that of the page."""
-    if finals is None:
-        return "<p>The finals follow the last trial. They choose the winner and write best.json.</p>"
+def usage(study: optuna.Study, finals: Finals, path: Path) -> str:
+    """Return how the winner is used; ``path`` is that of the page."""
     if finals.winner.config.kind == "none":
         return "<p>Plain decoding wins: use the model as it is. best.json holds the evidence.</p>"
     settings, export = study.user_attrs.get(SETTINGS, {}), str(path.with_name("best.json"))
-    target = str(settings.get("target.path") or settings.get("target.name") or "the searched model")
-    code = html.escape(_CODE.format(target=target, export=export))
-    return (
-        f"<p>best.json holds {html.escape(finals.winner.config.label())}.</p><pre><code>{code}</code></pre>"
-        "<p>Check it on another day, with the overrides of the search for target and prompts:</p>"
-        f"<pre><code>python -m searches.verify {html.escape(export)}</code></pre>"
-    )
+    parts = [f"<p>best.json holds {html.escape(finals.winner.config.label())}.</p>"]
+    if (engine := settings.get("backend.name")) is None:
+        target = str(settings.get("target.path") or settings.get("target.name") or "the searched model")
+        parts += [_block(_CODE.format(target=target, export=export)), "<p>Commands of other engines:</p>"]
+    else:
+        parts.append(f"<p>It was measured with {html.escape(str(engine))}. Commands of engines:</p>")
+    parts.append(_block(f"python -m searches.export {shlex.quote(export)}"))
+    parts.append("<p>Check it on another day, with the overrides of the search for target and prompts:</p>")
+    return "".join([*parts, _block(f"python -m searches.verify {shlex.quote(export)}")])
+
+
+def _block(code: str) -> str:
+    return f"<pre><code>{html.escape(code)}</code></pre>"

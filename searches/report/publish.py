@@ -8,7 +8,7 @@ from pathlib import Path
 
 import optuna
 
-from layerskip import Export, PromptSet, SkipMask
+from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.attachments import attached_folders
 from layerskip.models.environment import environment
 from searches.app.retry import Retry
@@ -19,9 +19,9 @@ from searches.predict.stability import SeedStability, seed_stability
 from searches.report.html_report import FINISHED, Page, write_page
 from searches.report.live import PAGE
 from searches.report.study_plots import draw
-from searches.report.study_report import search_seconds, study_notes, summary, verdict
+from searches.report.study_report import best_trials, search_seconds, study_notes, summary, verdict
 from searches.study.finals import Finals
-from searches.study.leaderboard import ranking
+from searches.study.leaderboard import configuration, ranking
 from searches.study.plan import Plan
 from searches.study.study import SETTINGS, finished
 from searches.tracking.tracker import Tracker
@@ -63,14 +63,15 @@ def publish(
     write_page(folder / PAGE, study, page)
     if log:
         results = {"search_seconds": seconds, "trials": len(finished(study))}
-        Retry("tracking.uri: the store")(partial(_log, finals, results, tracker, folder))
+        winner = winning_trial(study, finals.winner.config)
+        Retry("tracking.uri: the store")(partial(_log, finals, winner, results, tracker, folder))
     print(text)
     print(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
     print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
 
 
-def _log(finals: Finals, results: Mapping[str, float], tracker: Tracker, folder: Path) -> None:
-    """Log the files and the figures of a finished study."""
+def _log(finals: Finals, winner: int | None, results: Mapping[str, float], tracker: Tracker, folder: Path) -> None:
+    """Log the files and the figures of a finished study, and its winner with the trial that stands for it."""
     for name in ("report.md", "report.png", PAGE, "best.json"):
         tracker.log_file(folder / name)
     for place in attached_folders(folder / "best.json"):
@@ -79,7 +80,7 @@ def _log(finals: Finals, results: Mapping[str, float], tracker: Tracker, folder:
     names = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")
     metrics = {f"held_out_{name}": finals.winner.held_out[name] for name in names}
     tracker.log(tracker.run_id, {**metrics, **results})
-    tracker.tag({"winner": finals.winner.config.label(), "verdict": verdict(finals)})
+    tracker.conclude(finals.winner.config.label(), verdict(finals), winner)
 
 
 def _export(finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet, seconds: float, run_id: str) -> Export:
@@ -89,6 +90,21 @@ def _export(finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet
     winner, where = finals.winner, environment(plan.target) | described(plan.backend, plan.load)
     evidence = dict(winner.held_out) | measured
     return Export(Export.describe(plan.target), winner.config, plan.sampling, evidence, where, search=search)
+
+
+def winning_trial(study: optuna.Study, winner: SpeculativeConfig) -> int | None:
+    """Return the trial that stands for the winner: the fastest with its configuration.
+
+    Bridges that were trained for the finals were in no trial. The fastest with the same drafters and masks stands for them.
+    """
+    measured = best_trials(finished(study), len(study.trials))  # fastest first
+    same = [trial for trial in measured if configuration(trial) == winner]
+    alike = [trial for trial in measured if _drafts_with(configuration(trial)) == _drafts_with(winner)]
+    return next((trial.number for trial in same or alike), None)
+
+
+def _drafts_with(config: SpeculativeConfig) -> list[tuple[str, str]]:
+    return [(part.kind, part.mask) for part in config.members or (config,)]
 
 
 def _compare_seeds(study: optuna.Study, plan: Plan, folder: Path, predictor: ScanPredictor | None) -> SeedStability | None:

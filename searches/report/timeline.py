@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from searches.report.charts import Figure, layout, wrapped
+from searches.report.drawing import GREY, INK, Figure, layout, shortened, wrapped
 from searches.report.trial_points import COLORS, OTHER
 from searches.study.leaderboard import FINISHED, configuration
-from searches.tracking.names import WORKER
+from searches.study.requeue import DUPLICATE_OF
+from searches.tracking.names import ENGINE_FAILED, RETRY_OF, WORKER
 
 _LEAST_PAUSE = 60.0  # seconds without a trial that are cut out, and at least this share of the time with trials:
 _PAUSE_SHARE = 0.1
 _ONE_LANE = "trials"
-_UNFINISHED = "#9aa3af"
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+_FAILED = "engine failed"
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,30 @@ class Span:
     seconds: float
 
     @property
+    def lane(self) -> str:
+        """The worker that ran it."""
+        return str(self.trial.user_attrs.get(WORKER, _ONE_LANE))
+
+    @property
     def end(self) -> datetime:
         """Its end."""
         return self.start + timedelta(seconds=self.seconds)
 
     @property
-    def lane(self) -> str:
-        """The worker that ran it, as plotly shows text."""
-        return html.escape(str(self.trial.user_attrs.get(WORKER, _ONE_LANE)))
+    def killed(self) -> bool:
+        """True if it was interrupted without a trace of its end."""
+        return self.trial.state == TrialState.FAIL and not self.seconds
+
+    @property
+    def kind(self) -> str:
+        """Its drafter."""
+        return configuration(self.trial).kind if "config" in self.trial.user_attrs else "not sampled"
+
+    @property
+    def outcome(self) -> str:
+        """The way it ended: the name of its state, or that the engine failed."""
+        failed = str(self.trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
+        return _FAILED if failed else self.trial.state.name.lower()
 
 
 def timeline(trials: Sequence[FrozenTrial], now: datetime) -> Figure | None:
@@ -54,46 +72,89 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> Figure | None:
         trials: finished, failed and running ones.
         now: the end of running trials, with a time zone.
     """
-    spans = sorted((span for trial in trials if (span := _span(trial, now)) is not None), key=lambda span: span.start)
+    spans = _spans(trials, now)
     if not spans:
         return None
     offsets, pauses = _cut_pauses(spans)
     total = max(offset + span.seconds for offset, span in zip(offsets, spans, strict=True))
     unit, name = next((unit, name) for least, unit, name in _UNITS if total >= least)
-    lanes = sorted({span.lane for span in spans})
     axes = layout(f"{name} in which trials ran", "")
-    axes |= {"barmode": "overlay", "bargap": 0.3, "height": 120 + 34 * len(lanes)}
-    axes["yaxis"] |= {"type": "category", "categoryarray": lanes[::-1], "categoryorder": "array", "fixedrange": True}
-    axes["yaxis"]["showticklabels"] = lanes != [_ONE_LANE]
+    axes |= {"barmode": "overlay", "annotations": []}
     axes["xaxis"]["range"] = [-0.01 * total / unit, 1.02 * total / unit or 1.0]
+    _set_lanes(axes, spans)
     for offset, seconds in pauses:
         at = offset / unit
         axes["shapes"].append({"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": at, "x1": at})
-        axes["shapes"][-1]["line"] = {"color": "#111827", "width": 1, "dash": "dash"}
-        axes.setdefault("annotations", []).append(
-            {"x": at, "yref": "paper", "y": 1, "yanchor": "bottom", "text": _duration(seconds), "showarrow": False}
-        )
-    axes["margin"]["t"] = 28 if pauses else 10
-    placed = list(zip(offsets, spans, strict=True))
-    groups = sorted({(_kind(span.trial), span.trial.state) for span in spans}, key=str)
-    data = [
-        _bars([(at, s) for at, s in placed if (_kind(s.trial), s.trial.state) == group], *group, unit) for group in groups
-    ]
-    return {"data": data, "layout": axes}
+        axes["shapes"][-1]["line"] = {"color": INK, "width": 1, "dash": "dash"}
+        note = {"x": at, "yref": "paper", "y": 1, "yanchor": "bottom", "text": _duration(seconds), "showarrow": False}
+        axes["annotations"].append(note | {"xanchor": "right" if 2 * offset > total else "left"})
+    axes["margin"] |= {"t": 28 if pauses else 10, "l": 12}
+    begins = {span.trial.number: offset / unit for offset, span in zip(offsets, spans, strict=True)}
+    groups = sorted({(span.kind, span.outcome) for span in spans if not span.killed})
+    bars = [_bars([s for s in spans if (s.kind, s.outcome) == group and not s.killed], begins, unit) for group in groups]
+    return {"data": [*_takeovers(spans, begins, unit), *bars, *_crosses(spans, begins)], "layout": axes}
 
 
-def _span(trial: FrozenTrial, now: datetime) -> Span | None:
-    """Return the time of a trial; None if it has not started."""
-    start = trial.datetime_start
-    if start is None:
-        return None
-    start = start.astimezone()  # Optuna's times have no zone in some versions and storages: they are local ones
-    seconds = trial.user_attrs.get("seconds")
-    if seconds is None and trial.state in FINISHED and trial.datetime_complete is not None:
-        seconds = (trial.datetime_complete.astimezone() - start).total_seconds()
-    if trial.state == TrialState.RUNNING:
-        seconds = (now - start).total_seconds()
-    return Span(trial, start, max(0.0, float(seconds or 0.0)))
+def timeline_notes(trials: Sequence[FrozenTrial], now: datetime) -> str:
+    """Return what the timeline shows besides finished trials; the arguments are those of :func:`timeline`."""
+    spans = _spans(trials, now)
+    outcomes, numbers = {span.outcome for span in spans}, {span.trial.number for span in spans}
+    sentences = {
+        "Faint: stopped early or not run.": TrialState.PRUNED.name.lower() in outcomes,
+        "Hatched: the engine failed.": _FAILED in outcomes,
+        "Grey: running.": TrialState.RUNNING.name.lower() in outcomes,
+        "Grey with a frame: interrupted.": any(s.trial.state == TrialState.FAIL and not s.killed for s in spans),
+        "Cross: killed.": any(span.killed for span in spans),
+        "Dotted: to the trial that took over.": any(s.trial.user_attrs.get(RETRY_OF) in numbers for s in spans),
+        "Dashed: a pause that is cut out.": bool(spans and _cut_pauses(spans)[1]),
+    }
+    return " ".join(sentence for sentence, holds in sentences.items() if holds)
+
+
+def _spans(trials: Sequence[FrozenTrial], now: datetime) -> list[Span]:
+    """Return the times of the trials that have started, in the order of their starts.
+
+    Trials whose configuration another worker measured at that moment are left out.
+    """
+    spans = []
+    for trial in trials:
+        start = trial.datetime_start
+        if start is None or DUPLICATE_OF in trial.user_attrs:
+            continue
+        start = start.astimezone()  # Optuna's times have no zone in some versions and storages: they are local ones
+        seconds = trial.user_attrs.get("seconds")
+        if seconds is None and trial.state in FINISHED and trial.datetime_complete is not None:
+            seconds = (trial.datetime_complete.astimezone() - start).total_seconds()
+        if trial.state == TrialState.RUNNING:
+            seconds = (now - start).total_seconds()
+        spans.append(Span(trial, start, max(0.0, float(seconds or 0.0))))
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _set_lanes(axes: dict[str, Any], spans: Sequence[Span]) -> None:
+    """Give each worker a lane. Names lie in the lanes, as a phone has no place beside."""
+    lanes = sorted({span.lane for span in spans}, key=_natural, reverse=True)
+    axes["yaxis"] |= {"type": "category", "categoryarray": lanes, "categoryorder": "array", "fixedrange": True}
+    axes["yaxis"] |= {"showticklabels": False, "range": [-0.5, len(lanes) - 0.4]}
+    axes["height"] = 110 + 46 * len(lanes)
+    if lanes != [_ONE_LANE]:
+        axes["annotations"] += [
+            {
+                "xref": "paper",
+                "x": 0,
+                "xanchor": "left",
+                "y": place + 0.4,
+                "showarrow": False,
+                "text": shortened(lane),
+                "font": {"size": 12},
+            }
+            for place, lane in enumerate(lanes)
+        ]
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders numbers in a text by value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def _cut_pauses(spans: Sequence[Span]) -> tuple[list[float], list[tuple[float, float]]]:
@@ -119,32 +180,62 @@ def _cut_pauses(spans: Sequence[Span]) -> tuple[list[float], list[tuple[float, f
     return offsets, pauses
 
 
-def _bars(placed: Sequence[tuple[float, Span]], kind: str, state: TrialState, unit: float) -> dict[str, Any]:
-    """Return the bars of the trials of one kind and state."""
-    done = state in FINISHED
+def _bars(spans: Sequence[Span], begins: Mapping[int, float], unit: float) -> dict[str, Any]:
+    """Return the bars of the trials of one kind and outcome."""
+    kind, outcome, state = spans[0].kind, spans[0].outcome, spans[0].trial.state
     marker: dict[str, Any] = {
-        "color": COLORS.get(kind, OTHER) if done else _UNFINISHED,
+        "color": COLORS.get(kind, OTHER) if state in FINISHED else GREY,
         "line": {"color": "#ffffff", "width": 0.5},
     }
-    if state == TrialState.PRUNED:
+    if outcome == _FAILED:
+        marker["pattern"] = {"shape": "x", "size": 5, "fgcolor": INK}
+    elif state == TrialState.PRUNED:
         marker["opacity"] = 0.45
-    elif not done:
-        marker["line"] = {"color": "#111827", "width": 1}  # a killed trial has no length
+    elif state == TrialState.FAIL:
+        marker["line"] = {"color": INK, "width": 1}
     return {
         "type": "bar",
         "orientation": "h",
-        "name": f"{html.escape(kind.replace('_', ' '))}, {state.name.lower()}",
-        "base": [offset / unit for offset, _ in placed],
-        "x": [span.seconds / unit for _, span in placed],
-        "y": [span.lane for _, span in placed],
+        "width": 0.45,
+        "name": f"{html.escape(kind.replace('_', ' '))}, {outcome}",
+        "base": [begins[span.trial.number] for span in spans],
+        "x": [span.seconds / unit for span in spans],
+        "y": [span.lane for span in spans],
         "marker": marker,
         "hoverinfo": "text",
-        "hovertext": [_describe(span) for _, span in placed],
+        "hovertext": [_describe(span) for span in spans],
     }
 
 
-def _kind(trial: FrozenTrial) -> str:
-    return configuration(trial).kind if "config" in trial.user_attrs else "not sampled"
+def _crosses(spans: Sequence[Span], begins: Mapping[int, float]) -> list[dict[str, Any]]:
+    """Return a marker at the start of each killed trial, whose end is unknown."""
+    killed = [span for span in spans if span.killed]
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "killed",
+        "x": [begins[span.trial.number] for span in killed],
+        "y": [span.lane for span in killed],
+        "marker": {"symbol": "x", "size": 11, "color": INK, "line": {"color": "#ffffff", "width": 1}},
+        "text": [_describe(span) for span in killed],
+        "hoverinfo": "text",
+    }
+    return [trace] if killed else []
+
+
+def _takeovers(spans: Sequence[Span], begins: Mapping[int, float], unit: float) -> list[dict[str, Any]]:
+    """Return lines from interrupted trials to the trials that tried their choices again."""
+    known = {span.trial.number: span for span in spans}
+    x: list[float | None] = []
+    y: list[str | None] = []
+    for span in spans:
+        before = known.get(span.trial.user_attrs.get(RETRY_OF, -1))
+        if before is not None:
+            x += [begins[before.trial.number] + before.seconds / unit, begins[span.trial.number], None]
+            y += [before.lane, span.lane, None]
+    line = {"color": INK, "width": 1.5, "dash": "dot"}
+    trace = {"type": "scatter", "mode": "lines", "name": "taken over", "x": x, "y": y, "line": line, "hoverinfo": "skip"}
+    return [trace] if x else []
 
 
 _STATES = {
@@ -160,7 +251,10 @@ def _describe(span: Span) -> str:
     lines = [f"<b>trial {trial.number}</b>{_STATES.get(trial.state, '')}"]
     if "config" in trial.user_attrs:
         lines.append(wrapped(configuration(trial).label()))
-    lines.append(f"{span.start:%Y-%m-%d %H:%M:%S}, {_duration(span.seconds) if span.seconds else 'killed'}")
+    lines.append(f"{span.start:%Y-%m-%d %H:%M:%S}, {'killed' if span.killed else _duration(span.seconds)}")
+    lines += [wrapped(f"on {trial.user_attrs[WORKER]}")] if WORKER in trial.user_attrs else []
+    if RETRY_OF in trial.user_attrs:
+        lines.append(f"takes over trial {trial.user_attrs[RETRY_OF]}")
     if "reason" in trial.user_attrs:
         lines.append(wrapped(str(trial.user_attrs["reason"])))
     return "<br>".join(lines)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.mask import count_skipped
 from searches.study.leaderboard import configuration, is_lossless
-from searches.tracking.names import PREDICTED
+from searches.tracking.names import FIGURES, PREDICTED
 
 COLORS = {
     "none": "#666666",
@@ -42,6 +42,7 @@ class Point:
         complete: whether it was measured to the end.
         figures: of its measurement, as :meth:`layerskip.Measurement.to_dict` returns them.
         predicted: the speedup that was predicted before it ran; None without a prediction.
+        load: throughput and latencies that the back end reports; empty for this library's decoder.
     """
 
     trial: int
@@ -49,6 +50,7 @@ class Point:
     complete: bool
     figures: dict[str, Any]
     predicted: float | None
+    load: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def speedup(self) -> float:
@@ -70,6 +72,7 @@ def points(trials: Iterable[FrozenTrial]) -> list[Point]:
             trial.state == TrialState.COMPLETE,
             trial.user_attrs["measurement"],
             trial.user_attrs.get(PREDICTED),
+            trial.user_attrs.get(FIGURES, {}),
         )
         for trial in trials
         if "measurement" in trial.user_attrs

@@ -11,13 +11,12 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from searches.app.interrupt import defer_interrupt
+from searches.tracking.names import RETRY_OF
 from searches.workers.alone import ALONE, Workers
 from searches.workers.board import Look
 
 DUPLICATE_OF = "duplicate_of"
 """User attribute of a failed trial: the number of the running trial that measured the same configuration."""
-
-_RETRY_OF = "retry_of"
 
 
 def requeue_unfinished(study: optuna.Study, crew: Workers = ALONE) -> None:
@@ -40,7 +39,7 @@ def repair(study: optuna.Study, crew: Workers, trials: Sequence[FrozenTrial], lo
             finish_trial(study, trial.number, TrialState.FAIL)
         return True
     found = False
-    again = {trial.user_attrs.get(_RETRY_OF) for trial in trials}
+    again = {trial.user_attrs.get(RETRY_OF) for trial in trials}
     for trial in trials:
         if trial.state == TrialState.FAIL and trial.number not in again and DUPLICATE_OF not in trial.user_attrs:
             # A trial that was killed while it was sampled has only its enqueued parameters.
@@ -53,8 +52,8 @@ def repair(study: optuna.Study, crew: Workers, trials: Sequence[FrozenTrial], lo
 
 def _retry(study: optuna.Study, number: int, choices: dict[str, Any]) -> None:
     """Queue the choices of a failed trial, unless a worker that was killed then did it."""
-    if all(trial.user_attrs.get(_RETRY_OF) != number for trial in study.get_trials(deepcopy=False)):
-        study.enqueue_trial(choices, user_attrs={_RETRY_OF: number})
+    if all(trial.user_attrs.get(RETRY_OF) != number for trial in study.get_trials(deepcopy=False)):
+        study.enqueue_trial(choices, user_attrs={RETRY_OF: number})
 
 
 @defer_interrupt()

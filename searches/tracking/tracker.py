@@ -20,11 +20,12 @@ from typing import Any
 from mlflow.entities import Metric, Param, Run, RunTag
 from optuna.trial import FrozenTrial
 
-from layerskip import SpeculativeConfig, mask
+from layerskip import SpeculativeConfig
 from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.app.retry import Retry, is_unreachable
 from searches.tracking.experiment import open_experiment
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, FIGURES, PREDICTED
+from searches.tracking.parameters import parameters
 
 _METRICS = (
     "tokens_per_second",
@@ -44,6 +45,9 @@ _BATCH = 999  # metrics per batch: a store takes at most 1000, and this divides 
 _PARAMS = 100  # parameters per batch: a store takes no more
 _RETRIES = "2"  # of a request; with MLflow's own number, a trial would wait minutes for a server that is gone
 _LARGEST = 1e300  # stores turn larger numbers into others
+_NAME = 250  # characters of a run's name: a store takes no more
+_NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
+_BEST = "best"
 
 
 class Tracker:
@@ -146,9 +150,8 @@ class Tracker:
         }
         if "reason" in trial.user_attrs:
             tags["reason"] = trial.user_attrs["reason"]
-        run = self._client.create_run(
-            self._experiment, _milliseconds(trial.datetime_start), tags, run_name=f"trial {trial.number}"
-        )
+        name = f"{trial.number} {tags['config']}"[:_NAME]
+        run = self._client.create_run(self._experiment, _milliseconds(trial.datetime_start), tags, run_name=name)
         metrics = {name: measurement[name] for name in _METRICS if name in measurement} | trial.user_attrs.get(FIGURES, {})
         if trial.user_attrs.get(PREDICTED) is not None:
             metrics[PREDICTED] = trial.user_attrs[PREDICTED]
@@ -156,7 +159,7 @@ class Tracker:
         metrics[DRIFTED] = trial.user_attrs.get(DRIFTED, 0)
         for position, rate in enumerate(measurement.get("acceptance_by_position", ())):
             metrics[f"acceptance_at_{position + 1:02d}"] = rate
-        self.log(run.info.run_id, metrics, _summary(config) | self._params)
+        self.log(run.info.run_id, metrics, parameters(config) | self._params)
         if "table" in trial.user_attrs:
             self._client.log_table(run.info.run_id, trial.user_attrs["table"], "prompts.json")
         if ENGINE_LOG in trial.user_attrs:
@@ -224,6 +227,22 @@ class Tracker:
         self._client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
 
     @defer_interrupt()
+    def conclude(self, winner: str, sentence: str, trial: int | None) -> None:
+        """Write the result of a finished study: tags and the description of its run, and the tag ``best`` of the winner's.
+
+        Args:
+            winner: its configuration.
+            sentence: the verdict.
+            trial: the number of the trial that stands for the winner; None if no trial does. Earlier winners lose the tag.
+        """
+        self.tag({"winner": winner, "verdict": sentence, _NOTE: sentence})
+        for run in self._search(f"tags.study_id = '{self._identity}' and tags.{_BEST} = 'true'"):
+            self._client.delete_tag(run.info.run_id, _BEST)
+        if trial is not None:
+            for run in self._search(f"tags.study_id = '{self._identity}' and tags.trial_number = '{trial}'"):
+                self._client.set_tag(run.info.run_id, _BEST, "true")
+
+    @defer_interrupt()
     def log_text(self, text: str, name: str) -> None:
         """Log a text as an artifact of the study's run."""
         self._client.log_text(self.run_id, text, name)
@@ -258,20 +277,6 @@ class Tracker:
             runs += page
             if not (token := page.token):
                 return runs
-
-
-def _summary(config: SpeculativeConfig) -> dict[str, str]:
-    """Return the parameters of a configuration. MLflow's plots cut long labels, so the mask is counted here, and a tag."""
-    fields = {key: value for key, value in config.to_dict().items() if key not in ("mask", "stop", "members")}
-    for place, member in enumerate(config.members):
-        fields |= {f"member_{place}_{key}": value for key, value in _summary(member).items()}
-    if config.kind == "layer_skip":
-        fields["skipped_attention"], fields["skipped_mlp"] = mask.count_skipped(config.mask)
-    if "stop" in config.to_dict():
-        fields |= {"stop": config.stop.kind}
-        if config.stop.kind != "length":
-            fields["threshold"] = config.stop.threshold
-    return {key: str(value) for key, value in fields.items()}
 
 
 def _milliseconds(moment: Any) -> int | None:

@@ -91,7 +91,9 @@ def test_a_trials_run_logs_its_results(done: Path) -> None:
     client = MlflowClient(sqlite(done))
     for run in runs(sqlite(done), "trial"):
         trial = study.trials[int(run.data.tags["trial_number"])]
-        assert run.data.params["kind"] == trial.user_attrs["config"]["kind"]
+        config = layerskip.SpeculativeConfig.from_dict(trial.user_attrs["config"])
+        assert run.info.run_name == f"{trial.number} {config.label()}"
+        assert {"drafter", "draft_length"} <= run.data.params.keys()
         if "measurement" not in trial.user_attrs:  # a pruned suggestion
             assert run.data.tags["reason"] == trial.user_attrs["reason"]
             continue
@@ -99,18 +101,22 @@ def test_a_trials_run_logs_its_results(done: Path) -> None:
         needed = {"tokens_per_second", "acceptance_rate", "tokens_per_round", "peak_memory_bytes", "seconds"}
         assert needed <= run.data.metrics.keys()
         assert run.data.tags["losslessness"] == "exact"
-        if run.data.params["kind"] == "layer_skip":
+        if config.kind == "layer_skip":
             assert run.data.tags["mask"] == trial.user_attrs["config"]["mask"]
             assert "skipped_attention" in run.data.params
         stop = trial.user_attrs["config"].get("stop")
-        assert run.data.params.get("stop") == (stop and stop["kind"])
-        assert run.data.params.get("threshold") == (str(stop["threshold"]) if stop and stop["kind"] != "length" else None)
+        assert run.data.params.get("with_stop") == (stop and stop["kind"])
+        threshold = str(stop["threshold"]) if stop and stop["kind"] != "length" else None
+        assert run.data.params.get("with_threshold") == threshold
         assert run.data.params["measure.max_new_tokens"] == "8"
         assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["prompts.json"]
     parent = runs(sqlite(done), "study")[0]
     names = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
     assert {"config.yaml", "report.md", "report.png", "report.html", "best.json"} <= names
     assert {"prompts_digest", "device", "versions", "git_commit"} <= parent.data.tags.keys()
+    assert parent.data.tags["mlflow.note.content"] in (done / "one" / "report.md").read_text(encoding="utf-8")
+    (best,) = [run for run in runs(sqlite(done), "trial") if run.data.tags.get("best") == "true"]
+    assert best.data.tags["config"] == parent.data.tags["winner"]
 
 
 def test_a_finished_study_is_not_run_again_and_more_trials_extend_it(done: Path, tiny_folder: Path, launch: Launch) -> None:

@@ -12,6 +12,7 @@ import optuna
 import pytest
 from optuna.trial import create_trial
 
+from searches.app.checks import InputError
 from searches.report import charts
 from searches.report.html_report import FINISHED, Page, write_page
 from searches.report.live import LiveView
@@ -159,13 +160,30 @@ def test_a_running_study_is_written_at_most_once_a_minute(tmp_path: Path, monkey
     path.unlink()
     view.refresh()
     assert not path.exists()
+    steps: list[int] = []
+    step = view.after(lambda: steps.append(1))
+    step()
+    assert steps == [1]
+    assert not path.exists()
+    now += 60.0
+    step()
+    assert path.exists()
 
 
-@pytest.mark.parametrize(("error", "state"), [(KeyboardInterrupt(), "interrupted"), (ValueError(), "failed")])
-def test_a_study_that_ends_early_says_so(error: BaseException, state: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "state", "why"),
+    [
+        (KeyboardInterrupt(), "interrupted", "Interrupted: the same command continues."),
+        (InputError("backend: out of memory"), "failed", "It ended with an error: backend: out of memory"),
+        (ValueError("a password"), "failed", "It ended with an error: ValueError"),
+    ],
+)
+def test_a_study_that_ends_early_says_why(error: BaseException, state: str, why: str, tmp_path: Path) -> None:
     study = run_known(Known({lookup(4): 1.5}), lookup(4))
     with pytest.raises(type(error)), LiveView(study, tmp_path, 6, 5).closing():
         raise error
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert f'<span class="badge {state}">{state}</span>' in page
+    assert f"<p>{why}</p>" in page
+    assert "a password" not in page
     assert 'http-equiv="refresh"' not in page

@@ -9,10 +9,10 @@ from typing import Any
 import optuna
 import pytest
 
-from searches.report.html_report import FINISHED, Page, write_page
+from searches.report.html_report import FAILED, FINISHED, Page, write_page
 from searches.report.study_report import study_notes
 from tests.browser import CHROMIUM, Browser
-from tests.searches.report.pages import EARLIER_LAYERS, earlier_study, known_study
+from tests.searches.report.pages import EARLIER_LAYERS, earlier_study, engine_study, known_study, workers_study
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
@@ -29,6 +29,11 @@ _CELLS = """(() => {
   chart.scrollIntoView();
   const box = chart.querySelector(".bglayer .bg, .plot").getBoundingClientRect();
   return [box.left, box.top, box.width, box.height];
+})()"""
+_OVERLAPS = """(() => {
+  const boxes = Array.from(document.querySelectorAll("#timeline .annotation")).map(note => note.getBoundingClientRect());
+  const apart = (one, other) => one.bottom <= other.top + 1 || other.bottom <= one.top + 1;
+  return boxes.filter((box, i) => boxes.slice(i + 1).some(other => !apart(box, other))).map(box => [box.top, box.bottom]);
 })()"""
 _TINY = """Array.from(document.querySelectorAll('p, td, li, .xtick text')).filter(
   element => parseFloat(getComputedStyle(element).fontSize) < 12).length"""
@@ -81,6 +86,20 @@ def test_an_earlier_study_is_drawn_with_a_point_for_each_trial(browser: Browser,
     assert browser.evaluate(_MARKS.format("history")) == len(study.trials) == 6
     assert browser.evaluate("document.querySelectorAll('#history .errorbar').length") == 6
     assert browser.evaluate("document.getElementById('skips')._fullData[0].z.map(row => row.length)") == [10, 10]
+
+
+@pytest.mark.parametrize("width", [_PHONE, _DESKTOP])
+def test_workers_and_engines_are_drawn(browser: Browser, width: int, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    study = workers_study()
+    write_page(path, study, Page(6, 8, study_notes(study, None), stage="trials"))
+    _show(browser, path, width)
+    assert browser.evaluate(_MARKS.format("timeline")) == len(study.trials) - 1  # without the duplicate
+    assert browser.evaluate(_OVERLAPS) == []
+    study = engine_study()
+    write_page(path, study, Page(6, 8, study_notes(study, None), FAILED))
+    _show(browser, path, width)
+    assert [browser.evaluate(_MARKS.format(name)) for name in ("tpot", "ttft")] == [4, 3]  # plain decoding, too
 
 
 def test_a_cell_of_the_heat_map_tells_its_layer(browser: Browser, tmp_path: Path) -> None:
