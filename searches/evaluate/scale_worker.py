@@ -9,7 +9,6 @@ import select
 import sys
 import threading
 import time
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
