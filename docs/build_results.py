@@ -695,6 +695,9 @@ def _with_eagle(head: str) -> str:
 GPUS = sorted(path.name for path in RECORDS.glob("gpu-*.json"))
 """One record per card that was measured."""
 
+SCALES = sorted(path.name for path in RECORDS.glob("scale-*.json"))
+"""The record of studies with several workers, if there is one."""
+
 SECTIONS = (
     Section(
         "SmolLM2-135M on a CPU",
@@ -873,14 +876,17 @@ SECTIONS = (
         _calibration,
         ["searches.evaluate.calibration planted.seeds=100 planted.hopeless=20 planted.close=20"],
     ),
-    Section(
-        "Workers on one study",
-        "Several processes search one simulated decoder through PostgreSQL, each with the real program; decoding sleeps."
-        " Workers are killed, servers are stopped, a disk fills up, a clock is wrong.",
-        ["scale-2-cores.json"],
-        _scale,
-        ["OMP_NUM_THREADS=1 searches.evaluate.scale"],
-        ["A killed worker is replaced at once. Each study has one more run, its own."],
+    *(
+        Section(
+            "Workers on one study",
+            "Several processes search one simulated decoder through PostgreSQL, each with the real program; decoding sleeps."
+            " Workers are killed, servers are stopped, a disk fills up, a clock is wrong.",
+            [name],
+            _scale,
+            ["OMP_NUM_THREADS=1 searches.evaluate.scale"],
+            ["A killed worker is replaced at once. Each study has one more run, its own."],
+        )
+        for name in SCALES
     ),
     Section(
         "Bridges on SmolLM2-135M",
