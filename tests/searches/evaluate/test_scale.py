@@ -108,10 +108,17 @@ def test_times_are_means_over_all_trials(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override",
-    ["only=[four]", "only=[five]", "layers=1", "scenarios.one.workers=0", "scenarios.one.kills=-1", "trial_prompts=x"],
+    ("override", "field"),
+    [
+        ("only=[four]", "scenarios.four.like"),
+        ("only=[five]", "only"),
+        ("layers=1", "layers"),
+        ("scenarios.one.workers=0", "scenarios"),
+        ("+scenarios.one.kills=-1", "scenarios"),
+        ("trial_prompts=x", "trial_prompts"),
+    ],
 )
-def test_bad_input_ends_in_one_line(override: str, tmp_path: Path, launch: Launch) -> None:
+def test_bad_input_ends_in_one_line(override: str, field: str, tmp_path: Path, launch: Launch) -> None:
     done = launch(PROGRAM, override, f"outputs={tmp_path}", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"error: {override.split('=')[0].split('.')[0]}")
+    assert done.stderr.startswith(f"error: {field}")

@@ -20,6 +20,7 @@ from searches.predict.contexts import ContextCosts, timed_contexts
 from searches.predict.preparation import ScanSettings, cost_profile
 from searches.space.search_space import SearchSpace
 from searches.sweep import Sweep
+from searches.workers.alone import ALONE
 
 MASK = SkipMask.parse("layers:0", 2)
 
@@ -101,7 +102,7 @@ def test_cascades_of_a_study_have_costs_at_the_contexts_of_its_profile(
     measuring, space = SimpleNamespace(max_new_tokens=8), SearchSpace(layers=12)
     plan = SimpleNamespace(target=tiny_target, sampling=Sampling(), seed=0, measuring=measuring, space=space)
     study, profile = optuna.create_study(), replace(_profile(192), others=(_profile(2000),))
-    sweep: Any = SimpleNamespace(plan=plan, study=study, tune=PromptSet.of(["one"]))
+    sweep: Any = SimpleNamespace(plan=plan, study=study, tune=PromptSet.of(["one"]), crew=ALONE)
     predictor: Any = SimpleNamespace(profile=profile)
     found = Sweep._space_with_costs(sweep, predictor)
     assert found.verify_cost == ((192, (1.22, 1.44, 1.66)), (2000, (1.1, 1.2, 1.3)))
