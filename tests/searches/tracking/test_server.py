@@ -83,7 +83,7 @@ def test_a_study_is_tracked_on_a_server(server: str, folder: Path, tiny_folder: 
 
 @pytest.mark.skipif(CHROMIUM is None or not PAGES.exists(), reason="needs Chromium and MLflow's pages")
 def test_the_trials_of_a_study_are_compared_by_parallel_coordinates(server: str, folder: Path) -> None:
-    tracker = Tracker(sqlite(folder), folder, "compared")
+    tracker = Tracker(None, folder, "compared")
     tracker.open_study("compared", "2", {"measure.prompts": 8}, {})
     for trial in compared_study().trials:
         tracker.record(trial)

@@ -20,7 +20,7 @@ from tests.searches.tracking.studies import CASCADE, SKIP, SPEEDUPS, compared_st
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
     """A store that holds the runs of the study."""
-    uri, tracker = sqlite(tracked(tmp_path)), Tracker(sqlite(tmp_path), tmp_path, "compared")
+    uri, tracker = sqlite(tracked(tmp_path)), Tracker(None, tmp_path, "compared")
     tracker.open_study("a study", "1", {"measure.prompts": 8}, {})
     for trial in compared_study().trials:
         tracker.record(trial)
