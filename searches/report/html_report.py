@@ -126,25 +126,29 @@ def _figures(study: optuna.Study, page: Page, now: datetime) -> dict[str, Figure
         "history": charts.history(measured),
         "acceptance": charts.acceptance(measured),
         "memory": charts.memory(measured),
-        load_charts.TOKEN: load_charts.throughput(measured, load_charts.TOKEN),
-        load_charts.FIRST: load_charts.throughput(measured, load_charts.FIRST),
         "predictions": charts.predictions(measured),
         "skips": charts.skipped_by_trials(measured, page.layers),
         "scans": charts.agreement_of_scans(page.singles),
         "timeline": timeline(study.get_trials(deepcopy=False), now),
         "held-out": charts.held_out(page.finals),
     }
+    for level in load_charts.levels(measured):
+        for latency in (load_charts.TOKEN, load_charts.FIRST):
+            drawn[f"{latency}{level}"] = load_charts.throughput(measured, latency, level)
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def _content(study: optuna.Study, page: Page, figures: Mapping[str, Figure], path: Path, now: datetime) -> str:
     """Return the cards of the page."""
-    concurrency = study.user_attrs.get(SETTINGS, {}).get("load.concurrency", 1)
-    load = f"Requests in flight: {concurrency}. {_LOAD}"
-    texts = {load_charts.TOKEN: load, load_charts.FIRST: load}
-    texts["timeline"] = timeline_notes(study.get_trials(deepcopy=False), now)
-    shown = {name: chart for name, chart in _CHARTS.items() if name in figures or name == _ALWAYS}
-    cards = [_chart(figures, name, title, text or texts[name], shape) for name, (title, text, shape) in shown.items()]
+    requests = study.user_attrs.get(SETTINGS, {}).get("load.concurrency", 1)
+    cards = []
+    for kind, (title, text, shape) in _CHARTS.items():
+        for name in [name for name in figures if name.partition("_at_")[0] == kind] or [_ALWAYS] * (kind == _ALWAYS):
+            if kind == "timeline":
+                text = timeline_notes(study.get_trials(deepcopy=False), now)
+            elif kind in (load_charts.TOKEN, load_charts.FIRST):
+                text = f"Requests in flight: {name.partition('_at_')[2] or requests}. {_LOAD}"
+            cards.append(_chart(figures, name, title, text, shape))
     finals = use = ""
     if page.finals is not None:
         use = f'<section class="card use"><h2>Use the winner</h2>{usage(study, page.finals, path)}</section>'

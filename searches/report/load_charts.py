@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from searches.report.drawing import INK, Figure, describe, front, layout, scatter
@@ -13,9 +14,16 @@ TOKEN, FIRST = "tpot", "ttft"
 """The names of latencies: of a token after the first, and until the first."""
 _TITLES = {TOKEN: "ms per token", FIRST: "ms to the first token"}
 _BASELINE = "baseline_"
+_RATE = "throughput"
 
 
-def throughput(measured: Sequence[Point], latency: str) -> Figure | None:
+def levels(measured: Sequence[Point]) -> list[str]:
+    """Return the ends of the names of the figures: one for each number of requests in flight, empty for a single one."""
+    ends = {name.removeprefix(_RATE) for point in measured for name in point.load if name.startswith(_RATE)}
+    return sorted(ends, key=lambda end: (len(end), end))
+
+
+def throughput(measured: Sequence[Point], latency: str, level: str = "") -> Figure | None:
     """Return the tokens per second of the engine against a latency, and the trials that no other one exceeds in both.
 
     A bar leads from the median to the 95th percentile. A star is plain decoding under the same load, the median of trials.
@@ -23,8 +31,10 @@ def throughput(measured: Sequence[Point], latency: str) -> Figure | None:
     Args:
         measured: the trials.
         latency: ``TOKEN`` or ``FIRST``.
+        level: one of :func:`levels`.
     """
-    known = [point for point in measured if {"throughput", f"{latency}_p50"} <= point.load.keys()]
+    under = [replace(point, load=_under(point.load, level)) for point in measured]
+    known = [point for point in under if {_RATE, f"{latency}_p50"} <= point.load.keys()]
     medians = [_milliseconds(point.load, latency) for point in known]
     further = front(known, medians, more_is_better=False, y=_throughput) + _plain(known, latency)
 
@@ -59,6 +69,11 @@ def _plain(known: Sequence[Point], latency: str) -> list[dict[str, Any]]:
             "marker": {"color": INK, "size": 13, "symbol": "star-open"},
         }
     ]
+
+
+def _under(load: Mapping[str, float], level: str) -> dict[str, float]:
+    """Return the figures under a number of requests in flight, without the end of their names."""
+    return {name.removesuffix(level): value for name, value in load.items() if name.endswith(level)}
 
 
 def _throughput(point: Point) -> float:

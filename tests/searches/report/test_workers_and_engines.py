@@ -6,8 +6,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import optuna
+
 from searches.report.html_report import Page, write_page
 from searches.report.timeline import timeline
+from searches.tracking.names import FIGURES
 from tests.searches.report.pages import engine_study, figures_of, workers_study
 
 
@@ -66,6 +69,26 @@ def test_throughput_against_latency_has_the_front_of_the_report(tmp_path: Path) 
     assert [trace["name"] for trace in figures["ttft"]["data"]] == ["prompt lookup", "Pareto front"]
     assert "Requests in flight: 8." in page
     assert 'data-name="per token p95">30.0 ms<' in page
+
+
+def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> None:
+    study = engine_study()
+    other = optuna.create_study(study_name="levels", direction="maximize")
+    for trial in study.trials:
+        load = trial.user_attrs.get(FIGURES, {})
+        several = {f"{name}_at_8": value for name, value in load.items()}
+        several |= {f"{name}_at_18": 2 * value for name, value in load.items()}
+        trial.user_attrs = trial.user_attrs | {FIGURES: several}
+        other.add_trial(trial)
+    page = _page(tmp_path, other)
+    figures = figures_of(page)
+    loads = [name for name in figures if name.startswith(("tpot", "ttft"))]
+    assert loads == ["tpot_at_8", "ttft_at_8", "tpot_at_18", "ttft_at_18"]
+    assert _trace(figures["tpot_at_8"], "prompt lookup")["y"] == [100.0, 90.0, 80.0]
+    assert _trace(figures["tpot_at_18"], "prompt lookup")["x"] == [40.0, 60.0, 20.0]
+    assert _trace(figures["tpot_at_18"], "plain decoding")["y"] == [140.0]
+    assert page.count("Requests in flight: 8.") == page.count("Requests in flight: 18.") == 2
+    assert page.index('id="tpot_at_8"') < page.index('id="tpot_at_18"') < page.index('id="timeline"')
 
 
 def test_a_study_of_this_librarys_decoder_has_no_charts_of_load(tmp_path: Path) -> None:
