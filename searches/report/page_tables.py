@@ -19,10 +19,10 @@ from searches.tracking.names import FIGURES
 
 _LOAD = {
     "throughput": ("throughput", "{:.1f}", 1.0),
-    "tpot_p50": ("per token p50", "{:.1f} ms", 1000.0),
-    "tpot_p95": ("per token p95", "{:.1f} ms", 1000.0),
-    "ttft_p50": ("first token p50", "{:.0f} ms", 1000.0),
-    "ttft_p95": ("first token p95", "{:.0f} ms", 1000.0),
+    "tpot_p50": ("ms/token p50", "{:.1f}", 1000.0),
+    "tpot_p95": ("ms/token p95", "{:.1f}", 1000.0),
+    "ttft_p50": ("ms to first p50", "{:.0f}", 1000.0),
+    "ttft_p95": ("ms to first p95", "{:.0f}", 1000.0),
 }
 """Title, format and factor of the figures of an engine that the table of trials shows, where there are any."""
 _LONG = ("95 % interval", "output", "verdict")  # values that a narrow screen shows in lines of their own

@@ -68,7 +68,7 @@ def test_throughput_against_latency_has_the_front_of_the_report(tmp_path: Path) 
     assert "95 % below 50.0" in plain["text"][0]
     assert [trace["name"] for trace in figures["ttft"]["data"]] == ["prompt lookup", "Pareto front"]
     assert "Requests in flight: 8." in page
-    assert 'data-name="per token p95">30.0 ms<' in page
+    assert 'data-name="ms/token p95">30.0<' in page
 
 
 def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> None:
