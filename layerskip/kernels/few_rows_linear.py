@@ -116,7 +116,13 @@ def multiply_on_gpu(
 
 
 def _multiply_plainly(
-    hidden: Tensor, weight: Tensor, residual: Tensor | None, gate: str, norm: str, scale: Tensor | None, epsilon: float
+    hidden: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    gate: str = "",
+    norm: str = "",
+    scale: Tensor | None = None,
+    epsilon: float = 0.0,
 ) -> Tensor:
     """Compute what the kernel does with torch's operators."""
     output = linear(hidden if scale is None else NORMS[norm](hidden, scale, epsilon), weight)
@@ -166,29 +172,11 @@ def few_rows_linear(
     return (multiply_on_gpu if passes_trial("products of few rows", kind, run) else _multiply_plainly)(*given)
 
 
-@few_rows_linear.register_kernel("cpu")
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    residual: Tensor | None = None,
-    gate: str = "",
-    norm: str = "",
-    scale: Tensor | None = None,
-    epsilon: float = 0.0,
-) -> Tensor:
-    return _multiply_plainly(hidden, weight, residual, gate, norm, scale, epsilon).contiguous()
+few_rows_linear.register_kernel("cpu")(_multiply_plainly)
 
 
 @few_rows_linear.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    residual: Tensor | None = None,
-    gate: str = "",
-    norm: str = "",
-    scale: Tensor | None = None,
-    epsilon: float = 0.0,
-) -> Tensor:
+def _(hidden: Tensor, weight: Tensor, residual: Tensor | None = None, gate: str = "", *_: Any) -> Tensor:
     return hidden.new_empty(*hidden.shape[:-1], weight.shape[0] // (2 if gate else 1))
 
 

@@ -17,15 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from searches.app.process import start_of
+
 _PREFIX = "layerskip-engine"
-_ENDED = "ZX"  # states of processes that only their parent still knows
 _ENDING_SECONDS = 5.0
 
 
 def open_log() -> IO[bytes]:
     """Return an empty file for an engine's output. It is removed already, and vanishes with the processes that hold it."""
     program = os.getpid()
-    mark = f"{_PREFIX}.{_namespace()}.{program}.{_start(program)}."
+    mark = f"{_PREFIX}.{_namespace()}.{program}.{start_of(program)}."
     log = tempfile.NamedTemporaryFile(prefix=mark, delete=False)  # noqa: SIM115  # as long as the engine
     os.unlink(log.name)
     return log
@@ -44,7 +45,7 @@ def end_orphans() -> None:
     here, orphans = _namespace(), []
     for process, mark in _marked():
         fields = mark.split(".")
-        if len(fields) > 3 and fields[1] == here and fields[2].isdigit() and _start(int(fields[2])) != fields[3]:
+        if len(fields) > 3 and fields[1] == here and fields[2].isdigit() and start_of(int(fields[2])) != fields[3]:
             orphans.append(process)
     _kill(orphans)
 
@@ -55,7 +56,7 @@ def _marked() -> Iterator[tuple[int, str]]:
         for stream in ("1", "2"):
             with contextlib.suppress(OSError):
                 name = os.path.basename(os.readlink(folder / "fd" / stream)).removesuffix(" (deleted)")
-                if name.startswith(_PREFIX) and _fields(folder)[0] not in _ENDED:
+                if name.startswith(_PREFIX) and start_of(int(folder.name)):
                     yield int(folder.name), name
                     break
 
@@ -64,20 +65,6 @@ def _kill(processes: list[int]) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
-
-
-def _start(process: int) -> str:
-    """Return when a process started, in ticks of the system; empty if it has ended."""
-    try:
-        fields = _fields(Path(f"/proc/{process}"))
-    except OSError:
-        return ""
-    return "" if fields[0] in _ENDED else fields[19]
-
-
-def _fields(process: Path) -> list[str]:
-    """Return the state of a process and what follows it in ``stat``; its name before may hold spaces and parentheses."""
-    return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 def _namespace() -> str:

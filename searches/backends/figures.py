@@ -9,6 +9,7 @@ import numpy as np
 
 from searches.backends.backend import BASELINE, CANDIDATE
 from searches.backends.client import Completion
+from searches.tracking.names import STARTUP_SECONDS
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Figures:
         """
         others = [name for name in self.startup_seconds if name != BASELINE]
         prefixes = {name: "" if name == CANDIDATE or others == [name] else f"{name}_" for name in self.startup_seconds}
-        found = {f"{prefixes[name]}startup_seconds": seconds for name, seconds in self.startup_seconds.items()}
+        found = {f"{prefixes[name]}{STARTUP_SECONDS}": seconds for name, seconds in self.startup_seconds.items()}
         several = len({concurrency for _, concurrency in self.completions}) > 1
         for (name, concurrency), answers in self.completions.items():
             suffix = f"_at_{concurrency}" if several else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import sqlalchemy
 
 from searches.app.checks import InputError
+from searches.backends.engine_process import free_port
 
 FAST, CRASH = "fast", "immediate"
 """Ways in which PostgreSQL stops: it ends all sessions first, or it leaves everything as a power cut does."""
@@ -87,9 +87,7 @@ class TrackingServer:
     """
 
     def __init__(self, store: str, artifacts: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
         self._command += ["--workers", "1", "--backend-store-uri", store, "--artifacts-destination", str(artifacts)]

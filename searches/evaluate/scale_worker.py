@@ -21,6 +21,7 @@ from optuna.samplers import TPESampler
 
 import searches.sweep
 from layerskip.files import write_json
+from searches.app import process
 from searches.app.application import run
 from searches.app.checks import InputError
 from searches.app.retry import Retry
@@ -29,7 +30,7 @@ from searches.report.live import LiveView
 from searches.study import opening, study
 from searches.study.objective import Objective
 from searches.tracking.tracker import Tracker
-from searches.workers import crew, process
+from searches.workers import crew
 from searches.workers.crew import Crew
 from searches.workers.slots import Slot
 

@@ -22,10 +22,10 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from searches.app.interrupt import defer_interrupt
+from searches.app.process import has_ended, this_process
 from searches.app.retry import is_unreachable
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import Board, Look, Row, of_kind, published, value_of
-from searches.workers.process import has_ended, this_process
 from searches.workers.retrying_storage import RetryingStorage
 
 BEAT_SECONDS = 10.0

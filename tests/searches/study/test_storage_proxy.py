@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from optuna.trial import TrialState
 
 from searches.app.checks import InputError
+from searches.backends.engine_process import free_port
 from searches.study import storage
 from tests.searches.programs import FORKS, REPOSITORY, Fork, quick, runs, sqlite, tracked
 
@@ -20,11 +20,6 @@ pytest.importorskip("grpc")
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 PARTS = ("config", "evidence", "environment", "search")
 PAGE = REPOSITORY / "docs" / "scale.md"
-
-
-def _free_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _serve(folder: Path, port: int) -> None:
@@ -42,7 +37,7 @@ def _serve(folder: Path, port: int) -> None:
 @pytest.fixture
 def proxy(tmp_path: Path) -> Iterator[str]:
     """A proxy of an SQLite database in a process of its own."""
-    port = _free_port()
+    port = free_port()
     process = FORKS.Process(target=_serve, args=(tmp_path, port))
     process.start()
     yield f"grpc://localhost:{port}"
@@ -52,7 +47,7 @@ def proxy(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("place", ["localhost:free", "localhost:x", "localhost:99999"])
 def test_a_proxy_that_does_not_answer_is_refused_in_one_line(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = place.replace("free", str(_free_port()))
+    place = place.replace("free", str(free_port()))
     monkeypatch.setattr(storage, "_PROXY_SECONDS", 0.1)
     with pytest.raises(InputError, match=f"^study.storage: cannot open grpc://{place}: .+$"):
         storage.open_database(f"grpc://{place}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import mlflow.server
 import pytest
 
+from searches.backends.engine_process import free_port
 from searches.tracking.tracker import Tracker
 from tests.browser import CHROMIUM, Browser
 from tests.searches.programs import environment, execute, quick, runs, sqlite, tracked
@@ -48,9 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
     """Start an MLflow server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
          "--backend-store-uri", sqlite(folder), "--artifacts-destination", str(folder / "artifacts")],

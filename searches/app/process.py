@@ -15,13 +15,13 @@ def this_process() -> dict[str, Any]:
 
     ``machine`` holds the start of the kernel and the namespace of process numbers, since containers may share a host's name.
     """
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "machine": _machine()}
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": start_of(os.getpid()), "machine": _machine()}
 
 
 def has_ended(identity: Mapping[str, Any]) -> bool:
     """Return True if a process of this machine has ended; False if it runs, or cannot be seen from here."""
     machine = _machine()
-    return bool(machine) and identity["machine"] == machine and _started(identity["pid"]) != identity["started"]
+    return bool(machine) and identity["machine"] == machine and start_of(identity["pid"]) != identity["started"]
 
 
 @cache
@@ -32,8 +32,8 @@ def _machine() -> str:
         return ""
 
 
-def _started(pid: int) -> str:
-    """Return the start of a process in clock ticks since the machine's, as Linux tells it; empty if it has ended."""
+def start_of(pid: int) -> str:
+    """Return the start of a process in clock ticks since the machine's; empty if it has ended, or without ``/proc``."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
