@@ -253,13 +253,17 @@ class Tracker:
         self._client.log_artifact(self.run_id, str(path), folder)
 
     @contextlib.contextmanager
-    def closing(self, others: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Close the study's run after a block, also if it raises, unless others then still work on the study."""
+    def closing(self, leave: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Close the study's run after a block, also if it raises.
+
+        Args:
+            leave: called if it raises; returns whether others still work on the study, whose run then stays open.
+        """
         try:
             yield
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
-                if not others():
+                if not leave():
                     self.finish("KILLED" if is_interrupt(error) else "FAILED")
             raise
         Retry("tracking.uri: the store")(self.finish)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -25,7 +27,7 @@ TRIALS = 14
 
 
 def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path: Path) -> None:
-    """Three workers, one with a clock that is an hour ahead; four are killed and replaced."""
+    """Three workers, one with a clock that is an hour ahead; two are killed, two interrupted, and all four replaced."""
     record, moment = tmp_path / "record", random.Random(3)
 
     with contextlib.ExitStack() as stack:
@@ -33,7 +35,10 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
         for number in range(4):
             time.sleep(moment.uniform(0.05, 0.3))
             victim = moment.randrange(3)
-            processes[victim].kill()
+            pid = processes[victim].pid
+            assert pid is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, (signal.SIGKILL, signal.SIGINT)[number % 2])
             arguments = members.search, database, TRIALS, record, float(number % 2)
             processes[victim] = stack.enter_context(started(*arguments))
         for process in processes:
