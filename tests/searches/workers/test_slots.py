@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 
 from searches.space.search_space import SearchSpace
 from searches.study.objective import Objective
-from searches.study.requeue import DUPLICATE_OF
+from searches.study.requeue import DUPLICATE_OF, requeue_unfinished
 from searches.study.study import StudySettings, run_trials
 from searches.tracking.names import WORKER
 from searches.workers.board import of_kind
@@ -124,3 +124,29 @@ def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(databas
     states = [trial.state for trial in study.trials]
     assert sorted(states) == sorted([TrialState.FAIL, TrialState.COMPLETE])
     assert finished == []
+
+
+def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
+    study = optuna.create_study(direction="maximize")
+    study.enqueue_trial({"length": 4})
+
+    def waiting() -> int:
+        requeue_unfinished(study)
+        return len(study.get_trials(states=(TrialState.WAITING,)))
+
+    def run() -> optuna.Trial:
+        trial = study.ask()
+        assert trial.suggest_int("length", 1, 8) == 4
+        trial.set_user_attr("config", lookup(4).to_dict())
+        return trial
+
+    for _ in range(3):  # killed
+        run()
+        assert waiting() == 1
+    interrupted = run()
+    interrupted.set_user_attr("seconds", 1.0)
+    study.tell(interrupted, state=TrialState.FAIL)
+    assert waiting() == 1
+    for death in range(4):
+        run()
+        assert waiting() == (death < 3)
