@@ -86,7 +86,7 @@ def _opened_sweep(config: DictConfig) -> Iterator[Sweep]:
         # A resumed sampler must not repeat its earlier draws, nor those of other workers.
         study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + crew.seed)
         plan = dataclasses.replace(plan, space=with_stored_kinds(plan.space, study))
-        with tracker.closing(crew.others), closing(plan.backend):
+        with tracker.closing(crew.leave), closing(plan.backend):
             yield Sweep(plan, study, tracker, folder, crew)
 
 

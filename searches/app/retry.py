@@ -24,11 +24,12 @@ class Retry:
 
     Args:
         what: begins the lines, with the field of the configuration.
-        patience: seconds after which the error of a call is raised.
+        patience: seconds after which the error of a call is raised; those of the calls after it are raised at once.
     """
 
     def __init__(self, what: str, patience: float = _PATIENCE) -> None:
-        self._what, self._patience, self._is_lost = what, patience, False
+        self._what, self._patience = what, patience
+        self._lost_since: float | None = None  # since when no call has succeeded
 
     def __call__(self, call: Callable[[], Result]) -> Result:
         """Return the result of a call."""
@@ -38,20 +39,22 @@ class Retry:
                 with defer_interrupt():
                     result = call()
             except Exception as error:
-                if not is_unreachable(error) or time.monotonic() - start > self._patience:
+                if not is_unreachable(error):
                     raise
-                self._report(True)
+                if self._lost_since is None:
+                    self._lost_since = start
+                    minutes = f"{self._patience / 60:.0f} minutes"
+                    print(f"{self._what} cannot be reached; trying again for {minutes}", flush=True)
+                # Calls of another thread may succeed in between; this one ends nevertheless.
+                if time.monotonic() - min(start, self._lost_since or start) > self._patience:
+                    raise
                 time.sleep(pause * _RANDOM.uniform(0.5, 1.0))  # processes do not all come back at the same moment
                 pause = min(2 * pause, _LONGEST_PAUSE)
             else:
-                self._report(False)
+                if self._lost_since is not None:
+                    self._lost_since = None
+                    print(f"{self._what} is back", flush=True)
                 return result
-
-    def _report(self, is_lost: bool) -> None:
-        if is_lost != self._is_lost:
-            self._is_lost = is_lost
-            lost = f"cannot be reached; trying again for {self._patience / 60:.0f} minutes"
-            print(f"{self._what} {lost if is_lost else 'is back'}", flush=True)
 
 
 def is_unreachable(error: BaseException) -> bool:

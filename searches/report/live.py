@@ -67,7 +67,7 @@ class LiveView:
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 self._stage = ""
-                if self._crew.others():
+                if self._crew.leave():
                     pass
                 elif is_interrupt(error):
                     self._write(INTERRUPTED, "Interrupted: the same command continues.")

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial
 
 from layerskip.measure.measurement import LEAST_RESAMPLED
+from searches.report.load_charts import levels
 from searches.report.study_report import best_trials, finals_rows
+from searches.report.trial_points import points
 from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration
 from searches.study.study import SETTINGS, finished
@@ -71,18 +74,35 @@ def _outcome(finals: Finals, finalist: Finalist) -> str:
 
 
 def best_table(study: optuna.Study) -> str:
-    """Return the table of the best trials; an empty text if none was measured to the end."""
-    rows, trials = [], best_trials(finished(study))
-    loaded = [name for name in _LOAD if any(name in trial.user_attrs.get(FIGURES, {}) for trial in trials)]
-    for trial in trials:
-        figures, load = trial.user_attrs["measurement"], trial.user_attrs.get(FIGURES, {})
-        row = {"configuration": configuration(trial).label(), "trial": str(trial.number), "speedup": f"{trial.value:.3f}"}
-        row |= _rates(figures)
-        for name in loaded:
-            title, shown, factor = _LOAD[name]
-            row[title] = shown.format(factor * load[name]) if name in load else ""
-        rows.append(row)
-    return _table(rows) if rows else ""
+    """Return the table of the best trials, and one for each of several numbers of requests; empty if none was measured."""
+    trials = best_trials(finished(study))
+    if not trials:
+        return ""
+    rows = []
+    for trial, load in zip(trials, _loads(trials, ""), strict=True):
+        rows.append(_named(trial) | {"speedup": f"{trial.value:.3f}"} | _rates(trial.user_attrs["measurement"]) | load)
+    tables = [_table(rows)]
+    for level in filter(None, levels(points(trials))):
+        loads = [_named(trial) | load for trial, load in zip(trials, _loads(trials, level), strict=True)]
+        tables.append(f"<p>Requests in flight: {level.removeprefix('_at_')}.</p>{_table(loads)}")
+    return "".join(tables)
+
+
+def _named(trial: FrozenTrial) -> dict[str, str]:
+    return {"configuration": configuration(trial).label(), "trial": str(trial.number)}
+
+
+def _loads(trials: Sequence[FrozenTrial], level: str) -> list[dict[str, str]]:
+    """Return the figures of an engine for each trial, under one of :func:`~searches.report.load_charts.levels`."""
+    figures = [trial.user_attrs.get(FIGURES, {}) for trial in trials]
+    shown = {name: each for name, each in _LOAD.items() if any(name + level in found for found in figures)}
+    return [
+        {
+            title: form.format(factor * found[name + level]) if name + level in found else ""
+            for name, (title, form, factor) in shown.items()
+        }
+        for found in figures
+    ]
 
 
 def _rates(figures: Mapping[str, Any]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
@@ -101,6 +102,9 @@ def open_study(
     if STUDY_ID not in study.user_attrs:
         study.set_user_attr(STUDY_ID, uuid.uuid4().hex)
     if before is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            study.set_metric_names(["speedup"])  # for optuna-dashboard
         study.set_user_attr(SETTINGS, dict(settings))
         return study
     now = json.loads(json.dumps(dict(settings)))

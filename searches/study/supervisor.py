@@ -1,11 +1,13 @@
 """The start of several workers on this machine, one for each GPU or share of the processor's cores.
 
 A worker is the same command with ``worker=<number>``, which also runs on other machines. The supervisor shows their progress
-together, and why a worker ended early. It measures nothing itself.
+together, and why a worker ended early. It measures nothing itself. If it is killed, Linux interrupts its workers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -14,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import optuna
@@ -24,6 +27,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from searches.app.checks import InputError
+from searches.app.interrupt import INTERRUPTED
 from searches.study.leaderboard import incumbent
 from searches.study.opening import JOINED, storage_url
 from searches.study.storage import open_database
@@ -32,6 +36,8 @@ from searches.study.study import StudySettings, finished
 _LOOK_SECONDS = 1.0
 _TAIL = 20  # lines of the log of a worker that failed
 _OWN = re.compile(r"\W*(study\.workers|worker)=")
+_SET_PARENT_DEATH_SIGNAL = 1  # of linux/prctl.h
+_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,6 @@ class Crowd:
 
     def _start(self, number: int, place: Place, overrides: Sequence[str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "searches.layerskip", *overrides, f"worker={number}"]
-        cores = place.cores
         with (self._logs / f"{number}.log").open("wb") as log:
             return subprocess.Popen(
                 command,
@@ -160,26 +165,26 @@ class Crowd:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the supervisor, which interrupts each worker once
-                preexec_fn=None if cores is None or not hasattr(os, "sched_setaffinity") else lambda: _pin(cores),
+                preexec_fn=partial(_settle, place.cores, os.getpid()),
             )
 
     def _find_study(self) -> None:
         """Open the study of the first worker that has joined one, and move the logs into its folder."""
-        for number in range(len(self._processes)):
-            for line in self._log(number):
-                if JOINED in line:
-                    name = line.partition(JOINED)[2].strip()
-                    self.folder = self._outputs / name
-                    (self.folder / "workers").mkdir(parents=True, exist_ok=True)
-                    for log in self._logs.iterdir():
-                        log.rename(self.folder / "workers" / log.name)
-                    self._logs.rmdir()
-                    self._logs = self.folder / "workers"
-                    storage = open_database(storage_url(self._settings, self.folder))
-                    self._study = optuna.create_study(
-                        study_name=name, storage=storage, direction="maximize", load_if_exists=True
-                    )
-                    return
+        joined = (line.partition(JOINED)[2].strip() for each in range(len(self._processes)) for line in self._log(each))
+        name = next(filter(None, joined), None)
+        if name is None:
+            return
+        if self.folder is None:
+            self.folder = self._outputs / name
+            logs = self.folder / "workers"
+            logs.mkdir(parents=True, exist_ok=True)
+            for log in self._logs.iterdir():
+                log.rename(logs / log.name)
+            self._logs.rmdir()
+            self._logs = logs
+        with contextlib.suppress(InputError):  # away for the moment, which ends no worker
+            storage = open_database(storage_url(self._settings, self.folder))
+            self._study = optuna.create_study(study_name=name, storage=storage, direction="maximize", load_if_exists=True)
 
     def _report_ended(self) -> None:
         """Print the last lines of workers that failed."""
@@ -201,5 +206,17 @@ def _visible_gpus() -> list[str]:
     return named[:count] if named else [str(number) for number in range(count)]
 
 
-def _pin(cores: Sequence[int]) -> None:
-    os.sched_setaffinity(0, cores)
+def _settle(cores: Sequence[int] | None, supervisor: int) -> None:
+    """Prepare the process of a worker, before its program starts.
+
+    Args:
+        cores: the processor cores that it may use; None for all.
+        supervisor: id of the process that started it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a script's shell lets what it starts in the background ignore Ctrl-C
+    if cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    if _LIBRARY is not None:
+        _LIBRARY.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGINT, 0, 0, 0)
+        if os.getppid() != supervisor:  # it was killed before
+            os._exit(INTERRUPTED)

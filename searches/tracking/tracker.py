@@ -10,7 +10,6 @@ import contextlib
 import copy
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -40,10 +39,11 @@ _METRICS = (
     "prefill_seconds",
     "decode_seconds",
 )
+_NOT_MEASURED = dict.fromkeys((*_METRICS, PREDICTED), math.nan)
+"""Metrics of a run without figures. MLflow's parallel coordinates omit NaN, and draw a missing metric as the largest."""
 _FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
 _BATCH = 999  # metrics per batch: a store takes at most 1000, and this divides into whole fits
 _PARAMS = 100  # parameters per batch: a store takes no more
-_RETRIES = "2"  # of a request; with MLflow's own number, a trial would wait minutes for a server that is gone
 _LARGEST = 1e300  # stores turn larger numbers into others
 _NAME = 250  # characters of a run's name: a store takes no more
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
@@ -63,7 +63,6 @@ class Tracker:
     """
 
     def __init__(self, uri: str | None, folder: Path, experiment: str) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", _RETRIES)
         self._client, self.uri, self._experiment = open_experiment(uri, folder, experiment)
 
     @defer_interrupt()
@@ -88,7 +87,7 @@ class Tracker:
         else:
             own = {"study": name, "study_id": identity, "role": role} | {key: str(value) for key, value in tags.items()}
             self.run_id = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
-            self.log(self.run_id, {}, self._params)
+            self.log(self.run_id, _NOT_MEASURED if role == "study" else {}, self._params)
         self._recorded: set[int] = set()
         self._waiting: dict[int, FrozenTrial] = {}
         return str(self.run_id)
@@ -152,7 +151,8 @@ class Tracker:
             tags["reason"] = trial.user_attrs["reason"]
         name = f"{trial.number} {tags['config']}"[:_NAME]
         run = self._client.create_run(self._experiment, _milliseconds(trial.datetime_start), tags, run_name=name)
-        metrics = {name: measurement[name] for name in _METRICS if name in measurement} | trial.user_attrs.get(FIGURES, {})
+        metrics = _NOT_MEASURED | {name: measurement[name] for name in _METRICS if name in measurement}
+        metrics |= trial.user_attrs.get(FIGURES, {})
         if trial.user_attrs.get(PREDICTED) is not None:
             metrics[PREDICTED] = trial.user_attrs[PREDICTED]
         metrics["seconds"] = trial.user_attrs["seconds"]
@@ -189,7 +189,7 @@ class Tracker:
 
     @defer_interrupt()
     def log(self, run_id: str, metrics: Mapping[str, float], params: Mapping[str, str] | None = None, step: int = 0) -> None:
-        """Log metrics and parameters together, without non-finite values, which stores turn into numbers.
+        """Log metrics and parameters together. Infinite values, which stores turn into numbers, become NaN.
 
         Args:
             run_id: of the run.
@@ -198,7 +198,7 @@ class Tracker:
             step: of the metrics.
         """
         now = int(time.time() * 1000)
-        values = [Metric(k, float(v), now, step) for k, v in metrics.items() if math.isfinite(v) and abs(v) < _LARGEST]
+        values = [Metric(k, float(v) if abs(v) < _LARGEST else math.nan, now, step) for k, v in metrics.items()]
         given = [Param(k, v) for k, v in (params or {}).items()]
         self._client.log_batch(run_id, metrics=values, params=given[:_PARAMS])
         for first in range(_PARAMS, len(given), _PARAMS):
@@ -253,13 +253,17 @@ class Tracker:
         self._client.log_artifact(self.run_id, str(path), folder)
 
     @contextlib.contextmanager
-    def closing(self, others: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Close the study's run after a block, also if it raises, unless others then still work on the study."""
+    def closing(self, leave: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Close the study's run after a block, also if it raises.
+
+        Args:
+            leave: called if it raises; returns whether others still work on the study, whose run then stays open.
+        """
         try:
             yield
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
-                if not others():
+                if not leave():
                     self.finish("KILLED" if is_interrupt(error) else "FAILED")
             raise
         Retry("tracking.uri: the store")(self.finish)

@@ -37,8 +37,8 @@ class Alone:
         """Return True."""
         return True
 
-    def others(self) -> bool:
-        """Return False."""
+    def leave(self) -> bool:
+        """Return False, as nobody else is there."""
         return False
 
     @contextlib.contextmanager

@@ -77,10 +77,20 @@ class Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.leave()
+
+    def leave(self) -> bool:
+        """Leave the study, and return whether other workers may still be there; of all that leave, the last finds none."""
         self._ended.set()
         self._thread.join(self._beat_seconds)  # a beat may wait for the storage
-        if error is None or not is_unreachable(error):
-            self.board.finish(self.worker, TrialState.COMPLETE)
+        try:
+            with self._joining:
+                self.board.finish(self.worker, TrialState.COMPLETE)
+            return bool(self.look().live)
+        except Exception as error:
+            if not is_unreachable(error):
+                raise
+            return True
 
     @property
     def name(self) -> str:
@@ -110,10 +120,6 @@ class Crew:
     def leads(self) -> bool:
         """Return whether this is the worker that joined first of those that are alive."""
         return self.worker == min(self.look().live, default=self.worker)
-
-    def others(self) -> bool:
-        """Return whether other workers are alive."""
-        return bool(self.look().live - {self.worker})
 
     def sign(self, trial: optuna.Trial) -> None:
         """Store with a trial that this worker runs it, unless it was created so."""
@@ -256,7 +262,7 @@ class Crew:
         """Join again if this worker was presumed dead; return what was seen before."""
         with self._joining:
             look = self.look()
-            if self.worker not in look.live:
+            if self.worker not in look.live and not self._ended.is_set():
                 self._join()
         return look
 

@@ -87,7 +87,9 @@ def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> Non
     assert _trace(figures["tpot_at_8"], "prompt lookup")["y"] == [100.0, 90.0, 80.0]
     assert _trace(figures["tpot_at_18"], "prompt lookup")["x"] == [40.0, 60.0, 20.0]
     assert _trace(figures["tpot_at_18"], "plain decoding")["y"] == [140.0]
-    assert page.count("Requests in flight: 8.") == page.count("Requests in flight: 18.") == 2
+    assert page.count("Requests in flight: 8.") == page.count("Requests in flight: 18.") == 3  # two charts and a table
+    _, lower, higher = page.partition("<h2>Best trials</h2>")[2].partition("</section>")[0].split("<table>")[1:]
+    assert 'data-name="ms/token p95">30.0<' in lower and 'data-name="ms/token p95">60.0<' in higher
     assert page.index('id="tpot_at_8"') < page.index('id="tpot_at_18"') < page.index('id="timeline"')
 
 

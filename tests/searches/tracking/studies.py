@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import optuna
-from optuna.trial import create_trial
+from optuna.trial import TrialState, create_trial
 
 from layerskip import Measurement, SpeculativeConfig
 from searches.study.bench import BASELINE
@@ -21,7 +21,9 @@ SPEEDUPS = {
 }
 """The configuration of each trial, in order, and its speedup over ten tokens per second."""
 ACCEPTANCE = (0.0, 0.2, 0.7, 0.8, 0.3, 0.4)
-"""The acceptance rate of each trial."""
+"""The acceptance rate of each of these trials."""
+NOT_RUN = lookup(5)
+"""The configuration of a last trial, which was not run."""
 
 
 def compared_study() -> optuna.Study:
@@ -36,4 +38,6 @@ def compared_study() -> optuna.Study:
             "seconds": 1.0,
         }
         study.add_trial(create_trial(value=speedup, user_attrs=attributes))
+    not_run = {"config": NOT_RUN.to_dict(), "seconds": 0.1, "reason": "cannot win"}
+    study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs=not_run))
     return study

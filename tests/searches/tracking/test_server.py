@@ -73,6 +73,7 @@ def test_a_study_is_tracked_on_a_server(server: str, folder: Path, tiny_folder: 
     overrides = quick(tiny_folder, outputs, f"tracking.uri={server}", "study.n_trials=2", "study.name=remote")
     done = execute("layerskip", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "View run" not in done.stdout
     assert not (outputs / "mlflow.db").exists()
     assert len(runs(server, "trial")) == 2
     assert runs(server, "study")[0].info.status == "FINISHED"
@@ -87,6 +88,7 @@ def test_the_trials_of_a_study_are_compared_by_parallel_coordinates(server: str,
         tracker.record(trial)
     compared = [run for run in runs(server, "trial") if run.data.tags["study"] == "compared"]
     compared.sort(key=lambda run: int(run.data.tags["trial_number"]))
+    compared += [run for run in runs(server, "study") if run.data.tags["study"] == "compared"]
     ids, experiment = json.dumps([run.info.run_id for run in compared]), json.dumps([compared[0].info.experiment_id])
     with Browser() as browser:
         browser.open(f"{server}/#/compare-runs?runs={ids}&experiments={experiment}", 1440, 1600)
@@ -98,10 +100,14 @@ def test_the_trials_of_a_study_are_compared_by_parallel_coordinates(server: str,
         browser.wait_for(f"{_AXES}.length === {len(SHOWN) + len(ADDED)}")
         axes = {axis["label"]: axis for axis in browser.evaluate(_AXES)}
         browser.wait_for(f"{_CROSSED}.some(share => share > 0.5)")
-    assert axes["skipped_attention"]["values"] == [0, 0, 3, 0, 0, 0]
-    assert axes["skipped_mlp"]["values"] == [0, 0, 2, 2, 0, 0]
-    assert axes["draft_length"]["values"] == [0, 4, 3, 2, 6, 8]
-    assert axes["acceptance_rate"]["values"] == list(ACCEPTANCE)
-    assert axes["tokens_per_second"]["values"] == pytest.approx([10 * speedup for speedup in SPEEDUPS.values()])
+    trials = len(SPEEDUPS) + 1  # the last was not run
+    assert axes["skipped_attention"]["values"][:trials] == [0, 0, 3, 0, 0, 0, 0]
+    assert axes["skipped_mlp"]["values"][:trials] == [0, 0, 2, 2, 0, 0, 0]
+    assert axes["draft_length"]["values"][:trials] == [0, 4, 3, 2, 6, 8, 5]
     drafters = [axes["drafter"]["ticktext"][place] for place in axes["drafter"]["values"]]
-    assert drafters == ["none", "lookup", "layer_skip", "layer_skip", "recycling", "cascade"]
+    assert drafters == ["none", "lookup", "layer_skip", "layer_skip", "recycling", "cascade", "lookup", "unknown"]
+    # Neither the trial that was not run nor the study is drawn: their lines have no place and no colour.
+    assert axes["acceptance_rate"]["values"] == [*ACCEPTANCE, None, None]
+    *rates, not_run, study = axes["tokens_per_second"]["values"]
+    assert rates == pytest.approx([10 * speedup for speedup in SPEEDUPS.values()])
+    assert not_run is study is None

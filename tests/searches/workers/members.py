@@ -62,6 +62,14 @@ def started(work: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]
         process.join()
 
 
+def wait_until(done: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def count(place: str, file: Path, times: int) -> None:
     """Add one to the number in a file again and again, which needs a lock."""
     with member(place) as crew:

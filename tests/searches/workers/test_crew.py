@@ -6,8 +6,6 @@ import ast
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,20 +15,13 @@ from searches.workers import crew as crews
 from searches.workers.board import of_kind
 from searches.workers.crew import LeaseLost
 from tests.searches.workers import members
-from tests.searches.workers.members import member, started
+from tests.searches.workers.members import member, started, wait_until
 
 
 @pytest.fixture(params=["sqlite", "journal"])
 def place(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> str:
     """A storage that several processes open."""
     return database if request.param == "sqlite" else str(tmp_path / "study.log")
-
-
-def _wait(done: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_one_worker_at_a_time_holds_a_claim(place: str, tmp_path: Path) -> None:
@@ -67,19 +58,19 @@ def test_the_claim_of_a_killed_worker_passes_on(
     if not sees:
         monkeypatch.setattr(crews, "has_ended", lambda _: False)
     with member(database) as crew, started(members.hold, database, tmp_path / "held") as process:
-        _wait((tmp_path / "held").exists)
-        assert crew.others()
+        wait_until((tmp_path / "held").exists)
+        assert len(crew.look().live) == 2
         process.kill()
         with crew.claim("thing"):
             states = {row.number: row.state for row in of_kind(crew.board.rows(), "worker")}
         assert list(states.values()).count(TrialState.FAIL) == 1
         assert states[crew.worker] == TrialState.RUNNING
-        assert not crew.others()
+        assert crew.look().live == {crew.worker}
 
 
 def test_a_slow_holder_keeps_its_claim(database: str, tmp_path: Path) -> None:
     with member(database) as crew, started(members.hold, database, tmp_path / "held", 0.6) as process:
-        _wait((tmp_path / "held").exists)
+        wait_until((tmp_path / "held").exists)
         with crew.claim("thing"):  # twelve beats later
             process.join(30)
         assert process.exitcode == 0
@@ -88,7 +79,7 @@ def test_a_slow_holder_keeps_its_claim(database: str, tmp_path: Path) -> None:
 
 def test_a_worker_that_was_stopped_takes_the_value_of_the_one_that_replaced_it(database: str, tmp_path: Path) -> None:
     with member(database) as crew, started(members.stop_in_a_piece, database, tmp_path / "held") as process:
-        _wait((tmp_path / "held").exists)
+        wait_until((tmp_path / "held").exists)
         assert crew.share("piece", lambda: "in time") == "in time"
         assert process.pid is not None
         os.kill(process.pid, signal.SIGCONT)
@@ -114,3 +105,13 @@ def test_an_error_in_shared_work_leaves_it_to_the_next(database: str) -> None:
         assert crew.share("piece", lambda: "done") == "done"
         long = "ä" * 100_000  # longer than an attribute
         assert crew.share("long", lambda: long) == long
+
+
+def test_of_workers_that_leave_the_last_finds_no_others(database: str) -> None:
+    """Two that are interrupted at the same time do not both leave the end of the study to the other."""
+    with member(database, beat=60) as first, member(database, beat=60) as last:
+        assert first.leave()
+        first._beat()  # one that was under way
+        assert not last.leave()
+        assert not first.leave()
+    assert not [row for row in last.board.rows() if row.state == TrialState.RUNNING]

@@ -90,8 +90,28 @@ def test_an_outage_is_reported_once_and_does_not_last_for_ever(capsys: pytest.Ca
         capsys.readouterr().out
         == "study.storage: it cannot be reached; trying again for 10 minutes\nstudy.storage: it is back\n"
     )
+
+
+def test_after_a_long_outage_further_calls_are_not_repeated() -> None:
+    """A worker that gives up makes some calls yet as it ends."""
+    attempts = itertools.count()
+
+    def call() -> None:
+        next(attempts)
+        raise ConnectionRefusedError
+
+    retry = Retry("it", patience=0.2)
     with pytest.raises(ConnectionRefusedError):
-        Retry("it", patience=0.0)(lambda: (_ for _ in ()).throw(ConnectionRefusedError()))
+        retry(call)
+    before = next(attempts)
+    assert before > 1
+    with pytest.raises(ConnectionRefusedError):
+        retry(call)
+    assert next(attempts) == before + 2  # one call, and this count
+    retry(lambda: None)
+    with pytest.raises(ConnectionRefusedError):
+        retry(call)
+    assert next(attempts) > before + 4
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from optuna.trial import TrialState
 
 from searches.space.search_space import SearchSpace
 from searches.study.objective import Objective
-from searches.study.requeue import DUPLICATE_OF
+from searches.study.requeue import DUPLICATE_OF, requeue_unfinished
 from searches.study.study import StudySettings, run_trials
 from searches.tracking.names import WORKER
 from searches.workers.board import of_kind
@@ -25,7 +27,7 @@ TRIALS = 14
 
 
 def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path: Path) -> None:
-    """Three workers, one with a clock that is an hour ahead; four are killed and replaced."""
+    """Three workers, one with a clock that is an hour ahead; two are killed, two interrupted, and all four replaced."""
     record, moment = tmp_path / "record", random.Random(3)
 
     with contextlib.ExitStack() as stack:
@@ -33,7 +35,10 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
         for number in range(4):
             time.sleep(moment.uniform(0.05, 0.3))
             victim = moment.randrange(3)
-            processes[victim].kill()
+            pid = processes[victim].pid
+            assert pid is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, (signal.SIGKILL, signal.SIGINT)[number % 2])
             arguments = members.search, database, TRIALS, record, float(number % 2)
             processes[victim] = stack.enter_context(started(*arguments))
         for process in processes:
@@ -119,3 +124,29 @@ def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(databas
     states = [trial.state for trial in study.trials]
     assert sorted(states) == sorted([TrialState.FAIL, TrialState.COMPLETE])
     assert finished == []
+
+
+def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
+    study = optuna.create_study(direction="maximize")
+    study.enqueue_trial({"length": 4})
+
+    def waiting() -> int:
+        requeue_unfinished(study)
+        return len(study.get_trials(states=(TrialState.WAITING,)))
+
+    def run() -> optuna.Trial:
+        trial = study.ask()
+        assert trial.suggest_int("length", 1, 8) == 4
+        trial.set_user_attr("config", lookup(4).to_dict())
+        return trial
+
+    for _ in range(3):  # killed
+        run()
+        assert waiting() == 1
+    interrupted = run()
+    interrupted.set_user_attr("seconds", 1.0)
+    study.tell(interrupted, state=TrialState.FAIL)
+    assert waiting() == 1
+    for death in range(4):
+        run()
+        assert waiting() == (death < 3)

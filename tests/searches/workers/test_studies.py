@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from searches.workers.board import of_kind
 from searches.workers.slots import FINISHED
 from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, quick, runs, sqlite, tracked
-from tests.searches.workers.members import opened
+from tests.searches.workers.members import opened, started, wait_until
 
 TRIALS = 8
 
@@ -59,6 +60,7 @@ def test_two_workers_finish_a_study_together(together: tuple[Path, list[str]]) -
     assert best["search"]["trials"] == TRIALS
     assert sum("Finalists" in text for text in printed) == 1  # one of them measured and published
     assert preparation_seconds(_study(outputs)) > 0
+    assert _study(outputs).metric_names == ["speedup"]
 
 
 def test_what_precedes_the_trials_is_made_once(together: tuple[Path, list[str]]) -> None:
@@ -121,3 +123,32 @@ def test_failures_of_workers_are_shown_and_their_logs_kept(
     assert "worker 1: error: target: no such model" in capsys.readouterr().err
     assert sorted(path.name for path in (crowd.folder / "workers").iterdir()) == ["0.log", "1.log"]
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["some"]
+
+
+_STAND_IN = """
+import sys, time, pathlib
+folder = pathlib.Path(sys.argv[0]).parent
+try:
+    (folder / f"began {sys.argv[-1]}").touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    (folder / f"interrupted {sys.argv[-1]}").touch()
+"""
+
+
+def _supervise(folder: Path) -> None:
+    """Start two programs that stand for workers, like a script that runs in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.executable = str(folder / "python")
+    settings = StudySettings(storage=f"sqlite:///{folder}/study.db", n_trials=1)
+    Crowd([], [Place({}), Place({}, (min(os.sched_getaffinity(0)),))], folder / "outputs", settings).watch()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent has ended")
+def test_workers_are_interrupted_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text(f"#!{sys.executable}\n{_STAND_IN}")
+    (tmp_path / "python").chmod(0o755)
+    with started(_supervise, tmp_path) as supervisor:
+        wait_until(lambda: len(list(tmp_path.glob("began *"))) == 2)
+        supervisor.kill()
+        wait_until(lambda: len(list(tmp_path.glob("interrupted *"))) == 2)
