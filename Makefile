@@ -20,12 +20,10 @@ benchmark: setup        ## our drafters beside transformers' own decoding
 	$(BIN)/python -m searches.benchmark $(ARGS)
 
 test: setup             ## style, types, one-way imports, tests
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports
-	@# Types are checked beside the tests, because one process leaves the other cores idle; their errors are printed last.
+	@# Types are checked beside the rest, because one process leaves the other cores idle; their errors are printed last.
 	types=$$(mktemp); $(BIN)/mypy >$$types 2>&1 & checker=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS); tests=$$?; \
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports \
+	&& $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS); tests=$$?; \
 	wait $$checker; checked=$$?; cat $$types; rm -f $$types; exit $$((tests | checked))
 
 lossless: setup gemma   ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts

@@ -1,87 +1,119 @@
-"""Configuration of all tests: no network, few threads, and models that are loaded once."""
+"""Configuration of all tests: no network, few threads, and models that are loaded once.
+
+The process that starts the workers reads this file, too. It needs none of the libraries that take seconds to import, so
+functions import them.
+"""
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
+import re
 import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Set before the hub's client and MLflow are imported, which read their environment on import.
 os.environ |= {"HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
-# One thread per pytest-xdist worker, for NumPy and SciPy too.
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"} if "PYTEST_XDIST_WORKER" in os.environ else {}
+# One thread per pytest-xdist worker, for NumPy, SciPy and the compiler too, which need not try what the processor can.
+os.environ |= (
+    {
+        **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), "1"),
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    }
+    if "PYTEST_XDIST_WORKER" in os.environ
+    else {}
+)
 
-import gguf
 import pytest
-import torch
 
-import layerskip
 from tests.accelerator import DEVICE
-from tests.tiny import save_tiny
+from tests.garbage import keep_imports
+
+if TYPE_CHECKING:
+    from layerskip import Target
 
 # Background jobs of a shell ignore SIGINT, and the programs that the tests start and interrupt would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tiny models do not gain from more threads, and on a busy machine waiting threads are slow.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
-
-def _files_with(text: str) -> set[str]:
-    """Return the names of the test files that contain a text, relative to the repository."""
+def _files_with(pattern: str) -> set[str]:
+    """Return the names of the test files that match a regular expression, relative to the repository."""
     tests = Path(__file__).parent
     files = {path: path.relative_to(tests.parent).as_posix() for path in tests.rglob("test_*.py")}
-    return {name for path, name in files.items() if text in path.read_text(encoding="utf-8")}
+    return {name for path, name in files.items() if re.search(pattern, path.read_text(encoding="utf-8"))}
+
+
+def _scopes() -> dict[str, str]:
+    """Return the scopes of files that share what takes seconds to make: the real model, or the server of processes."""
+    forking = _files_with(r"from tests\.searches\.(programs import [^)]*\b(FORKS|Fork|execute|fork)\b|workers\.members)")
+    return dict.fromkeys(forking, "programs") | dict.fromkeys(_files_with("smollm2: Target"), "smollm2")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files of few slow tests, so that no worker waits long for the last file of another one."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        slow = _files_with("smollm2: Target") | _files_with("tests.searches.programs") | _files_with("launch: Launch")
+        scopes, slow = _scopes(), _files_with(r"tests\.searches\.programs|launch: Launch")
         files = [item.nodeid.partition("::")[0] for item in items]
         counts = Counter(files)
-        order = {file: (file not in slow, -counts[file], file) for file in counts}
+        order = {file: (scopes.get(file, "~"), file not in slow, -counts[file], file) for file in counts}
         items[:] = [item for _, item in sorted(zip(files, items, strict=True), key=lambda pair: order[pair[0]])]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
-    """With ``--dist loadfile``, run all files that use the real model in one worker, which loads it once."""
+    """With ``--dist loadfile``, run all files of a scope in one worker."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
-    real = _files_with("smollm2: Target")
+    scopes = _scopes()
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "smollm2" if file in real else file
+            return scopes.get(file, file)
 
     return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all imported objects from garbage collection, which would scan them again and again, and collect less often.
+    """Use few threads and collect little garbage.
 
-    So few other objects are left that Python would look through all of them all the time. Tests that need a collection ask
-    for one.
+    Tiny models do not gain from more threads, and on a busy machine waiting threads are slow.
     """
+    import torch
+
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
+    keep_imports()
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Llama with a chat template."""
+    from tests.tiny import save_tiny
+
     return save_tiny(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="session")
+def finished_study(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outputs of a finished study named ``one``, which began with five trials."""
+    from tests.searches.programs import command, environment, quick
+
+    outputs = tmp_path_factory.mktemp("finished") / "outputs"
+    result = subprocess.run(
+        command("layerskip", *quick(tiny_folder, outputs, "study.n_trials=5", "study.name=one")),
+        cwd=outputs.parent, env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "Finalists" in result.stdout
+    return outputs
 
 
 @pytest.fixture
@@ -97,19 +129,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_target(tiny_folder: Path) -> layerskip.Target:
+def tiny_target(tiny_folder: Path) -> Target:
     """The tiny Llama in float32."""
-    return layerskip.load_target(str(tiny_folder), dtype="float32", device=DEVICE)
+    from layerskip import load_target
+
+    return load_target(str(tiny_folder), dtype="float32", device=DEVICE)
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> layerskip.Target:
-    """SmolLM2-135M-Instruct in float32.
+def smollm2() -> Target:
+    """SmolLM2-135M-Instruct in float32."""
+    from layerskip import load_target
+    from tests.gguf_files import reading_once
 
-    Transformers parses the file three times and builds the table of names once per tensor; here each is made once, which
-    saves two thirds of the time of loading.
-    """
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("GGUFReader", "get_tensor_name_map"):
-            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
-        return layerskip.load_target("smollm2", dtype="float32", device=DEVICE)
+        reading_once(patch)
+        return load_target("smollm2", dtype="float32", device=DEVICE)

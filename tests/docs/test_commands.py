@@ -135,7 +135,7 @@ def _run(folder: Path, *command: str) -> str:
 def _run_python(folder: Path, program: str) -> str:
     """Run a program in a process that has imported everything already, which takes seconds."""
     (folder / "example.py").write_text(program, encoding="utf-8")
-    done = fork("example.py", cwd=folder)
+    done = fork("tests.docs.example", "example.py", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

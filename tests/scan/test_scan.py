@@ -262,7 +262,7 @@ def test_smollm2_is_replayed(smollm2: Target) -> None:
     turns = itertools.cycle(pairs)
     prompts = itertools.cycle(range(len(continuations)))
     for scan in scanner.scan(masks, floor=0.2):
-        for length, stop in itertools.islice(turns, len(pairs) if EXHAUSTIVE else 3):
+        for length, stop in itertools.islice(turns, len(pairs) if EXHAUSTIVE else 2):
             index = next(prompts)
             config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
             real = _rounds(smollm2, [continuations[index]], config, GREEDY)[0]

@@ -28,13 +28,13 @@ def test_the_memory_of_a_scan_grows_with_rows_and_not_with_masks(tiny_target: Ta
     """The peak of all tensors, without the target's states of the continuations."""
     continuations = [continuation_of(tiny_target, i, [9, 8, 7, i], GREEDY, 10) for i in range(6)]
     source = random.Random(2)
-    masks = [random_mask(tiny_target.layers, source, 0.5) for _ in range(64)]
+    masks = [random_mask(tiny_target.layers, source, 0.5) for _ in range(32)]
 
     def peak(count: int, rows: int) -> int:
         scanner = Scanner(tiny_target, continuations, GREEDY, depth=4, max_rows=rows)
         return peak_bytes(lambda: scanner.scan(masks[:count]))
 
-    few, many, wide = peak(8, 16), peak(64, 16), peak(64, 128)
+    few, many, wide = peak(8, 16), peak(32, 16), peak(32, 128)
     assert many <= 1.05 * few
     assert 4 * many < wide <= 8 * many
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import multiprocessing
 import os
 import runpy
@@ -26,6 +25,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from tests.accelerator import DEVICE
+from tests.garbage import keep_imports
 
 REPOSITORY = Path(__file__).parents[2]
 QUICK = (
@@ -37,7 +37,10 @@ QUICK = (
     "measure.max_new_tokens=8",
     "measure.prompts=2",
     "measure.held_out_prompts=2",
+    "measure.held_out_repeats=1",
     "measure.finalists=2",
+    "measure.drift=1000",  # a busy machine would be measured again and again
+    "scan.proposals.scanned=4",
     "scan.profile_repeats=2",
     "scan.profile_error=1",
 )
@@ -130,7 +133,7 @@ def _run(
 ) -> None:
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    gc.freeze()  # of what was imported, a collection would only write to its pages and copy them
+    keep_imports()  # a collection would write to their pages, which copies them
     os.environ |= variables
     os.chdir(cwd)
     torch.set_num_threads(threads)

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +24,6 @@ from tests.browser import CHROMIUM, Browser
 from tests.searches.conftest import Launch
 from tests.searches.programs import (
     Fork,
-    command,
-    environment,
     execute,
     journal_study,
     quick,
@@ -40,16 +37,9 @@ FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @pytest.fixture(scope="module")
-def done(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(finished_study: Path) -> Path:
     """Return the outputs of one finished study."""
-    outputs = tmp_path_factory.mktemp("done") / "outputs"
-    result = subprocess.run(
-        command("layerskip", *quick(tiny_folder, outputs, "study.n_trials=5", "study.name=one")),
-        cwd=outputs.parent, env=environment(), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert "Finalists" in result.stdout
-    return outputs
+    return finished_study
 
 
 def _check_complete(outputs: Path, name: str, trials: int) -> None:

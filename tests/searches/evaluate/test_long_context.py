@@ -12,7 +12,7 @@ from tests.searches.conftest import Launch
 PROGRAM = "evaluate.long_context"
 SMALL = (
     *("sizes.hidden_size=32", "sizes.intermediate_size=48", "sizes.head_dim=8", "models.windows.sliding_window=64"),
-    *("lengths=[512,256,1024]", "predicted=512", "profiled=[256,1024]", "new_tokens=6", "repeats=1"),
+    *("lengths=[256,128,512]", "predicted=256", "profiled=[128,512]", "new_tokens=6", "repeats=1"),
 )
 
 
@@ -25,12 +25,12 @@ def test_memory_and_times_of_every_length_are_recorded(
     record = json.loads((tmp_path / "long-context.json").read_text())
     assert record["rows"].keys() == record["points"].keys() == {"full", "windows"}
     for rows in record["rows"].values():
-        assert [row["tokens"] for row in rows] == [256, 512, 1024]
+        assert [row["tokens"] for row in rows] == [128, 256, 512]
         assert all(row["prefill_seconds"] > 0 and row["step_seconds"] > 0 for row in rows)
     # The cache alone: keys and values of 2 layers, 4 heads of 8 and 2 heads of 8, in float32.
     full, windows = (record["rows"][name][-1]["peak_bytes"] for name in ("full", "windows"))
-    assert full > 1024 * 2 * 2 * 4 * 8 * 4
-    assert windows > 1024 * 2 * 2 * 2 * 8 * 4
+    assert full > 512 * 2 * 2 * 4 * 8 * 4
+    assert windows > 512 * 2 * 2 * 2 * 8 * 4
     for points in record["points"].values():
         assert [point["mask"] for point in points] == ["layers:1", "layers:0-1"]
         assert all(point[name] > 0 for point in points for name in ("measured", "predicted", "from_shortest"))

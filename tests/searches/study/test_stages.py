@@ -31,8 +31,6 @@ def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_fol
         "study.n_trials=4",
         "study.name=mortal",
         "measure.held_out_prompts=4",
-        "measure.held_out_repeats=1",
-        "measure.drift=1000",  # drift would add measurements
     )
     overrides = quick(tiny_folder, tracked(tmp_path), *small, *more)
     died, before = _study(tmp_path / "first.log", stage, 1 if stage == "profile" else 3, *overrides)
