@@ -675,6 +675,17 @@ LARGE_FIT = f"calibration_bytes=4_500_000_000 remembered_bytes=9_000_000_000 {OW
 EAGLE_TRAINING = f"steps=100000 texts_per_step=3 learning_rate=0.0006 {OWN_TEXTS}"
 
 
+DRAFTERS = (
+    *("prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model"),
+    *("cross_tokenizer", "eagle", "medusa"),
+)
+
+
+def _null(names: Sequence[str]) -> str:
+    """Overrides that leave contenders out."""
+    return " ".join(f"contenders.{name}=null" for name in names)
+
+
 def _contender(name: str, *members: str) -> str:
     """An override that adds a drafter, or a cascade of several."""
     value = members[0] if len(members) == 1 else f"{{kind:cascade,members:[{','.join(members)}]}}"
@@ -694,6 +705,9 @@ def _with_eagle(head: str) -> str:
 
 GPUS = sorted(path.name for path in RECORDS.glob("gpu-*.json"))
 """One record per card that was measured."""
+
+COMPILED = sorted(path.name for path in RECORDS.glob("compiled-*.json"))
+"""Records of compiled layers on a CPU, of the part ``drafters`` of ``searches.evaluate.gpu`` alone."""
 
 SCALES = sorted(path.name for path in RECORDS.glob("scale-*.json"))
 """The record of studies with several workers, if there is one."""
@@ -776,6 +790,22 @@ SECTIONS = (
             )
         ]
         if GPUS
+        else []
+    ),
+    *(
+        [
+            Section(
+                "Compiled layers on a CPU",
+                "Plain decoding with layers that `torch.compile` compiles, beside plain decoding with packed weights.",
+                COMPILED,
+                _gpus,
+                [
+                    "searches.evaluate.gpu parts=[drafters] target.device=cpu seconds.drafters=600"
+                    f" record=notebooks/records/compiled-mine.json {_null(DRAFTERS)}"
+                ],
+            )
+        ]
+        if COMPILED
         else []
     ),
     Section(
