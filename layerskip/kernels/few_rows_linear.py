@@ -1,7 +1,7 @@
 """Products of few rows with a weight matrix on a GPU, in half precision, with what surrounds them in a decoder layer.
 
-Verification multiplies 2 to 16 rows with every weight. Reading the weights takes most of the time, and libraries choose
-tiles for more rows. Every program here reads some rows of the weight once, in order. A row's result does not depend on the
+Decoding multiplies 1 to 16 rows with every weight. Reading the weights takes most of the time, and libraries choose tiles
+for more rows. Every program here reads some rows of the weight once, in order. A row's result does not depend on the
 other rows.
 
 The rows may be normalised first (RMSNorm, arXiv 1910.07467), and a residual or the gate of an MLP (arXiv 2002.05202) may

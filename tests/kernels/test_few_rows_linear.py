@@ -21,7 +21,7 @@ def _norm(hidden: Tensor, scale: Tensor, kind: str) -> Tensor:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(("rows", "outputs", "width"), [(2, 100, 96), (16, 4200, 200), (5, 64, 576)])
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 100, 96), (16, 4200, 200), (5, 64, 576)])
 @pytest.mark.parametrize("norm", ["", "llama", "gemma"])
 @pytest.mark.parametrize("after", ["", "residual", "silu", "gelu_tanh"])
 def test_products_of_few_rows_equal_torchs(
