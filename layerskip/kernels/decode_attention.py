@@ -112,15 +112,16 @@ def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
     sums = torch.empty((splits, heads, count, width), dtype=torch.float32, device=query.device)
     output = torch.empty((1, count, heads, width), dtype=query.dtype, device=query.device)
     rows_of_states = query.stride()[1:3], key.stride()[1:3], value.stride()[1:3]
-    _attend_split[(shared * row_blocks, splits)](
-        query, key, value, mask, output, sums, maxima, totals, _counters(query.device, shared * row_blocks),
-        scale, count, group, keys, row_blocks, splits,
-        *rows_of_states[0], *rows_of_states[1], *rows_of_states[2], mask.stride(2),
-        BOOL=mask.dtype == torch.bool, SPARSE=keys > _DENSE, WIDTH=width, ROWS=rows,
-        SPLIT=split, SPLITS=triton.next_power_of_2(splits),
-        KEYS=_TILE if query.element_size() == 2 else _TILE // 2, DIMS=dims,
-        num_warps=4, num_stages=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        _attend_split[(shared * row_blocks, splits)](
+            query, key, value, mask, output, sums, maxima, totals, _counters(query.device, shared * row_blocks),
+            scale, count, group, keys, row_blocks, splits,
+            *rows_of_states[0], *rows_of_states[1], *rows_of_states[2], mask.stride(2),
+            BOOL=mask.dtype == torch.bool, SPARSE=keys > _DENSE, WIDTH=width, ROWS=rows,
+            SPLIT=split, SPLITS=triton.next_power_of_2(splits),
+            KEYS=_TILE if query.element_size() == 2 else _TILE // 2, DIMS=dims,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
     return output
 
 

@@ -1,7 +1,7 @@
 """Products of few rows with a weight matrix on a GPU, in half precision, with what surrounds them in a decoder layer.
 
-Verification multiplies 2 to 16 rows with every weight. Reading the weights takes most of the time, and libraries choose
-tiles for more rows. Every program here reads some rows of the weight once, in order. A row's result does not depend on the
+Decoding multiplies 1 to 16 rows with every weight. Reading the weights takes most of the time, and libraries choose tiles
+for more rows. Every program here reads some rows of the weight once, in order. A row's result does not depend on the
 other rows.
 
 The rows may be normalised first (RMSNorm, arXiv 1910.07467), and a residual or the gate of an MLP (arXiv 2002.05202) may
@@ -59,7 +59,7 @@ if HAS_TRITON:
         dtype = output.dtype.element_ty
         if NORM != "":
             squares = tl.zeros((ROWS, STEP), tl.float32)
-            for start in range(0, WIDTH, STEP):
+            for start in tl.range(0, WIDTH, STEP, num_stages=4):  # else each load waits for the one before
                 step = start + tl.arange(0, STEP)
                 is_hidden = (row < rows)[:, None] & (step < WIDTH)[None]
                 part = tl.load(hidden + row[:, None] * WIDTH + step[None], mask=is_hidden, other=0.0).to(tl.float32)
@@ -107,11 +107,12 @@ def multiply_on_gpu(
     outputs, width = weight.shape[0] // (2 if gate else 1), weight.shape[1]
     result = hidden.new_empty(*hidden.shape[:-1], outputs)
     tile = 32 if outputs >= _LARGE and not gate else 16  # with a gate, a program reads twice as many rows of the weight
-    _multiply[(triton.cdiv(outputs, tile),)](
-        hidden, weight, hidden if residual is None else residual, weight if scale is None else scale, result,
-        hidden.numel() // width, outputs, epsilon, WIDTH=width,
-        ROWS=16, OUTPUTS=tile, STEP=128, RESIDUAL=residual is not None, GATE=gate, NORM=norm, num_warps=2, num_stages=5,
-    )  # fmt: skip
+    with torch.cuda.device_of(hidden):  # Triton launches on the current device
+        _multiply[(triton.cdiv(outputs, tile),)](
+            hidden, weight, hidden if residual is None else residual, weight if scale is None else scale, result,
+            hidden.numel() // width, outputs, epsilon, WIDTH=width, ROWS=16, OUTPUTS=tile, STEP=128,
+            RESIDUAL=residual is not None, GATE=gate, NORM=norm, num_warps=2, num_stages=5,
+        )  # fmt: skip
     return result
 
 

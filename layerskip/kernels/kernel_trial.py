@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 
-import torch
 from torch import Tensor
 
+from layerskip.device.failures import first_line
 from layerskip.device.tolerance import nearly_equal
+from layerskip.device.waiting import waiting
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether the kernels' compiler is installed; torch's builds for CUDA bring it along."""
-
-
-@contextlib.contextmanager
-def _waiting_allowed() -> Iterator[None]:
-    """Allow to wait for a GPU within the ``with`` block, also where a caller forbids it."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield
-        return
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("default")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def passes_trial(name: str, kind: Hashable, run: Callable[[], tuple[Tensor, Tensor]]) -> bool:
@@ -40,10 +26,11 @@ def passes_trial(name: str, kind: Hashable, run: Callable[[], tuple[Tensor, Tens
     """
     if (name, kind) not in _passed:
         try:
-            with _waiting_allowed():
+            with waiting("default"):
                 reason = "" if nearly_equal(*run()) else "it gives other results"
         except Exception as error:  # compilers raise errors of many kinds
-            reason = str(error).partition("\n")[0] or type(error).__name__
+            reason = first_line(error)
+            _log.debug("the kernel for %s fails", name, exc_info=error)
         if reason:
             _log.warning("the kernel for %s cannot be used (%s): %s", name, kind, reason)
         _passed[name, kind] = not reason

@@ -30,6 +30,8 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
+from layerskip.device.failures import first_line
+from layerskip.kernels import decode_attention as attention
 from layerskip.kernels import few_rows_linear as products
 from layerskip.kernels.few_rows_linear import GATES, NORMS
 
@@ -54,12 +56,13 @@ class ProductFusion(CustomGraphPass):
                 for node in graph.find_nodes(op="call_function", target=target):
                     rewrite(graph, node)
         except Exception as error:  # of another version of the compiler; a rewrite takes effect at its end only
-            _warn(str(error).partition("\n")[0] or type(error).__name__)
+            _warn(first_line(error))
+            _log.debug("a rewrite fails", exc_info=error)
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
-        """Return what identifies the pass in the compiler's cache."""
-        return get_hash_for_files((__file__, str(products.__file__)))
+        """Return what identifies the pass and our operators in the compiler's cache."""
+        return get_hash_for_files((__file__, str(products.__file__), str(attention.__file__)))
 
 
 @functools.cache
@@ -204,7 +207,8 @@ def _find_norm(node: Any, width: int) -> tuple[str, Match] | None:
         match = pattern.match(node)
         if isinstance(match, Match):
             given, scale = match.kwargs["hidden"].meta["val"], match.kwargs["scale"].meta["val"]
-            if given.shape == value.shape and given.dtype == scale.dtype == value.dtype and scale.shape == (width,):
+            alike = given.shape == value.shape and given.dtype == scale.dtype == value.dtype and scale.shape == (width,)
+            if alike and given.is_contiguous():
                 return name, match
     return None
 

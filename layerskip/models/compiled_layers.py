@@ -74,6 +74,9 @@ class CompiledLayers:
     Args:
         model: the model or view.
         path: the dotted name of its decoder layers; empty if the model is compiled as a whole.
+
+    Attributes:
+        fuses: whether products are fused with what surrounds them (:mod:`layerskip.kernels.product_fusion`).
     """
 
     def __init__(self, model: nn.Module, path: str) -> None:
@@ -81,6 +84,7 @@ class CompiledLayers:
         config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
         types = getattr(config, "layer_types", None) or ["" for _ in self._layers]
         self._first_of_type = [types.index(kind) for kind in types]
+        self.fuses = _on_gpu(next(model.parameters())) and type(model) not in _unfused
         self._trees: dict[int, nn.Module] = {}
         self._addresses: tuple[int, ...] = ()  # of the weights that the trees read
         self._lock, self._thread = threading.RLock(), 0  # of the thread whose passes are compiled
@@ -131,12 +135,12 @@ class CompiledLayers:
         cache = kwargs.get("past_key_values")
         if index not in self._trees:
             self._trees[index] = self._tree(index)
-            fuse_siblings(self._trees[index], single_rows=_single_rows(hidden))
+            fuse_siblings(self._trees[index], single_rows=_on_gpu(hidden))
         if cache is not None:
             assert isinstance(cache, KVCache)
             kwargs["attention_mask"] = mask_of(kwargs["attention_mask"])
             kwargs["past_key_values"] = cache.layer_buffers(index, hidden.shape[1])
-        return _compiled_run()(self._trees[index], hidden, args, kwargs)
+        return _compiled_run(self.fuses)(self._trees[index], hidden, args, kwargs)
 
     def _tree(self, index: int) -> nn.Module:
         """Return a second module tree over a layer's tensors."""
@@ -167,21 +171,23 @@ def _run(layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[s
     return layer(hidden, *args, **kwargs)
 
 
-def _single_rows(hidden: Tensor) -> bool:
-    return hidden.device.type == "cuda"
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 @functools.cache
-def _compiled_run() -> Callable[..., Any]:
-    """Return the compiled call of a layer; made on first use, because importing the compiler takes seconds."""
+def _compiled_run(fuses: bool) -> Callable[..., Any]:
+    """Return the compiled call of a layer; made on first use, because importing the compiler takes seconds.
+
+    Args:
+        fuses: see :class:`CompiledLayers`.
+    """
     from torch._inductor import config
 
     options = {name: value for name, value in _OPTIONS.items() if name in config.get_config_copy()}
-    try:
-        from layerskip.kernels.product_fusion import ProductFusion  # imports the compiler
-    except ImportError as error:  # another version of it
-        _log.warning("compiled layers launch more kernels: %s", error)
-    else:
+    if fuses:
+        from layerskip.kernels.product_fusion import ProductFusion
+
         options["post_grad_custom_pre_pass"] = ProductFusion()
     return torch.compile(_run, fullgraph=True, dynamic=False, options=options)
 
@@ -214,8 +220,13 @@ def prepare_compiling(model: nn.Module) -> None:
         lay_out_siblings(body, lambda: body(inputs_embeds=states, use_cache=False))
 
 
-def refuse_compiling(model: nn.Module, reason: str) -> None:
-    """Run a model's layers as they are from now on, and log why."""
+def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str) -> None:
+    """Compile a model's layers with fewer fusions from now on, or where there are none not at all, and log why."""
+    if layers.fuses:
+        layers.fuses = False
+        _unfused.add(type(model))  # else every view of such a model would be tried
+        _log.warning("%s: products of its layers cannot be fused with what surrounds them: %s", type(model).__name__, reason)
+        return
     _refused.add(model)
     _log.warning("%s: its layers cannot be compiled and run as they are: %s", type(model).__name__, reason)
 
@@ -246,4 +257,5 @@ _log = logging.getLogger(__name__)
 _compiled: weakref.WeakKeyDictionary[nn.Module, CompiledLayers | None] = weakref.WeakKeyDictionary()
 _modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_unfused: set[type[nn.Module]] = set()
 _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from layerskip.device.waiting import waiting
 from layerskip.kernels.decode_attention import own_counters
 
 Compute = Callable[..., tuple[Tensor, ...]]
@@ -83,13 +83,8 @@ class GraphCapturer:
             RuntimeError: the pass synchronises with the device, which a graph cannot.
         """
         static = tuple(part.clone() for part in inputs)
-        mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # set_sync_debug_mode warns on every call
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                compute(*static)
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
+        with waiting("error"):
+            compute(*static)
         graph = torch.cuda.CUDAGraph()
         # A graph whose capture cannot end would leave its stream as the current one.
         current = torch.cuda.stream(torch.cuda.current_stream(self._device))

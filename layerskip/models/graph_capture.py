@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.device.clock import now
+from layerskip.device.failures import first_line
 from layerskip.device.memory import is_out_of_memory
 from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.attention import whole_buffers
 from layerskip.models.cache import KVCache
-from layerskip.models.compiled_layers import CompiledLayers, MaskOf, compiled_layers, refuse_compiling
+from layerskip.models.compiled_layers import CompiledLayers, MaskOf, compiled_layers, simplify_compiling
 from layerskip.models.cuda_graphs import CapturedPass, Compute, EagerPass, GraphCapturer
 
 _MAX_WIDTH = 64  # tokens of a captured pass
@@ -147,7 +148,7 @@ class CapturingCache(KVCache):
         if not all(bool(part.isfinite().all()) for part in expected):
             return None  # cannot be compared
         layers = compiled_layers(body)
-        attempts: list[tuple[CompiledLayers | None, bool]] = [] if layers is None else [(layers, True)]
+        attempts: list[tuple[CompiledLayers | None, bool]] = [] if layers is None else [(layers, True)] * (1 + layers.fuses)
         attempts += [(None, True), (None, False)] if self.device.type == "cuda" else [(None, True)]
         for tried, kernels in attempts:
             compute = compute_with(tried)
@@ -166,9 +167,10 @@ class CapturingCache(KVCache):
                     raise
                 if any(map(is_out_of_memory, _causes(error))):
                     return None
-                reason = str(error).partition("\n")[0]
+                reason = first_line(error)
+                _log.debug("the pass of %s fails", type(model).__name__, exc_info=error)
             if tried is not None:
-                refuse_compiling(body, reason)
+                simplify_compiling(body, tried, reason)
         _refused.add(model)
         _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
         return None

@@ -19,6 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from layerskip.kernels.few_rows_linear import MAX_ROWS, few_rows_linear, has_kernel
 
+_LARGE = 2**22  # values of a weight
+
 
 def lay_out_siblings(model: nn.Module, run: Callable[[], object]) -> None:
     """Lay the weights of a model's sibling layers out as matrices, unless they are.
@@ -103,8 +105,9 @@ def _fit(layers: Sequence[Any]) -> bool:
 class FusedLinear(nn.Module):
     """A linear layer in a compiled tree. It computes the product of its siblings with its own.
 
-    A single row is multiplied by a sum over the products, which the compiler fuses with what surrounds it: a kernel for
-    matrices gains nothing there.
+    A single row is multiplied by a small weight in a sum over the products, which the compiler fuses with what surrounds it.
+    Every output then computes the row's own operators again. With a large weight this takes longer than reading the weight,
+    so the kernel for few rows is used.
 
     Args:
         layers: the linear layer, or those of a group.
@@ -125,7 +128,7 @@ class FusedLinear(nn.Module):
     def compute(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of all layers of the group."""
         rows = hidden.numel() // hidden.shape[-1]
-        if self.few_rows and 1 < rows <= MAX_ROWS:
+        if self.few_rows and rows <= MAX_ROWS and (rows > 1 or self.weight.numel() >= _LARGE):
             output = few_rows_linear(hidden.contiguous(), self.weight)
             return self._split(output if self.bias is None else output + self.bias)
         if not (self.single_rows and rows == 1):

@@ -5,7 +5,7 @@ Usage: ``python -m searches.evaluate.gpu [parts=[plain,drafters]] [field=value]`
 - ``tests``: the tests that put models on the device.
 - ``plain``: plain decoding of the target and of random Llamas of 1B, 3B and 8B, as a share of what the memory bandwidth
   allows, and beside transformers' ``generate``, with its dynamic and its compiled static cache.
-- ``drafters``: every drafter on the target, beside plain decoding.
+- ``drafters``: every drafter on the target, beside plain decoding; and plain decoding with and without compiled layers.
 - ``verification``: the target's pass over 1 to 64 tokens, as a chain and as a tree.
 - ``study``: a search of a minute.
 
@@ -102,6 +102,9 @@ def _run(
                 row, fields = value
                 found["rows"][row] = fields
                 clock.say(f"{name}: {describe_row(row, fields)}")
+            elif kind == "log":
+                found.setdefault("log", []).append(value)
+                clock.say(f"{name}: {value}")
             elif kind == "refused" and path is None:
                 raise InputError(value)
             else:

@@ -45,11 +45,12 @@ def table(record: Record) -> str:
 
 
 def tables(record: Record) -> list[str]:
-    """Return all parts of a record as lines of Markdown, with what was left out and the errors below each."""
+    """Return all parts of a record as lines of Markdown, with what was left out, errors and warnings below each."""
     lines: list[str] = []
     for name, part in record["parts"].items():
         bad = [describe_row(key, row) for key, row in part["rows"].items() if row.keys() & {"error", "left_out"}]
         bad += [f"ERROR: {part['error']}"] if "error" in part else []
+        bad += part.get("log", [])
         found = _TABLES[name](part["rows"])
         for block in (found, [f"- {name}: {line}" for line in bad]):
             lines += ["", *block] if block else []

@@ -7,10 +7,12 @@ nothing runs any more. Rows arrive one by one, so those before the end are kept.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Callable, Generator, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -27,11 +29,11 @@ Row = dict[str, Any]
 Known = Mapping[str, Any]
 """What the ``device`` part found; see :func:`searches.evaluate.gpu_device.describe_device`."""
 Message = tuple[str, Any]
-"""``step`` with what begins, ``row`` with a name and a row, ``error`` or ``refused`` with one line, or ``end``."""
+"""``step`` with what begins, ``row`` with a name and a row, ``log``, ``error`` or ``refused`` with one line, or ``end``."""
 Part = Callable[[DictConfig, Known, "Report"], None]
 
 _EXIT_SECONDS = 10  # that a process may take to exit
-_LONGEST_LINE = 300  # characters of an error
+_LONGEST_LINE = 300  # characters of an error or of a warning
 
 
 class Report:
@@ -64,6 +66,7 @@ class Report:
             row = measure()
         except Exception as error:
             failed = {"left_out": "out of memory"} if is_out_of_memory(error) else {"error": one_line(error)}
+            traceback.print_exc()  # the record has one line of it
         if row is None:
             row = failed
             release_memory()  # after the except block, as the error keeps its frames
@@ -115,12 +118,32 @@ def run_part(name: str, part: Part, config: DictConfig, known: Known, seconds: f
 
 def _work(part: Part, fields: Any, known: Known, sender: Connection) -> None:
     os.setsid()  # the group of everything that this process starts
+    library = logging.getLogger("layerskip")
+    library.setLevel(logging.DEBUG)
+    library.addHandler(_Log(sender.send))
     try:
         part(OmegaConf.create(fields), known, Report(sender.send))
     except Exception as error:
         line = explain(error)
+        if line is None:
+            traceback.print_exc()
         sender.send(("error", one_line(error)) if line is None else ("refused", line))
     sender.send(("end", None))
+
+
+class _Log(logging.Handler):
+    """Sends the warnings of the library, such as that a model's layers cannot be compiled, and prints tracebacks."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a warning as one line, or print the error that a debugging message has."""
+        if record.levelno >= logging.WARNING:
+            self._send(("log", " ".join(record.getMessage().split())[:_LONGEST_LINE]))
+        elif record.exc_info is not None:
+            traceback.print_exception(record.exc_info[1])
 
 
 def _end(process: BaseProcess) -> None:

@@ -6,7 +6,6 @@ On a CPU nothing waits, so the operations that would wait on CUDA are counted. O
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import CrossPromptState, Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host
+from layerskip.device.waiting import waiting
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
@@ -82,7 +82,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         def allowed(read: Callable[..., Any], *tensors: Tensor) -> Any:
             waits.reading = True
             try:
-                with _refusing(False):
+                with waiting("default"):
                     return read(*tensors)
             finally:
                 waits.reading = False
@@ -100,7 +100,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
                 if name.startswith("layerskip.") and getattr(module, function.__name__, None) is function:
                     patch.setattr(module, function.__name__, replacement)
         if DEVICE != "cpu":
-            with _refusing(True):
+            with waiting("error"):
                 yield waits.counts
             return
         for name in READING:
@@ -115,22 +115,6 @@ def _counting(method: Callable[..., Any], name: str, waits: _Waits) -> Callable[
         return method(*args, **kwargs)
 
     return call
-
-
-@contextmanager
-def _refusing(refuse: bool) -> Iterator[None]:
-    """Make torch refuse, or allow, operations that wait for CUDA."""
-    if DEVICE == "cpu":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # the mode warns that it may change
-        torch.cuda.set_sync_debug_mode("error" if refuse else "default")
-    try:
-        yield
-    finally:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):
-            torch.cuda.set_sync_debug_mode(before)
 
 
 MASK = torch.tensor([True, False])

@@ -91,7 +91,7 @@ class Member:
 
     def draft(self, context: Context, limit: int) -> Draft:
         self.calls.append("draft")
-        return Draft(torch.tensor([1] if self.proposes else [], dtype=torch.int64))
+        return Draft(torch.tensor([1] if self.proposes else [], dtype=torch.int64, device=context.last.device))
 
     def observe(self, verdict: Verdict) -> None:
         self.calls.append("observe")
@@ -110,7 +110,8 @@ class ScriptedMember(Member):
 
     def draft(self, context: Context, limit: int) -> Draft:
         tokens = [token if self.random.random() < self.hit_rate else 9 for token in self.text[len(context.tokens) :][:2]]
-        return Draft(torch.tensor(tokens if self.random.random() < self.draft_rate else [], dtype=torch.int64))
+        drafted = tokens if self.random.random() < self.draft_rate else []
+        return Draft(torch.tensor(drafted, dtype=torch.int64, device=context.last.device))
 
 
 class ResultLog(Member):

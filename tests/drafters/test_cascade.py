@@ -20,6 +20,7 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
+from tests.accelerator import DEVICE
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, generated, target_of
 from tests.drafters.heads import eagle_head, family_of
 from tests.drafters.members import LOOKUP, SKIP, Choosing, Member, member_of
@@ -164,7 +165,7 @@ def test_a_provisional_draft_is_taken_if_no_other_member_has_one(proposes: bool)
         assert decode(target, rounds, prompt, GREEDY, LENGTH).tokens == generated("llama", prompt, LENGTH)
         for context, drafted in rounds.drafts:
             with torch.no_grad():
-                chances = model(torch.tensor([context])).logits[0, -1].softmax(-1)
+                chances = model(torch.tensor([context], device=DEVICE)).logits[0, -1].softmax(-1)
             if float(chances.max()) < SURE.threshold and len(context) < len(prompt) + LENGTH - 2:
                 assert drafted == [(1,) if proposes else (int(chances.argmax()),)]
                 unsure += 1

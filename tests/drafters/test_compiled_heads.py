@@ -9,9 +9,12 @@ from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
 from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.graph_capture import CapturingCache
+from tests.accelerator import DEVICE
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, generated, target_of
 from tests.drafters.members import member_of
 from tests.models.compilers import rewrite_only
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="stands in for a GPU")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])

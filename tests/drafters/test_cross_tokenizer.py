@@ -113,13 +113,13 @@ class TestFewOfOtherLetters(DrafterContract):
     def test_re_encoded_tokens_join_the_drafted_vocabulary(self) -> None:
         """The text's last letter and the next one become a pair, which the reduced vocabulary lacks."""
         target = target_of("llama")
-        drafter, device = self.drafter(target), torch.device("cpu")
+        drafter, device = self.drafter(target), torch.device(DEVICE)
         drafter.start([5, 2], KVCache(target.layers, 64, False, device), Chooser(GREEDY, target.vocabulary, device))
-        drafter.draft(Context([5, 2], torch.tensor([2])), 3)
+        drafter.draft(Context([5, 2], torch.tensor([2], device=device)), 3)
         assert isinstance(drafter, CrossTokenizer)
         assert drafter._head is not None
         assert target.vocabulary + 1 not in drafter._head.tokens
-        drafter.draft(Context([5, 2, 0], torch.tensor([0])), 3)
+        drafter.draft(Context([5, 2, 0], torch.tensor([0], device=device)), 3)
         assert target.vocabulary + 1 in drafter._head.tokens
 
 

@@ -130,5 +130,5 @@ def _compile_with(monkeypatch: pytest.MonkeyPatch, backend: Callable[[dict[str, 
     monkeypatch.setattr(torch, "compile", compile_as)
     compiled_run = functools.cache(compiled_layers._compiled_run.__wrapped__)  # not kept beyond the test
     monkeypatch.setattr(compiled_layers, "_compiled_run", compiled_run)
-    monkeypatch.setattr(compiled_layers, "_single_rows", lambda hidden: True)
+    monkeypatch.setattr(compiled_layers, "_on_gpu", lambda tensor: True)
     monkeypatch.setattr(sibling_linears, "has_kernel", lambda weight: True)

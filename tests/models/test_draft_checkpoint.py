@@ -116,7 +116,7 @@ def test_weights_keep_their_dtype(tiny_folder: Path, tmp_path: Path, dtype: str)
 
 
 def test_it_works_as_assistant_model_of_transformers(idle: Target, cut: Path) -> None:
-    tokens = torch.tensor([idle.encode("the rain in the on")])
+    tokens = torch.tensor([idle.encode("the rain in the on")], device=DEVICE)
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     plain = idle.model.generate(**inputs, do_sample=False, max_new_tokens=32)
     assisted = idle.model.generate(**inputs, do_sample=False, max_new_tokens=32, assistant_model=_load(cut))

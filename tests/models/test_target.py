@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from layerskip import Target, TargetError, generate, load_target
 from layerskip.models import loading
 from layerskip.models.loading import load_draft
+from tests.accelerator import DEVICE
 from tests.families import build
 from tests.tiny import VOCABULARY, save_gguf, save_tiny, without_tokenizer
 
@@ -81,11 +82,11 @@ def test_smollm2_is_loaded_from_its_wheel(smollm2: Target) -> None:
 
 
 def test_a_gguf_file_gives_the_model_that_was_saved(tiny_folder: Path, tiny_target: Target, tmp_path: Path) -> None:
-    target = load_target(str(save_gguf(tiny_folder, tmp_path / "tiny.gguf")), dtype="float32", device="cpu")
+    target = load_target(str(save_gguf(tiny_folder, tmp_path / "tiny.gguf")), dtype="float32", device=DEVICE)
     text = "the moon, é and 🌙"
     assert (target.architecture, target.layers, target.eos_ids) == ("LlamaForCausalLM", 3, {1})
     assert target.encode(text) == tiny_target.encode(text)
-    tokens = torch.tensor([target.encode(text)])
+    tokens = torch.tensor([target.encode(text)], device=DEVICE)
     with torch.inference_mode():
         torch.testing.assert_close(target.model(tokens).logits, tiny_target.model(tokens).logits)
 

@@ -33,7 +33,7 @@ def test_every_registered_drafter_is_supported(tiny_target: Target) -> None:
 
 def test_seconds_of_capturing_are_figures_of_the_configuration(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """They add up over the comparisons of a trial."""
-    monkeypatch.setattr(compiled_layers, "_compiled_run", lambda: compiled_layers._run)
+    monkeypatch.setattr(compiled_layers, "_compiled_run", lambda fuses: compiled_layers._run)
     readings = itertools.count()
     monkeypatch.setattr(graph_capture, "now", lambda _: 1000.0 * next(readings))
     backend = LayerskipBackend(replace(tiny_target, compile="on"))

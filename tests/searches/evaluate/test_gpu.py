@@ -1,11 +1,8 @@
-"""Tests of ``searches.evaluate.gpu``: floors, rows, processes that hang or crash, counts of tests, and the record."""
+"""Tests of ``searches.evaluate.gpu``: floors, rows, counts of tests, and the record."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from omegaconf import DictConfig
 
 from layerskip import Sampling, Target
 from layerskip.measure.measure import Task
+from layerskip.models import compiled_layers
 from searches.app.composition import compose_config
 from searches.benchmarking.peers import Peer
 from searches.evaluate import gpu_programs
@@ -26,10 +24,10 @@ from searches.evaluate.gpu_drafting import measure_drafters, measure_verificatio
 from searches.evaluate.gpu_plain import SHAPES, measure_plain, random_llama
 from searches.evaluate.gpu_programs import run_study, run_tests
 from searches.evaluate.gpu_table import table
-from searches.evaluate.gpu_worker import Known, Message, Part, Report, Row, run_part
+from searches.evaluate.gpu_worker import Known, Message, Part, Report, Row
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
-from tests.searches.programs import FORKS, QUICK, execute
+from tests.searches.programs import QUICK, execute
 from tests.tiny import save_tiny
 
 TINY = {
@@ -40,18 +38,16 @@ PARAMETERS = {"llama_1b": 1_235_814_400, "llama_3b": 3_212_749_824, "llama_8b": 
 """As published with the models, tied weights once."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> None:
-    """Start the tests' server of processes, which has imported everything, before a program would start one of its own."""
-    process = FORKS.Process(target=os.getpid)
-    process.start()
-    process.join()
-
-
 def _overrides(folder: Path, *more: str) -> list[str]:
     shape = ",".join(f"{name}:{value}" for name, value in TINY.items())
     small = ["measure.max_new_tokens=8", "measure.prompts=2", "context=16", "tokens=[1,2,4]", f"shapes={{tiny:{{{shape}}}}}"]
-    target = ["target=local", f"target.path={folder}", "target.dtype=float32", f"target.device={DEVICE}"]
+    target = [
+        "target=local",
+        f"target.path={folder}",
+        "target.dtype=float32",
+        f"target.device={DEVICE}",
+        "target.compile=off",
+    ]
     return [*target, *small, *more]
 
 
@@ -135,6 +131,30 @@ def test_every_drafter_has_a_row_and_one_that_fails_leaves_the_others(tmp_path: 
     assert rows["layer_skip"]["config"]["mask"] == "layers:2-3"
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_plain_decoding_has_a_row_with_and_without_compiled_layers(
+    compiles: bool, tiny_folder: Path, known: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where compiling fails the row says so."""
+    runs = []
+
+    def run(*args: Any) -> Any:
+        runs.append(1)
+        return compiled_layers._run(*args) if compiles else compiled_layers._run(*args, "one too many")  # type: ignore[call-arg]
+
+    monkeypatch.setattr(compiled_layers, "_compiled_run", lambda fuses: run)
+    none = [f"contenders.{name}=null" for name in compose_config("gpu").contenders]
+    rows = _rows(measure_drafters, compose_config("gpu", _overrides(tiny_folder, *none, "target.compile=auto")), known)
+    ((name, row),) = rows.items()
+    assert name == ("plain_compiled" if DEVICE == "cpu" else "plain_uncompiled")
+    assert runs
+    if compiles:
+        assert row["losslessness"]["verdict"] == "exact"
+        assert row["over_plain"] == pytest.approx(row["tokens_per_second"] / row["plain_tokens_per_second"])
+    else:
+        assert row == {"left_out": "its layers could not be compiled"}
+
+
 def test_passes_are_timed_as_chains_and_trees(tiny_folder: Path, known: Row) -> None:
     rows = _rows(measure_verification, compose_config("gpu", _overrides(tiny_folder)), known)
     assert set(rows) == {"chain of 1", "chain of 2", "chain of 4", "tree of 2", "tree of 4"}
@@ -157,63 +177,6 @@ def test_a_pass_runs_over_as_many_tokens_as_its_row_says(
     assert set(widths[1:first]) == {1}  # after the prompt
     for timed in (widths[first : first + 40], widths[-40:]):  # chains, and trees once their first pass has checked the model
         assert timed == [4, 1] * 20
-
-
-def test_numbers_that_json_has_not_are_left_out() -> None:
-    messages: list[Message] = []
-    Report(messages.append).row("a", {"high": float("inf"), "low": 1.0, "inner": {"x": float("nan")}})
-    assert messages == [("row", ("a", {"high": None, "low": 1.0, "inner": {"x": None}}))]
-
-
-def _hang(config: DictConfig, known: Known, report: Report) -> None:
-    with subprocess.Popen(["sleep", "600"]) as child:
-        report.row("done", {"pid": child.pid})
-        report.step("sleeping")
-
-
-def _crash(config: DictConfig, known: Known, report: Report) -> None:
-    report.row("done", dict(known))
-    report.step("falling")
-    os._exit(7)
-
-
-def _raise(config: DictConfig, known: Known, report: Report) -> None:
-    report.attempt("bad", lambda: {"a": config.missing_field})
-    raise ValueError("two\nlines")
-
-
-def _messages(part: Part, known: Known | None = None) -> list[Message]:
-    return list(run_part("plain", part, compose_config("gpu"), known or {}, 1000))
-
-
-def test_a_part_that_hangs_ends_with_its_seconds_and_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = run_part("plain", _hang, compose_config("gpu"), {}, 1000)
-    _, (_, row) = next(messages)
-    assert next(messages) == ("step", "sleeping")
-    late = time.monotonic() + 1001
-    monkeypatch.setattr("searches.evaluate.gpu_worker.monotonic", lambda: late)
-    assert list(messages) == [("error", "seconds.plain: 1000 seconds were over during sleeping")]
-    monkeypatch.undo()
-    status = Path(f"/proc/{row['pid']}/status")
-    for _ in range(250):
-        if not status.exists() or "State:\tZ" in status.read_text(encoding="utf-8"):  # dead, or not yet waited for
-            return
-        time.sleep(0.02)
-    raise AssertionError("what the part has started still runs")
-
-
-def test_a_part_that_crashes_keeps_its_rows() -> None:
-    assert _messages(_crash, {"bandwidth": 3.0}) == [
-        ("row", ("done", {"bandwidth": 3.0})),
-        ("step", "falling"),
-        ("error", "the process ended with code 7 during falling"),
-    ]
-
-
-def test_errors_of_rows_and_parts_are_single_lines() -> None:
-    messages = _messages(_raise)
-    assert messages[1][1][1]["error"].startswith("ConfigAttributeError: ")
-    assert messages[2] == ("error", "ValueError: two lines")
 
 
 SOME_TESTS = """
@@ -315,11 +278,13 @@ def test_every_part_has_a_table() -> None:
         "over_plain": 1.5,
     }
     record = {
-        "parts": {name: {"rows": {"m layerskip": row, "x": {"error": "no"}}, "error": "over"} for name in PARTS},
+        "parts": {
+            name: {"rows": {"m layerskip": row, "x": {"error": "no"}}, "error": "over", "log": ["slow"]} for name in PARTS
+        },
         "device": {"dtype": "float32", "bandwidth": 1e12},
         "target": {"name": "t"}, "date": "today",
         "environment": {"device_name": "card", "versions": {"torch": "1", "transformers": "2"}},
     }  # fmt: skip
     text = table(record)
-    assert all(f"- {name}: x: ERROR: no\n- {name}: ERROR: over" in text for name in PARTS)
+    assert all(f"- {name}: x: ERROR: no\n- {name}: ERROR: over\n- {name}: slow" in text for name in PARTS)
     assert "1000 GB/s" in text
