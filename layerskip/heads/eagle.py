@@ -179,7 +179,9 @@ class EagleHead(nn.Module):
         )
         config._attn_implementation = PLAIN
         self.fuse = nn.Linear(width * shape.hidden, shape.hidden, bias=False) if width > 1 else nn.Identity()
-        self.fc = nn.Identity() if shape.side_by_side else nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
+        if shape.side_by_side:
+            self.fc = nn.Identity()  # type: ignore[assignment]
         self.body = LlamaModel(config)
         # EAGLE's published layer has no norm before its attention, and none after the layer.
         layer: Any = self.body.layers[0]
