@@ -70,7 +70,7 @@ class Eagle(StopRuleDrafter):
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt with an empty cache; its hidden states are observed next."""
         self._chooser = chooser
-        device = self.head.fc.weight.device
+        device = self.readout.weight.device
         room = cache.capacity + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
         captures, reads = isinstance(cache, CapturingCache), [self.embeddings]
         self._cache = acquire_cache(self.head, 1, room, device, captures, holder=self, reads=reads)

@@ -14,8 +14,8 @@ from typing import Any
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.sampling import Sampling
-from layerskip.heads.portable import why_not_portable
-from layerskip.heads.published_eagle import is_eagle_3, is_published
+from layerskip.heads.portable import eagle_method, why_not_portable
+from layerskip.heads.published_eagle import is_published
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.wheels import WHEELS
 
@@ -125,9 +125,14 @@ class Deployment:
             prepare: takes the command that writes it, if it is not there yet.
             engine: the engine that loads it.
             hub: whether the engine takes hub ids.
+
+        Raises:
+            Unsupported: the engine has no layout for the head.
         """
         if self.config.head and is_published(Path(self.config.head)):
             return self.config.head
+        if self.config.head and (reason := why_not_portable(Path(self.config.head), engine)) is not None:
+            raise Unsupported(f"config.head: {reason}")
         return self._found("draft", self.config.draft, prepare, hub, [f"engine={engine}"] if self.config.head else [])
 
     def beside(self, part: str) -> str:
@@ -147,8 +152,8 @@ def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
 
     Returns:
         ``none``, ``prompt_lookup``, ``draft_model`` (also for a mask of whole layers, whose kept layers are a model),
-        ``cross_tokenizer``, ``eagle``, ``eagle3`` (a published head), ``medusa``, or ``suffix`` (retrieval without a
-        datastore) if the engine has it.
+        ``cross_tokenizer``, ``eagle``, ``eagle3``, ``medusa``, or ``suffix`` (retrieval without a datastore) if the engine
+        has it.
 
     Raises:
         Unsupported: no engine drafts so.
@@ -168,7 +173,7 @@ def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
     if config.kind in ("eagle", "medusa"):
         if (reason := why_not_portable(Path(config.head))) is not None:
             raise Unsupported(f"config.head: {reason}")
-        return "eagle3" if is_eagle_3(Path(config.head)) else config.kind
+        return eagle_method(Path(config.head)) if config.kind == "eagle" else config.kind
     if config.kind not in _WAYS:
         raise Unsupported(f"config.kind: {config.kind}: no engine knows it")
     return config.kind

@@ -1,8 +1,8 @@
 """vLLM, as of version 0.32: ``vllm serve`` with ``--speculative-config``.
 
 Its n-gram drafter copies from the first match. Suffix decoding is its counterpart of retrieval from earlier requests. Heads
-are read in the layouts of EAGLE-1's authors and of Medusa's; its speculators format has no EAGLE-1. The names of fields are
-those of ``vllm/config/speculative.py``.
+are read in the layouts of EAGLE-1's authors and of Medusa's, and EAGLE-3's in its speculators format, which has no EAGLE-1.
+The names of fields are those of ``vllm/config/speculative.py``.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ With ``lookback`` the layer's attention also reads the embeddings of a token and
 places where the text was the same, and copy what followed there (:mod:`layerskip.heads.induction`). EAGLE's own attention
 hardly can, because its hidden states encode the next token rather than the current one.
 
-A head with three layers is simpler than EAGLE-3's published one. It feeds back its output after the last norm, theirs before
-it. A linear map joins embedding and state as in EAGLE; in theirs the layer's attention reads both side by side, each with a
-norm. The target's output layer reads the result; theirs has a trained output layer.
+A head with three layers and no lookback has EAGLE-3's form (``side_by_side``): the attention reads embedding and state side
+by side, each with a norm. It is simpler than the published one: it feeds back its output after the last norm, theirs before
+it, and the target's output layer reads the result; theirs has a trained one. With lookback, a linear map joins embedding and
+state as in EAGLE.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaModel
 
 from layerskip.config import ConfigError
+from layerskip.heads.attention_input import AppendedEmbeddings, SideBySide, widened
 from layerskip.heads.published_eagle import is_published, read_published
 from layerskip.models.architecture import architecture
 from layerskip.models.attention import PLAIN
@@ -37,7 +39,7 @@ from layerskip.models.trained_module import load_trained
 from layerskip.rules import check_integer, check_number, check_type
 
 KIND = "eagle"
-_LATER = ("attention_bias", "lookback")  # fields that the first heads did not have
+_LATER = ("attention_bias", "lookback", "side_by_side")  # fields that the first heads did not have
 MOST_BACK = 64  # the largest lookback, in tokens
 # Rotary base of heads with lookback: most dimensions hardly rotate within a text, so that distant matches count, too.
 _LOOKBACK_BASE = 1e9
@@ -61,6 +63,7 @@ class EagleShape:
         attention_bias: whether queries, keys and values have a bias, as in published heads for Qwen2.
         lookback: number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for
             EAGLE's own attention, which reads only the output of the linear map.
+        side_by_side: whether the attention reads embedding and state side by side, and no linear map joins them.
 
     Raises:
         ConfigError: a value is out of range, or values do not fit each other.
@@ -78,6 +81,7 @@ class EagleShape:
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
     lookback: int = 0
+    side_by_side: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "heads", "key_value_heads", "head_dim"):
@@ -90,8 +94,10 @@ class EagleShape:
         if self.vocabulary is not None:
             check_integer("vocabulary", self.vocabulary, 1)
         check_integer("lookback", self.lookback, 0, MOST_BACK)
-        for name in ("bias", "attention_bias"):
+        for name in ("bias", "attention_bias", "side_by_side"):
             check_type(name, getattr(self, name), bool)
+        if self.side_by_side and (self.bias or self.lookback or len(self.modules) == 1):
+            raise ConfigError("side_by_side: is for heads that read several layers, without bias and lookback")
         check_number("rope_theta", self.rope_theta, 1.0, 1e12)
         check_number("rms_norm_eps", self.rms_norm_eps, 0.0, 1.0)
 
@@ -107,6 +113,7 @@ class EagleShape:
         """
         config = target.model.config.get_text_config(decoder=True)
         hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+        side_by_side = three_layers and not lookback
         return cls(
             hidden,
             int(getattr(config, "intermediate_size", None) or 4 * hidden),
@@ -115,8 +122,10 @@ class EagleShape:
             int(getattr(config, "head_dim", None) or hidden // heads),
             read_modules(target, three_layers),
             vocabulary,
+            bias=not side_by_side,
             rope_theta=_LOOKBACK_BASE if lookback else cls.rope_theta,
             lookback=lookback,
+            side_by_side=side_by_side,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,14 +180,17 @@ class EagleHead(nn.Module):
         config._attn_implementation = PLAIN
         self.fuse = nn.Linear(width * shape.hidden, shape.hidden, bias=False) if width > 1 else nn.Identity()
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
+        if shape.side_by_side:
+            self.fc = nn.Identity()  # type: ignore[assignment]
         self.body = LlamaModel(config)
-        # The published layer has no norm before its attention, and none after the layer.
+        # EAGLE's published layer has no norm before its attention, and none after the layer.
         layer: Any = self.body.layers[0]
         layer.self_attn.o_proj.bias = None  # with attention_bias Llama's has one
-        layer.input_layernorm = self._lookback = _LookbackInput()
-        if shape.lookback:
+        layer.input_layernorm = SideBySide(shape.hidden, shape.rms_norm_eps) if shape.side_by_side else AppendedEmbeddings()
+        embeddings = 1 + shape.lookback if shape.lookback else int(shape.side_by_side)  # that the attention reads
+        if embeddings:
             for name in ("q_proj", "k_proj", "v_proj"):
-                setattr(layer.self_attn, name, _widened(getattr(layer.self_attn, name), (1 + shape.lookback) * shape.hidden))
+                setattr(layer.self_attn, name, widened(getattr(layer.self_attn, name), embeddings * shape.hidden))
         if width == 1:
             self.body.norm = nn.Identity()  # type: ignore[assignment]
         # Untrained, the head is its linear map alone, which can be fitted in closed form.
@@ -206,18 +218,21 @@ class EagleHead(nn.Module):
         Returns:
             ``[B, n, H]``.
         """
-        own = embeddings[..., : self.shape.hidden]
-        self._lookback.embeddings = embeddings if self.shape.lookback else None
+        joined = features
+        if not self.shape.side_by_side:
+            joined = self.fc(torch.cat((embeddings[..., : self.shape.hidden], features), -1))
+        appended = self._appended
+        appended.embeddings = embeddings if self.shape.side_by_side or self.shape.lookback else None
         try:
             output = self.body(
-                inputs_embeds=self.fc(torch.cat((own, features), -1)),
+                inputs_embeds=joined,
                 past_key_values=cache,
                 position_ids=positions,
                 attention_mask=visible,
                 use_cache=cache is not None,
             )
         finally:
-            self._lookback.embeddings = None
+            appended.embeddings = None
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def with_lookback(self, embedded: Tensor, count: int) -> Tensor:
@@ -239,24 +254,12 @@ class EagleHead(nn.Module):
         """Return the tensors to save."""
         return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("body.embed_tokens")}
 
-
-class _LookbackInput(nn.Module):
-    """A layer that appends embeddings ``[B, n, E]``, if set, to the attention's input, in place of a norm."""
-
-    embeddings: Tensor | None = None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return ``[B, n, H + E]`` from ``[B, n, H]``."""
-        return hidden if self.embeddings is None else torch.cat((hidden, self.embeddings.to(hidden.dtype)), -1)
-
-
-def _widened(part: nn.Linear, more: int) -> nn.Linear:
-    """Return the linear map with further inputs, whose weights are zero."""
-    wide = nn.Linear(part.in_features + more, part.out_features, bias=part.bias is not None)
-    wide.weight.data.zero_()[:, : part.in_features] = part.weight.data
-    if part.bias is not None:
-        wide.bias.data.copy_(part.bias.data)
-    return wide
+    @property
+    def _appended(self) -> AppendedEmbeddings:
+        """The module that hands embeddings to the attention."""
+        layer: Any = self.body.layers[0]
+        part: Any = layer.input_layernorm
+        return part.appended if self.shape.side_by_side else part  # type: ignore[no-any-return]
 
 
 def load_eagle(folder: str | Path, target: Target) -> EagleHead:

@@ -60,7 +60,7 @@ def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[s
         weights = load_file(safe) if safe.is_file() else _read_pickled(folder / _WEIGHTS[1])
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"head: cannot read {folder}: {' '.join(str(error).split())}") from error
-    if any(name in _EAGLE_3 or name.startswith("midlayer.") for name in weights):
+    if is_eagle_3(folder) or any(name in _EAGLE_3 or name.startswith("midlayer.") for name in weights):
         raise ConfigError(f"head: {folder} has the layout of EAGLE-3's authors, which is not supported; EAGLE-1's is")
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])

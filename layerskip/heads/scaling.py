@@ -36,7 +36,7 @@ class HeadScaling:
     @torch.no_grad()
     def of(cls, head: EagleHead, embeddings: nn.Module, texts: Iterable[TextFeatures]) -> HeadScaling:
         """Measure root mean squares over answers, rounded to powers of two, which scale without rounding errors."""
-        width, device = head.shape.hidden, head.fc.weight.device
+        width, device = head.shape.hidden, next(head.parameters()).device
         answers = [(text.tokens[text.begin :].to(device), text.features[text.begin :].to(device).float()) for text in texts]
         features = torch.cat([states for _, states in answers])
         modules = features.view(features.shape[0], -1, width).square().mean((0, 2)).sqrt()
@@ -63,12 +63,16 @@ class HeadScaling:
             norm: Any = head.body.norm
             norm.weight /= outputs
             norm.variance_epsilon /= outputs**2
-        head.fc.weight[:, : head.shape.hidden] *= embeddings / outputs
+        if head.shape.side_by_side:
+            layer.input_layernorm.state_norm.variance_epsilon /= outputs**2
+            layer.input_layernorm.embedding_norm.variance_epsilon /= embeddings**2
+        else:
+            head.fc.weight[:, : head.shape.hidden] *= embeddings / outputs
+            for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+                part.weight[:, : head.shape.hidden] *= outputs  # no norm comes before them
+                part.weight[:, head.shape.hidden :] *= embeddings
         if head.shape.bias:
             head.fc.bias.mul_(1 / outputs)
-        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
-            part.weight[:, : head.shape.hidden] *= outputs  # no norm comes before them
-            part.weight[:, head.shape.hidden :] *= embeddings
         for part in (attention.o_proj, mlp.down_proj):
             part.weight /= outputs
         layer.post_attention_layernorm.variance_epsilon /= outputs**2

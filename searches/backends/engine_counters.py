@@ -36,11 +36,15 @@ class Counters:
     by_position: tuple[int, ...] = ()
 
     @classmethod
-    def parse(cls, page: str) -> Counters:
-        """Read a page in Prometheus' text format; counters of several engines behind one server are added up."""
+    def parse(cls, page: str) -> Counters | None:
+        """Read a page in Prometheus' text format; None if it has no such counters, as those of other engines.
+
+        Counters of several engines behind one server are added up.
+        """
         totals = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
         positions: dict[int, int] = {}
-        for name, labels, value in _LINE.findall(page):
+        lines = _LINE.findall(page)
+        for name, labels, value in lines:
             position = _POSITION.search(labels)
             if name in totals:
                 totals[name] += int(float(value))
@@ -48,7 +52,7 @@ class Counters:
                 place = int(position[1])
                 positions[place] = positions.get(place, 0) + int(float(value))
         by_position = tuple(positions.get(place, 0) for place in range(max(positions, default=-1) + 1))
-        return cls(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], by_position)
+        return cls(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], by_position) if lines else None
 
     def since(self, before: Counters) -> Counters:
         """Return the counts after an earlier reading."""

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from searches.backends.backend import BackendError
@@ -21,13 +21,16 @@ GRACE_SECONDS = 5.0
 _GUARD = Path(__file__).with_name("engine_guard.py")
 _TAIL_BYTES = 65536
 _SHOWN = 200  # characters of an error
-_ERROR = re.compile(
-    r"^(?:\(.*?\) )?(?:[A-Z]+ \S+ \S+ \[.*?\] )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt): .+)", re.MULTILINE
-)
+_ERROR = re.compile(r"(?:\(.*?\) )?(?:[A-Z]+ \S+ \S+ \[.*?\] )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt): .+)")
 """A line that an exception ends with, behind vLLM's names of process and place. Advice may quote an error within a line."""
+_IGNORED = "Exception ignored"  # before what goes wrong while Python deletes objects
+_OUT_OF_MEMORY = re.compile(
+    r"MemoryError|bad_alloc|(?:error|exception|failed|fork)\b.*(?:out of memory|can(?:not|'t) allocate memory"
+    r"|no available memory for the cache blocks|larger than the available kv cache memory)",
+    re.IGNORECASE,
+)
+"""What an engine without memory prints, in contrast to advice for the case."""
 _POLL_SECONDS = 0.1
-_OUT_OF_MEMORY = ("out of memory", "memoryerror", "cannot allocate memory", "can't allocate memory", "bad_alloc")
-_NO_CACHE = ("no available memory for the cache blocks", "larger than the available kv cache memory")
 
 
 def free_port() -> int:
@@ -35,6 +38,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """Hold a port of this machine: until the block ends, only a server that is told its number can listen on it.
+
+    Seconds pass until an engine listens. Without this, an engine of another worker could get the port, and be measured.
+    """
+    with socket.socket() as holder:
+        if sys.platform == "linux":  # other systems let no second socket have a port
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                holder.setsockopt(socket.SOL_SOCKET, option, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = int(holder.getsockname()[1])
+        if sys.platform != "linux":
+            holder.close()
+        yield port
 
 
 class EngineProcess:
@@ -88,7 +108,7 @@ class EngineProcess:
         code, tail = self._guard.poll(), self.log_tail()
         if code is not None:
             reason = f"{self._end(code, tail)}, {reason}{_cause(tail)}"
-        elif _has(tail, _OUT_OF_MEMORY):
+        elif _OUT_OF_MEMORY.search(tail):
             reason = f"out of memory, {reason}"
         return BackendError(f"{self.name}: {reason}", tail)
 
@@ -102,16 +122,16 @@ class EngineProcess:
         Raises:
             BackendError: it ended, or is not ready in time.
         """
-        while not ready():
-            if not self.running:
-                error = self.error("while it started")
-                self.stop()
-                raise error
-            if time.monotonic() - self.started > limit_seconds:
-                error = self.error(f"not ready after {limit_seconds:g} seconds")
-                self.stop()
-                raise error
-            time.sleep(_POLL_SECONDS)
+        try:
+            while not ready():
+                if not self.running:
+                    raise self.error("while it started")
+                if time.monotonic() - self.started > limit_seconds:
+                    raise self.error(f"not ready after {limit_seconds:g} seconds")
+                time.sleep(_POLL_SECONDS)
+        except BaseException:  # an interrupt, too, as nothing else refers to the engine yet
+            self.stop()
+            raise
         return time.monotonic() - self.started
 
     def stop(self) -> None:
@@ -134,7 +154,7 @@ class EngineProcess:
     @staticmethod
     def _end(code: int, tail: str) -> str:
         """Return how an engine ended, in a few words."""
-        if _has(tail, _OUT_OF_MEMORY) or _has(tail, _NO_CACHE):
+        if _OUT_OF_MEMORY.search(tail):
             return f"out of memory (exit code {code})"
         number = code - 128 if code > 128 else -code
         if number in (each.value for each in signal.Signals):
@@ -145,11 +165,14 @@ class EngineProcess:
 
 
 def _cause(tail: str) -> str:
-    """Return the last error in a log that does not point to another one, after a colon; empty if there is none."""
-    found = [error for error in _ERROR.findall(tail) if "root cause" not in error]
-    return f": {' '.join(found[-1].split())[:_SHOWN]}" if found else ""
+    """Return the last error in a log, after a colon; empty if there is none.
 
-
-def _has(tail: str, words: Sequence[str]) -> bool:
-    lowered = tail.lower()
-    return any(word in lowered for word in words)
+    Errors that point to another one do not count, nor do those that Python ignored.
+    """
+    ignored, found = False, ""
+    for line in tail.splitlines():
+        ignored = ignored or _IGNORED in line
+        if (error := _ERROR.match(line)) is not None:
+            found = found if ignored or "root cause" in error[1] else f": {' '.join(error[1].split())[:_SHOWN]}"
+            ignored = False
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layerskip import SpeculativeConfig
@@ -14,7 +14,7 @@ from layerskip.prompts import PromptItem
 from searches.backends.backend import BackendError
 from searches.backends.client import Client, Completion, RequestFailed
 from searches.backends.engine_counters import Counters, spread
-from searches.backends.engine_process import EngineProcess
+from searches.backends.engine_process import EngineProcess, held_port
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,32 @@ class RunningEngine:
         self, name: str, client: Client, process: EngineProcess | None = None, startup_seconds: float = 0.0
     ) -> None:
         self.name, self.client, self.process, self.startup_seconds = name, client, process, startup_seconds
+
+    @classmethod
+    def started(
+        cls,
+        name: str,
+        command: Callable[[int], Sequence[str]],
+        environment: Mapping[str, str],
+        connect: Callable[[str], Client],
+        start_seconds: float,
+    ) -> RunningEngine:
+        """Return a server that was started on this machine, once it is ready.
+
+        Args:
+            name: of the engine, for errors.
+            command: starts a server on a port.
+            environment: of the server.
+            connect: returns a client of a URL.
+            start_seconds: until it is ready.
+
+        Raises:
+            BackendError: it does not start.
+        """
+        with held_port() as port:
+            process = EngineProcess(command(port), environment, name)
+            client = connect(f"http://127.0.0.1:{port}")
+            return cls(name, client, process, process.wait_until(client.ready, start_seconds))
 
     @property
     def running(self) -> bool:

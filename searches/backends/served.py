@@ -50,15 +50,18 @@ class ServedBackend(Backend):
         target: the model that they serve; it encodes prompts and judges differences.
         engines: the most engines that run at the same time.
         limit_seconds: for one request.
+        start_seconds: the most seconds that an engine may take to start.
     """
 
     target: Target = field(metadata=_RUNTIME)
     engines: int = 2
     limit_seconds: float = 300.0
+    start_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         check_whole("backend.engines", self.engines)
         check_number("backend.limit_seconds", self.limit_seconds)
+        check_number("backend.start_seconds", self.start_seconds)
         self._running: dict[SpeculativeConfig, RunningEngine] = {}  # the most recently used one last
         self._figures = Figures()
 
@@ -148,9 +151,11 @@ class ServedBackend(Backend):
         for config in learning.values():
             self._forget(config)  # it must not have decoded a prompt before, as it would not have in use
         warming = [self.target.encode(item.messages()) for item in prompts.items[: asked.concurrency]]
+        backwards = [list(reversed(prompt)) for prompt in warming]  # of which nothing is learnt that helps later
         for name, config in entries.items():
             with self._ending(name, config):
-                self._figures.startup_seconds[name] = self._engine(config, entries.values(), warming).startup_seconds
+                engine = self._engine(config, entries.values(), backwards if name in learning else warming)
+            self._figures.startup_seconds[name] = engine.startup_seconds
         if learning and asked.before is not None and len(asked.before):
             self._batch(replace(asked, entries=learning), asked.before.items, 0, {}, counted=False)
         size = 1 if asked.concurrency == 1 else len(prompts)

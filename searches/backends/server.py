@@ -6,22 +6,23 @@ plainly, the other with the configuration that the user states.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from layerskip import ConfigError, SpeculativeConfig
 from layerskip.engines.deployment import Unsupported
 from layerskip.models.environment import machine
-from searches.app.checks import InputError, check_number
+from searches.app.checks import InputError
 from searches.backends.backend import BackendError
 from searches.backends.client import Client
-from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
+from searches.backends.served_space import ServedSpace
 from searches.backends.vllm_speculation import refusal, vllm_config, vllm_space
 from searches.space.search_space import SearchSpace
 
@@ -43,7 +44,6 @@ class ServerBackend(ServedBackend):
         candidate_url: a running server that drafts.
         candidate: the configuration that it drafts with, such as ``{kind: prompt_lookup, draft_length: 4}``; in
             ``searches.verify`` that of the export by default.
-        start_seconds: the most seconds that a server may take to start.
     """
 
     name: ClassVar[str] = "server"
@@ -52,11 +52,9 @@ class ServerBackend(ServedBackend):
     baseline_url: str = ""
     candidate_url: str = ""
     candidate: Mapping[str, Any] = field(default_factory=dict)
-    start_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("backend.start_seconds", self.start_seconds)
         if self.command:
             if self.baseline_url or self.candidate_url or self.candidate:
                 raise InputError("backend.command: starts the servers, so URLs and backend.candidate have no effect")
@@ -68,7 +66,10 @@ class ServerBackend(ServedBackend):
         for name in ("baseline_url", "candidate_url"):
             if not getattr(self, name):
                 raise InputError(f"backend.{name}: is missing; give both URLs, or backend.command")
-            self._client(name)
+            try:
+                self._connect(getattr(self, name))
+            except ValueError as error:
+                raise InputError(f"backend.{name}: {error}") from None
         try:
             self._served = SpeculativeConfig.from_dict(dict(self.candidate))
         except ConfigError as error:
@@ -110,23 +111,19 @@ class ServerBackend(ServedBackend):
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return the space without what servers lack; of a named server, with nothing but its configuration."""
         space = vllm_space(space)
-        if self.command:
-            return space
-        length, grams = (self._served.draft_length,) * 2, (self._served.ngram_min, self._served.ngram_max)
-        return replace(space, lookup_length=length, model_length=length, ngram=grams)
+        return space if self.command else ServedSpace.of(space, self._served)
 
     def _start(self, config: SpeculativeConfig) -> RunningEngine:
         if not self.command:
             if config.kind != "none" and config != self._served:
                 raise BackendError(f"server: {self.candidate_url} drafts with {self._served.label()}, not {config.label()}")
-            engine = RunningEngine("server", self._client("baseline_url" if config.kind == "none" else "candidate_url"))
+            url = self.baseline_url if config.kind == "none" else self.candidate_url
+            engine = RunningEngine(self.name, self._connect(url))
             if not engine.client.ready():
                 raise BackendError(f"server: nothing answers at {engine.client.url}/v1/models")
             return engine
-        port = free_port()
-        process = EngineProcess(self.arguments(config, port), os.environ, "server")
-        client = Client(f"http://127.0.0.1:{port}", self.limit_seconds)
-        return RunningEngine("server", client, process, process.wait_until(client.ready, self.start_seconds))
+        command = functools.partial(self.arguments, config)
+        return RunningEngine.started(self.name, command, os.environ, self._connect, self.start_seconds)
 
     def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
         """Return the command of a configuration.
@@ -153,9 +150,6 @@ class ServerBackend(ServedBackend):
             found.append(part)
         return found
 
-    def _client(self, name: str) -> Client:
+    def _connect(self, url: str) -> Client:
         headers = {"Authorization": f"Bearer {os.environ[_KEY]}"} if os.environ.get(_KEY) else {}
-        try:
-            return Client(getattr(self, name), self.limit_seconds, headers)
-        except ValueError as error:
-            raise InputError(f"backend.{name}: {error}") from None
+        return Client(url, self.limit_seconds, headers)

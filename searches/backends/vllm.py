@@ -20,10 +20,9 @@ from layerskip.engines.deployment import Unsupported
 from layerskip.engines.vllm import API_SERVER
 from layerskip.models.environment import machine
 from layerskip.models.loading import load_draft
-from searches.app.checks import InputError, check_list, check_number
+from searches.app.checks import InputError, check_list
 from searches.backends.backend import BackendError
 from searches.backends.client import Client
-from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
 from searches.backends.served_model import served_folder, served_head
@@ -51,7 +50,6 @@ class VllmBackend(ServedBackend):
         args: further arguments of ``vllm serve`` for all engines, such as ``[--max-model-len,"4096"]``.
         env: environment variables of all engines, such as ``{VLLM_CPU_KVCACHE_SPACE: 4}``.
         folder: where models are saved that vLLM cannot load itself, such as those from GGUF files.
-        start_seconds: the most seconds that an engine may take to start.
     """
 
     name: ClassVar[str] = "vllm"
@@ -59,12 +57,10 @@ class VllmBackend(ServedBackend):
     args: Sequence[str] = ()
     env: Mapping[str, Any] = field(default_factory=dict)
     folder: str = "outputs/served"
-    start_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_list("backend.args", self.args)
-        check_number("backend.start_seconds", self.start_seconds)
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's version and arguments, the model and the machine."""
@@ -114,15 +110,14 @@ class VllmBackend(ServedBackend):
         return found | {name: str(value) for name, value in self.env.items()}
 
     def _start(self, config: SpeculativeConfig) -> RunningEngine:
-        port = free_port()
+        command = functools.partial(self.command, config)
+        connect = functools.partial(Client, limit_seconds=self.limit_seconds)
+        # The user's other servers may ask for a key, which this program does not send.
+        environment = os.environ | {"VLLM_API_KEY": ""} | self._environment()
         try:
-            command = self.command(config, port)
+            return RunningEngine.started(self.name, command, environment, connect, self.start_seconds)
         except (ConfigError, Unsupported) as error:
             raise BackendError(f"vllm: {error}") from None
-        process = EngineProcess(command, os.environ | self._environment(), "vllm")
-        client = Client(f"http://127.0.0.1:{port}", self.limit_seconds)
-        seconds = process.wait_until(client.ready, self.start_seconds)
-        return RunningEngine("vllm", client, process, seconds)
 
     @property
     def _python(self) -> str:

@@ -121,10 +121,10 @@ class TestTreesBehindLookup(DrafterContract):
         return PricedCascade([PromptLookup(1, 3, "last", 3), trees], (1.25, 1.3))
 
 
-@pytest.mark.parametrize("lookback", [0, 2, 9])
-def test_drafts_equal_the_predictions_of_training(lookback: int) -> None:
+@pytest.mark.parametrize(("three_layers", "lookback"), [(False, 0), (False, 2), (False, 9), (True, 0)])
+def test_drafts_equal_the_predictions_of_training(three_layers: bool, lookback: int) -> None:
     """One unrolled pass over a whole text, against token-by-token drafting on a cache that is rewound."""
-    target, head = target_of("llama"), eagle_head("llama", lookback=lookback)
+    target, head = target_of("llama"), eagle_head("llama", three_layers, lookback=lookback)
     modules = stored_modules(head.shape.modules, target.model.base_model_prefix)
     checked = 0
     for prompt in PROMPTS[1:]:

@@ -110,6 +110,8 @@ MISSING = "missing"
         ("shape", {"lookback": -1}),
         ("shape", {"lookback": 10**6}),
         ("shape", {"lookback": "2"}),
+        ("shape", {"side_by_side": True}),
+        ("shape", {"side_by_side": 1}),
         ("shape", {"modules": ["model.layers.99"]}),
         ("shape", {"colour": "red"}),
         ("target", MISSING),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from layerskip import SpeculativeConfig
 from layerskip.config import ConfigError
 from layerskip.engines.registry import describe_engines
 from layerskip.heads.eagle import EagleHead, EagleShape, load_eagle, read_modules
+from layerskip.heads.feature_store import read_features
 from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.portable import save_portable, why_not_portable
 from layerskip.heads.readout import Readout
@@ -38,11 +42,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 def _eagle(target: Target, folder: Path, **shape: Any) -> EagleHead:
     torch.manual_seed(1)
-    head = EagleHead(EagleShape.of(target, **shape)).eval()
+    tokens = shape.pop("tokens", None)
+    made = replace(EagleShape.of(target), **shape) if "modules" in shape else EagleShape.of(target, **shape)
+    head = EagleHead(made, tokens).eval()
     with torch.no_grad():
         for name, weight in head.named_parameters():
-            if "self_attn" in name or "mlp" in name or name == "fc.bias":  # new heads have zeros here
-                nn.init.normal_(weight, std=0.2)
+            if "self_attn" in name or "mlp" in name or "norm" in name or name == "fc.bias":  # zeros and ones in new heads
+                nn.init.normal_(weight, mean=float("norm" in name), std=0.2)
     save_trained(folder, "eagle", head.shape.to_dict(), head.weights(), target, {})
     return head
 
@@ -84,6 +90,90 @@ def test_an_eagle_head_computes_the_same_from_vllms_layout(target: Target, tmp_p
     config = json.loads((folder / "config.json").read_text())
     assert (config["architectures"], config["model_type"]) == (["LlamaForCausalLM"], "llama")
     assert (config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]) == (VOCABULARY, target.hidden, 1)
+
+
+def _norm(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden * (hidden.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+def _as_vllm_computes_eagle_3(folder: Path, embedded: Tensor, states: Tensor) -> Tensor:
+    """The output of vLLM's Eagle3LlamaForCausalLM after its last norm, from its names, in plain torch."""
+    layer = json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+    weights = load_file(folder / "model.safetensors")
+    part = {name.removeprefix("layers.0."): tensor for name, tensor in weights.items() if name.startswith("layers.0.")}
+    normed = _norm(embedded, part["input_layernorm.weight"]), _norm(states, part["hidden_norm.weight"])
+    both = torch.cat(normed, -1)[0]
+    half = layer["head_dim"] // 2
+    angles = torch.arange(LENGTH)[:, None] * layer["rope_theta"] ** (-torch.arange(half) / half)
+    cosine, sine = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+    def heads(name: str, count: int) -> Tensor:
+        split = (both @ part[f"self_attn.{name}_proj.weight"].T).view(LENGTH, count, -1).transpose(0, 1)
+        if name != "v":
+            split = split * cosine + torch.cat((-split[..., half:], split[..., :half]), -1) * sine
+        return split.repeat_interleave(layer["num_attention_heads"] // count, 0)
+
+    query, key, value = heads("q", layer["num_attention_heads"]), *(heads(n, layer["num_key_value_heads"]) for n in "kv")
+    scores = query @ key.transpose(1, 2) / math.sqrt(layer["head_dim"]) + torch.full((LENGTH, LENGTH), -math.inf).triu(1)
+    attended = (scores.softmax(-1) @ value).transpose(0, 1).reshape(LENGTH, -1)
+    after = states[0] + attended @ part["self_attn.o_proj.weight"].T
+    given = _norm(after, part["post_attention_layernorm.weight"])
+    gate, up = (given @ part[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return _norm(after + (silu(gate) * up) @ part["mlp.down_proj.weight"].T, weights["norm.weight"])
+
+
+@pytest.mark.parametrize("vocabulary", [None, 40])
+@torch.inference_mode()
+def test_a_head_in_eagle_3s_form_computes_the_same_from_vllms_layout(
+    target: Target, vocabulary: int | None, tmp_path: Path
+) -> None:
+    """Two tokens in a row: from three layers of the target, then from its own states."""
+    drafted = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(3))[: vocabulary or VOCABULARY]
+    few = {} if vocabulary is None else {"tokens": drafted, "vocabulary": vocabulary}
+    head = _eagle(target, tmp_path / "head", three_layers=True, **few)
+    tokens = _states(target)[0]
+    text = tuple(tokens[0].tolist())
+    embedded = target.model.get_input_embeddings()(tokens)
+    layers = target.model(tokens, output_hidden_states=True).hidden_states
+    folder = save_portable(tmp_path / "head", tmp_path / "vllm", target)
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    # hidden_states[i] is what layer i reads, as in vLLM
+    read = torch.cat([layers[index] for index in config["eagle_aux_hidden_state_layer_ids"][:2]], -1)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4] and target.layers == 4
+    features = torch.cat((read, read_features(target, text, ("model.layers.3",))[None]), -1)
+    assert torch.allclose(features[0], read_features(target, text, head.shape.modules), atol=1e-5)
+    expected, ours = features @ weights["fc.weight"].T, head.fuse(features)
+    for _ in range(2):
+        expected, ours = _as_vllm_computes_eagle_3(folder, embedded, expected)[None], head(embedded, ours)
+        assert torch.allclose(expected, ours, atol=1e-4)
+    logits = ours[0, -1] @ weights["lm_head.weight"].T
+    assert torch.allclose(logits, Readout(target, head.tokens)(ours)[0, -1], atol=1e-4)
+    assert config["draft_vocab_size"] == len(logits) == len(drafted)
+    assert (config["norm_output"], config["norm_before_residual"]) == (True, False)
+    assert "embed_tokens.weight" not in weights  # the target's own
+    if vocabulary is not None:
+        assert torch.equal(weights["d2t"] + torch.arange(vocabulary), drafted)
+        assert weights["t2d"].nonzero()[:, 0].tolist() == sorted(drafted.tolist())
+    engines = describe_engines(deployment(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), candidates=1)))
+    assert engines["vllm"]["arguments"] == {"method": "eagle3", "num_speculative_tokens": 3, "model": "best.draft"}
+    for engine in ("sglang", "tensorrt_llm"):
+        assert re.match(f"config.head: .* EAGLE-3 in {engine}, before it$", engines[engine]["reason"])
+    with pytest.raises(ConfigError, match="^head: .* EAGLE-3 in sglang, before it$"):
+        save_portable(tmp_path / "head", tmp_path / "sglang", target, "sglang")
+    with pytest.raises(ConfigError, match="^head: .*EAGLE-3's"):
+        load_eagle(folder, target)
+
+
+def test_embeddings_that_the_target_changes_are_stored(tmp_path: Path) -> None:
+    """Gemma multiplies them after the table."""
+    source = save_tiny(tmp_path / "gemma", "gemma3_text", num_hidden_layers=4)
+    scaled = load_target(str(source), dtype="float32", device="cpu")
+    _eagle(scaled, tmp_path / "head", three_layers=True)
+    folder = save_portable(tmp_path / "head", tmp_path / "vllm", scaled)
+    stored = load_file(folder / "model.safetensors")["embed_tokens.weight"]
+    table = scaled.model.get_input_embeddings().weight
+    assert torch.allclose(stored, table * scaled.hidden**0.5, rtol=1e-2) and not torch.equal(stored, table)
 
 
 @torch.inference_mode()
@@ -128,7 +218,10 @@ def test_medusa_heads_have_the_same_logits_in_vllms_layout(target: Target, vocab
         assert describe_engines(deployment(config))["vllm"]["arguments"]["num_speculative_tokens"] == 2
 
 
-@pytest.mark.parametrize(("shape", "reason"), [({"lookback": 2}, "lookback=0"), ({"three_layers": True}, "EAGLE-3")])
+_EARLIER = {"modules": ("model.layers.0", "model.layers.2", "model.layers.3")}  # a linear map joins embedding and state
+
+
+@pytest.mark.parametrize(("shape", "reason"), [({"lookback": 2}, "lookback=0"), (_EARLIER, "EAGLE-3")])
 def test_heads_that_no_layout_holds_are_refused_with_the_reason(
     target: Target, shape: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("kind", "three_layers"), [("eagle", False), ("eagle", True), ("medusa", False)])
 def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path, tmp_path: Path, launch: Launch) -> None:
     few = ("prompts=jsonl", f"prompts.path={model}/few.jsonl", "steps=60", f"head={tmp_path}/h")
-    which = (f"drafter={kind}", f"three_layers={three_layers}")
+    which = (f"drafter={kind}", *(("three_layers=true", "lookback=0") if three_layers else ()))
     overrides = (*SMALL, f"target.path={model}", f"outputs={tracked(tmp_path)}", *which, *few)
     done = launch("train", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,8 @@ def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path
     assert about["target"]["architecture"] == "LlamaForCausalLM"
     assert about["shape"]["vocabulary"] == 64
     assert len(about["shape"].get("modules", "1")) == (3 if three_layers else 1)
-    assert about["shape"].get("lookback", 0) == (2 if kind == "eagle" else 0)
+    assert about["shape"].get("lookback", 0) == (2 if kind == "eagle" and not three_layers else 0)
+    assert about["shape"].get("side_by_side", False) == three_layers
     weights = (tmp_path / "h" / "head.safetensors").read_bytes()
     target = load_target(str(model), dtype="float32", device=DEVICE)
     config = SpeculativeConfig.from_dict({"kind": kind, "head": str(tmp_path / "h"), "draft_length": 2})

@@ -27,9 +27,9 @@ LOOKUP = SpeculativeConfig("prompt_lookup", 3, ngram_min=1, ngram_max=2)
 SHORTER = SpeculativeConfig("prompt_lookup", 2, ngram_min=1, ngram_max=2)
 
 
-def children() -> set[int]:
-    """The processes that this one started and that still exist, those that they started included."""
-    found, asked = set[int](), [os.getpid()]
+def children(of: int = 0) -> set[int]:
+    """The processes that this one, or another one, started and that still exist, those that they started included."""
+    found, asked = set[int](), [of or os.getpid()]
     while asked:
         for path in Path("/proc").glob(f"{asked.pop()}/task/*/children"):
             try:

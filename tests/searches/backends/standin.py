@@ -24,7 +24,7 @@ from typing import Any
 FIRST, SPAN = 40, 60  # ids of the tokens that it writes
 FAULTS = (
     *("", "crash_at_start", "memory_at_start", "hang_at_start", "crash", "memory", "hang"),
-    *("html", "not_json", "no_tokens", "too_many", "wrong", "strict", "plain_text"),
+    *("html", "not_json", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
 )
 
 
@@ -61,9 +61,12 @@ class Standin(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer ``/v1/models``, ``/metrics`` and ``/seen``, which holds the requests so far."""
+        if self.options.key and self.headers["Authorization"] != f"Bearer {self.options.key}":
+            self.send_error(401)
+            return
         pages = {"/v1/models": json.dumps({"data": [{"id": "standin"}]}), "/seen": json.dumps(self.seen)}
         if self.drafted:
-            pages["/metrics"] = self._metrics()
+            pages["/metrics"] = self._metrics() if self.options.fault != "other_metrics" else "other:requests_total 3.0"
         pages["/most_in_flight"] = str(type(self).most_in_flight)
         body = pages.get(self.path, "").encode()
         self.send_response(200 if self.path in pages else 404)
@@ -159,6 +162,7 @@ def main() -> None:
     parser.add_argument("--after", type=int, default=1, help="number of requests before the fault; the first one warms up")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each piece")
     parser.add_argument("--folder", default=None)
+    parser.add_argument("--key", default="", help="which requests must have")
     parser.add_argument("--broken-length", type=int, default=0, help="drafts of so many tokens end the server as it starts")
     parser.add_argument("--only-drafting", action="store_true", help="plain decoding has no fault")
     options = parser.parse_args()
@@ -167,6 +171,7 @@ def main() -> None:
         options.fault = ""
     if options.broken_length and drafted == options.broken_length:
         options.fault = "crash_at_start"
+    print("WARNING: send fewer requests if you run out of memory", flush=True)  # advice, which is no reason
     record(options.folder, os.getpid())
     # An engine's own process, in a session of its own, which no signal to the engine's group reaches.
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)

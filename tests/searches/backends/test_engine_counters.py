@@ -49,8 +49,9 @@ def test_counters_of_several_engines_are_added_up() -> None:
     assert found == Counters(2, 5, 4, (2, 1, 1, 0, 0))
 
 
-def test_a_page_without_counters_has_no_rounds() -> None:
-    assert Counters.parse("vllm:prompt_tokens_total 3.0").rounds(0) == []
+def test_a_page_without_counters_is_not_taken_for_no_drafts() -> None:
+    assert Counters.parse("vllm:prompt_tokens_total 3.0") is None
+    assert Counters.parse(_page([])) == Counters(0, 0, 0, (0,) * 5)
 
 
 def test_rounds_are_dealt_in_proportion() -> None:

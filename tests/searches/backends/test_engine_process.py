@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from searches.backends.backend import BackendError
 from searches.backends.client import Client
-from searches.backends.engine_process import EngineProcess, free_port
+from searches.backends.engine_process import EngineProcess, free_port, held_port
 from tests.searches.backends.processes import STANDIN, running, wait_for
 from tests.searches.programs import Fork
 
@@ -103,6 +105,57 @@ def test_an_engine_that_does_not_start_is_an_error_with_its_log(
     assert error.value.reason == f"stand-in: {reason}"
     assert logged in error.value.log_tail
     assert wait_for(tmp_path, 0) == []
+
+
+def test_an_interrupt_ends_an_engine_that_starts(tmp_path: Path) -> None:
+    process, _ = _start(tmp_path, "--fault", "hang_at_start")
+
+    def interrupted() -> bool:
+        if len(running(tmp_path)) == _PROCESSES:
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        process.wait_until(interrupted, 30)
+    assert running(tmp_path) == []
+
+
+_ENGINE_CORE = "(EngineCore pid=7) ERROR 11-28 05:00:00 [core.py:9] "
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("WARNING: wait if you run out of memory\nKeyError: 'x'", "ended with exit code 1, at once: KeyError: 'x'"),
+        (
+            "ValueError: too long\nException ignored in: <function Engine.__del__ at 0x7f>\nAttributeError: no pipe",
+            "ended with exit code 1, at once: ValueError: too long",
+        ),
+        (
+            f"{_ENGINE_CORE}ValueError: No available memory for the cache blocks.\nRuntimeError: See root cause above.",
+            "out of memory (exit code 1), at once: ValueError: No available memory for the cache blocks.",
+        ),
+        ("cudaMalloc failed: out of memory", "out of memory (exit code 1), at once"),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", "out of memory (exit code 1), at once"),
+    ],
+)
+def test_a_reason_is_what_ended_the_engine(log: str, reason: str) -> None:
+    process = EngineProcess([sys.executable, "-c", f"import sys; sys.exit({log!r})"], os.environ, "stand-in")
+    process._guard.wait()
+    error = process.error("at once")
+    process.stop()
+    assert error.reason == f"stand-in: {reason}"
+    assert error.log_tail == log
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a port is held on Linux alone")
+def test_a_held_port_is_for_the_server_that_is_told_it() -> None:
+    with held_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        process = EngineProcess([*STANDIN, "--port", str(port)], os.environ, "stand-in", grace_seconds=2.0)
+        process.wait_until(Client(f"http://127.0.0.1:{port}").ready, 30)
+    process.stop()
 
 
 def test_a_signal_to_the_guard_is_named_and_ends_the_engine(tmp_path: Path) -> None:

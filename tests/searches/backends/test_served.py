@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
+import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import optuna
 import pytest
 
 import tests.searches.backends.contract as contract
@@ -17,7 +23,9 @@ from searches.app.checks import InputError
 from searches.backends.backend import BackendError, Load
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
+from searches.backends.selection import supported_space
 from searches.backends.server import ServerBackend
+from searches.space.search_space import SearchSpace
 from tests.searches.backends.processes import STANDIN, running, wait_for
 from tests.searches.backends.standin import planted_rounds
 
@@ -98,6 +106,54 @@ def test_an_engine_stays_for_the_next_comparison(backend: ServerBackend, folder:
     for _ in range(3):
         assert len(list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK))) == 4
     assert len(list(folder.iterdir())) == 2 * _PER_ENGINE
+
+
+def test_a_drafter_that_learns_is_warmed_by_no_measured_prompt(backend: ServerBackend, tiny_target: Target) -> None:
+    config = SpeculativeConfig("retrieval", 2, ngram_max=3, tree_tokens=9)
+    assert len(list(backend.compare({"learns": config}, _PROMPTS, _TASK))) == len(_PROMPTS)
+    first, *asked = (each["prompt"] for each in json.loads(backend._running[config].client.get("/seen")))
+    assert asked == [list(tiny_target.encode(item.messages())) for item in _PROMPTS]
+    assert first not in asked
+
+
+def test_a_server_that_a_command_starts_gets_the_users_key(
+    tiny_target: Target, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "mine")
+    backend = ServerBackend(tiny_target, command=_command(folder, "--key", "mine"), start_seconds=20)
+    try:
+        assert backend.baseline(_PROMPTS, _TASK).speedup == 1.0
+    finally:
+        backend.close()
+
+
+def test_counters_of_another_engine_are_not_read(tiny_target: Target, folder: Path) -> None:
+    """The pieces of the answers show the rounds then."""
+    backend = ServerBackend(tiny_target, command=_command(folder, "--fault", "other_metrics"))
+    try:
+        measured = backend.measure(_lookup(2), _PROMPTS, _TASK)
+    finally:
+        backend.close()
+    assert measured.stats.accepted == len(_PROMPTS) * sum(planted_rounds(11, 2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a port is held on Linux alone")
+def test_no_other_program_gets_the_port_of_an_engine_that_starts(
+    backend: ServerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, refused = EngineProcess.wait_until, []
+
+    def wait_until(process: EngineProcess, ready: Any, limit_seconds: float) -> float:
+        with socket.socket() as other:
+            try:
+                other.bind(("127.0.0.1", urlsplit(ready.__self__.url).port))
+            except OSError as error:
+                refused.append(error.errno)
+        return waiting(process, ready, limit_seconds)
+
+    monkeypatch.setattr(EngineProcess, "wait_until", wait_until)
+    assert backend.baseline(_PROMPTS, _TASK).speedup == 1.0
+    assert refused == [errno.EADDRINUSE]
 
 
 def test_names_that_are_left_out_are_measured_no_more(backend: ServerBackend) -> None:
@@ -211,6 +267,10 @@ def test_two_running_servers_are_measured_as_they_are(tiny_target: Target, folde
         served = {"kind": "prompt_lookup", "draft_length": 2}
         backend = ServerBackend(tiny_target, baseline_url=urls[0], candidate_url=urls[1], candidate=served)
         assert backend.supports("prompt_lookup") is None and "prompt_lookup" in str(backend.supports("eagle"))
+        space = supported_space(SearchSpace(tiny_target.layers, kinds=["prompt_lookup"]), backend)
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+        assert {space.suggest(study.ask()) for _ in range(10)} == {SpeculativeConfig(), _lookup(2)}
+        assert {*space.lookups()} == {_lookup(2)}
         measured = backend.measure(_lookup(2), _PROMPTS, _TASK)
         assert measured.lossless.verdict == "exact" and measured.to_dict()["acceptance_rate"] > 0
         with pytest.raises(BackendError, match="drafts with prompt lookup"):

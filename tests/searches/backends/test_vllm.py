@@ -17,10 +17,13 @@ from layerskip import (
     Target,
     load_target,
 )
+from layerskip.config import kinds
 from layerskip.engines.deployment import Unsupported
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
 from searches.app.checks import InputError
+from searches.backends.running_engine import RunningEngine
+from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend
 from searches.backends.vllm_speculation import refusal, vllm_config
 from searches.space.search_space import SearchSpace
@@ -108,6 +111,28 @@ def test_what_vllm_cannot_do_is_refused_by_field(config: SpeculativeConfig, name
     assert named != "kind: " or refusal(config.kind)
 
 
+@pytest.mark.parametrize("kind", kinds())
+def test_each_kind_is_supported_or_refused_in_one_line(kind: str, tiny_target: Target) -> None:
+    backend = VllmBackend(tiny_target)
+    backend._installed = {"arctic_inference": True}
+    server = ServerBackend(tiny_target, command="serve --port {port} --draft {speculative_config}")
+    reason = backend.supports(kind)
+    assert server.supports(kind) == reason
+    if kind in ("none", "prompt_lookup", "retrieval", "draft_model", "cross_tokenizer", "eagle", "medusa"):
+        assert reason is None
+    elif kind == "layer_skip":
+        assert reason and "save_draft_checkpoint" in reason
+    else:
+        assert reason == f"vLLM has no counterpart of {kind}"
+
+
+def test_suffix_decoding_needs_a_further_package(tiny_target: Target) -> None:
+    backend = VllmBackend(tiny_target)
+    backend._installed = {"arctic_inference": False}
+    assert "arctic-inference" in str(backend.supports("retrieval"))
+    assert backend.supports("prompt_lookup") is None
+
+
 def test_an_interpreter_without_vllm_is_refused(tiny_target: Target) -> None:
     with pytest.raises(InputError, match=r"^backend\.python: .* has no vllm"):
         VllmBackend(tiny_target, python=sys.executable).describe()
@@ -124,6 +149,15 @@ def test_a_command_serves_the_target_in_its_data_type(tiny_target: Target, tiny_
     for option, value in {"--dtype": "float32", "--port": "8123", "--max-model-len": "256"}.items():
         assert command[command.index(option) + 1] == value
     assert "--speculative-config" not in backend.command(SpeculativeConfig(), 8123)
+
+
+def test_an_engine_asks_for_no_key(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of another server")
+    started: list[Any] = []
+    monkeypatch.setattr(RunningEngine, "started", lambda *arguments: started.extend(arguments))
+    VllmBackend(tiny_target)._start(SpeculativeConfig())
+    assert started[2]["VLLM_API_KEY"] == ""
+    assert started[2]["VLLM_NO_USAGE_STATS"] == "1"
 
 
 def test_a_space_has_nothing_that_vllm_lacks(tiny_target: Target) -> None:

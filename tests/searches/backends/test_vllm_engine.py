@@ -7,32 +7,69 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 
 from layerskip import Export, SkipMask, SpeculativeConfig, Target, generate, load_target, save_draft_checkpoint
-from layerskip.heads.eagle import read_modules
-from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.measure.measure import Task
-from layerskip.models.trained_module import save_trained
 from searches.backends.backend import BackendError
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
+from searches.backends.running_engine import RunningEngine
+from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend
 from searches.exporting.program import script
 from tests.engines.known import interpreter
-from tests.searches.backends.contract import PROMPTS, TASK, BackendContract, FailingEngine, ServesSeveral, children
-from tests.searches.backends.test_vllm import save_head
+from tests.searches.backends.contract import (
+    LOOKUP,
+    PROMPTS,
+    SHORTER,
+    TASK,
+    BackendContract,
+    FailingEngine,
+    ServesSeveral,
+    children,
+)
 from tests.searches.conftest import Launch
+from tests.searches.programs import tracked
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.slow
+
 ARGS = ("--max-model-len", "512", "--enforce-eager")
-LOOKUP = SpeculativeConfig("prompt_lookup", 3, match="first")
-_SIDES = ("baseline", "candidate")
-SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+PLAIN = SpeculativeConfig()
+TOKENS = 48
+SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 4}
 """The heads are as wide as vLLM's attention on a CPU needs."""
+
+Pool = dict[SpeculativeConfig, "RunningEngine | None"]
+
+
+@dataclass(eq=False)
+class Sharing(VllmBackend):
+    """vLLM, with engines that tests share: those of the pool outlive the back end."""
+
+    pool: Pool = field(default_factory=dict)
+
+    def _start(self, config: SpeculativeConfig) -> RunningEngine:
+        if config not in self.pool:
+            return super()._start(config)
+        engine = self.pool[config]
+        if engine is None or not engine.running:
+            engine = self.pool[config] = super()._start(config)
+        return engine
+
+    def _forget(self, config: SpeculativeConfig) -> None:
+        if config in self.pool:
+            self._running.pop(config, None)
+        else:
+            super()._forget(config)
+
+    def close(self) -> None:
+        for config in list(self._running):
+            self._forget(config)
 
 
 @pytest.fixture(scope="module")
@@ -46,92 +83,155 @@ def tiny_target(python: str, tmp_path_factory: pytest.TempPathFactory) -> Target
     return load_target(str(folder), dtype="float32", device="cpu")
 
 
-class TestContract(BackendContract, FailingEngine, ServesSeveral):
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Engines of plain decoding and of the contract's configurations, each started when it is first needed."""
+    before, engines = children(), Pool.fromkeys((PLAIN, LOOKUP, SHORTER))
+    yield engines
+    for engine in engines.values():
+        if engine is not None:
+            engine.stop()
+    assert children() <= before
+
+
+@pytest.fixture(scope="module")
+def started(python: str, pool: Pool, tiny_target: Target) -> Pool:
+    """All engines of the pool, started before a test looks at what runs."""
+    for config in pool:
+        Sharing(tiny_target, python=python, args=ARGS, pool=pool)._start(config)
+    return pool
+
+
+class TestVllm(BackendContract, FailingEngine, ServesSeveral):
     @pytest.fixture
-    def make(self, python: str, tmp_path: Path) -> Callable[[Target], VllmBackend]:
-        return lambda target: VllmBackend(target, python=python, args=ARGS, folder=str(tmp_path))
+    def make(self, python: str, started: Pool, tmp_path: Path) -> Callable[[Target], VllmBackend]:
+        return lambda target: Sharing(target, python=python, args=ARGS, folder=str(tmp_path), pool=started)
 
     @pytest.fixture
     def broken(self) -> SpeculativeConfig:
         return SpeculativeConfig("prompt_lookup", 100000)
 
 
-@pytest.fixture(scope="module")
-def backend(python: str, tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
-    backend = VllmBackend(tiny_target, python=python, args=ARGS, folder=str(tmp_path_factory.mktemp("served")))
-    yield backend
-    backend.close()
+class TestRunningServers(BackendContract, ServesSeveral):
+    """Two servers that run already: one plain, one with a single configuration."""
+
+    other = LOOKUP
+
+    @pytest.fixture
+    def make(self, started: Pool) -> Callable[[Target], ServerBackend]:
+        plain, drafting = (started[config] for config in (PLAIN, LOOKUP))
+        assert plain is not None and drafting is not None
+        urls = {"baseline_url": plain.client.url, "candidate_url": drafting.client.url}
+        return lambda target: ServerBackend(target, candidate=LOOKUP.to_dict(), **urls)
 
 
-def _config(kind: str, target: Target, folder: Path) -> SpeculativeConfig:
-    """Return a configuration with a drafter that is made in a folder."""
+class TestStartedServers(FailingEngine):
+    """Servers that a command starts, with vLLM's JSON in it."""
+
+    @pytest.fixture
+    def make(self, python: str, tiny_target: Target) -> Callable[[Target], ServerBackend]:
+        command = VllmBackend(tiny_target, python=python, args=ARGS).command(PLAIN, 0)
+        command[command.index("--port") + 1] = "{port}"
+        words = shlex.join([*command, "--speculative-config", "{speculative_config}"])
+        return lambda target: ServerBackend(target, command=words, engines=3)
+
+    @pytest.fixture
+    def broken(self) -> SpeculativeConfig:
+        return SpeculativeConfig("prompt_lookup", 100000)
+
+    @pytest.fixture(autouse=True)
+    def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+_TRAINING = (
+    *("tokens=2000", "max_new_tokens=48", "batch=16", "texts_per_step=8", "learning_rate=0.003", "vocabulary=null"),
+    *("held_out_tokens=8", "target=local", "target.dtype=float32", "target.device=cpu", "steps=300", "lookback=0"),
+)
+
+
+def _config(kind: str, target: Target, folder: Path, launch: Launch) -> SpeculativeConfig:
+    """Return a configuration with a drafter that is made in a folder; heads are trained by ``searches.train``."""
+    if kind == "prompt_lookup":
+        return LOOKUP
+    if kind == "retrieval":
+        return SpeculativeConfig("retrieval", 6, ngram_max=3, tree_tokens=9)
     if kind == "draft_model":
         draft = save_draft_checkpoint(target, SkipMask.of(target.layers, {1}, {1}), folder / "draft")
         return SpeculativeConfig("draft_model", 2, draft=str(draft))
-    if kind == "eagle":
-        save_head(target, folder / "head")
-        return SpeculativeConfig("eagle", 2, head=str(folder / "head"), candidates=1)
-    if kind == "medusa":
-        torch.manual_seed(1)
-        heads = MedusaHeads(MedusaShape(target.hidden, 2, read_modules(target), None), None)
-        save_trained(folder / "head", "medusa", heads.shape.to_dict(), dict(heads.state_dict()), target, {})
-        return SpeculativeConfig("medusa", 2, head=str(folder / "head"))
-    return SpeculativeConfig("retrieval", 6, ngram_max=3, tree_tokens=9) if kind == "retrieval" else LOOKUP
+    drafter = kind.removesuffix("3")
+    lines = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
+    (folder / "few.jsonl").write_text(lines, encoding="utf-8")
+    options = (f"drafter={drafter}", f"three_layers={kind == 'eagle3'}", f"head={folder}/head", f"target.path={target.name}")
+    more = (f"outputs={tracked(folder / 'outputs')}", "prompts=jsonl", "prompts.path=few.jsonl")
+    done = launch("train", *_TRAINING, *options, *more, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return SpeculativeConfig(drafter, 2, head=f"{folder}/head", candidates=1, least_probability=0.0)
 
 
-@pytest.mark.parametrize("kind", ["prompt_lookup", "draft_model", "eagle", "medusa", "retrieval"])
+@pytest.mark.parametrize("kind", ["prompt_lookup", "retrieval", "draft_model", "eagle", "eagle3", "medusa"])
 def test_greedy_outputs_are_those_of_plain_decoding(
-    backend: VllmBackend, tiny_target: Target, kind: str, tmp_path: Path
+    kind: str, python: str, pool: Pool, tiny_target: Target, tmp_path: Path, launch: Launch
 ) -> None:
+    """A model or a head of this library drafts there what it drafts here, so as much is accepted."""
+    backend = Sharing(tiny_target, python=python, args=ARGS, folder=str(tmp_path / "served"), pool=pool)
     if (reason := backend.supports(kind)) is not None:
         pytest.skip(reason)
-    measured = backend.measure(_config(kind, tiny_target, tmp_path), PROMPTS, Task(max_new_tokens=24))
+    config = _config(kind, tiny_target, tmp_path, launch)
+    try:
+        measured = backend.measure(config, PROMPTS, Task(max_new_tokens=TOKENS))
+    finally:
+        backend.close()
     assert measured.lossless.verdict == "exact"
-    assert measured.stats.drafted > 0
-    for item, sample in zip(PROMPTS, measured.candidate, strict=True):
-        assert sample.tokens == len(generate(tiny_target, item.messages(), max_new_tokens=24).tokens)
+    plain = [generate(tiny_target, item.messages(), max_new_tokens=TOKENS) for item in PROMPTS]
+    assert [sample.tokens for sample in measured.candidate] == [len(result.tokens) for result in plain]
+    assert 0 < measured.stats.accepted <= measured.stats.drafted
+    if kind not in ("prompt_lookup", "retrieval"):
+        own = [generate(tiny_target, item.messages(), config, max_new_tokens=TOKENS).stats for item in PROMPTS]
+        for sample, stats in zip(measured.candidate, own, strict=True):
+            # The engine also counts tokens of the last draft that are beyond the text.
+            assert stats.accepted <= sample.stats.accepted <= stats.accepted + config.draft_length
 
 
 def test_an_engine_that_hangs_is_an_error_and_leaves_nothing(python: str, tiny_target: Target, tmp_path: Path) -> None:
     before = children()
-    backend = VllmBackend(tiny_target, python=python, args=ARGS, folder=str(tmp_path), limit_seconds=5)
+    backend = VllmBackend(tiny_target, python=python, args=ARGS, folder=str(tmp_path))
     try:
         assert backend.measure(LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
-        engine = backend._running[LOOKUP].process
-        assert engine is not None
-        for process in children() - before - {engine._guard.pid}:
+        engine = backend._running[LOOKUP]
+        assert engine.process is not None
+        engine.client.limit_seconds = 5
+        for process in children(engine.process._guard.pid):
             os.kill(process, signal.SIGSTOP)
         with pytest.raises(BackendError, match="no answer within 5 seconds"):
             backend.measure(LOOKUP, PROMPTS, TASK)
+        assert backend.measure(LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"  # in a new engine
     finally:
         backend.close()
     assert children() <= before
 
 
 def test_the_exported_command_serves_the_text_of_plain_decoding_and_is_verified(
-    python: str, tiny_target: Target, tmp_path: Path, launch: Launch
+    python: str, pool: Pool, tiny_target: Target, tmp_path: Path, launch: Launch
 ) -> None:
     environment = {"device": "cpu", "backend": {"name": "vllm", "args": list(ARGS)}}
     best = tmp_path / "best.json"
     Export(Export.describe(tiny_target), LOOKUP, environment=environment).save(best)
     *_, printed = script("vllm", Export.load(best).engines(best)["vllm"]).splitlines()
-    drafting = shlex.split(printed)
-    assert drafting[0] == "python"
-    drafting[0] = python
-    place = drafting.index("--speculative-config")
-    commands = [drafting[:place] + drafting[place + 2 :], drafting]
-    ports, servers = [free_port(), free_port()], list[EngineProcess]()
+    command = shlex.split(printed)
+    assert command[0] == "python"
+    command[0] = python
+    port = free_port()
+    server = EngineProcess([*command, "--port", str(port)], os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}, "vllm")
     try:
-        for command, port in zip(commands, ports, strict=True):
-            more = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-            servers.append(EngineProcess([*command, "--port", str(port)], more, "vllm"))
-            servers[-1].wait_until(Client(f"http://127.0.0.1:{port}").ready, 300)
-        client = Client(f"http://127.0.0.1:{ports[1]}")
+        client = Client(f"http://127.0.0.1:{port}")
+        server.wait_until(client.ready, 300)
         for item in PROMPTS:
             expected = generate(tiny_target, item.messages(), max_new_tokens=24)
             answer = client.complete(tiny_target.encode(item.messages()), Task(max_new_tokens=24))
             assert (answer.text, list(answer.tokens or ())) == (expected.text, list(expected.tokens))
-        urls = [f"backend.{name}_url=http://127.0.0.1:{port}" for name, port in zip(_SIDES, ports, strict=True)]
+        plain = Sharing(tiny_target, python=python, args=ARGS, pool=pool)._start(PLAIN)
+        urls = (f"backend.baseline_url={plain.client.url}", f"backend.candidate_url={client.url}")
         lines = [json.dumps({"prompt": f"the cat and the cat {place}"}) for place in range(12)]
         (tmp_path / "short.jsonl").write_text("\n".join(lines), encoding="utf-8")
         options = [*urls, "backend=server", "prompts=jsonl", "prompts.path=short.jsonl", "measure.most_repeats=1"]
@@ -139,8 +239,7 @@ def test_the_exported_command_serves_the_text_of_plain_decoding_and_is_verified(
         done = launch("verify", f"export={best}", *options, cwd=tmp_path)
         assert done.returncode in (0, 3, 4), done.stderr  # a verdict; which one depends on the machine
     finally:
-        for server in servers:
-            server.stop()
+        server.stop()
     record = json.loads((tmp_path / "outputs" / "verify.json").read_text(encoding="utf-8"))
     assert record["measured"]["losslessness"]["verdict"] == "exact"
     assert record["measured"]["acceptance_rate"] > 0
