@@ -112,7 +112,7 @@ def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
     sums = torch.empty((splits, heads, count, width), dtype=torch.float32, device=query.device)
     output = torch.empty((1, count, heads, width), dtype=query.dtype, device=query.device)
     rows_of_states = query.stride()[1:3], key.stride()[1:3], value.stride()[1:3]
-    with torch.cuda.device_of(query):  # Triton launches on the current device
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         _attend_split[(shared * row_blocks, splits)](
             query, key, value, mask, output, sums, maxima, totals, _counters(query.device, shared * row_blocks),
             scale, count, group, keys, row_blocks, splits,

@@ -107,7 +107,7 @@ def multiply_on_gpu(
     outputs, width = weight.shape[0] // (2 if gate else 1), weight.shape[1]
     result = hidden.new_empty(*hidden.shape[:-1], outputs)
     tile = 32 if outputs >= _LARGE and not gate else 16  # with a gate, a program reads twice as many rows of the weight
-    with torch.cuda.device_of(hidden):  # Triton launches on the current device
+    with torch.cuda.device_of(hidden):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         _multiply[(triton.cdiv(outputs, tile),)](
             hidden, weight, hidden if residual is None else residual, weight if scale is None else scale, result,
             hidden.numel() // width, outputs, epsilon, WIDTH=width, ROWS=16, OUTPUTS=tile, STEP=128,

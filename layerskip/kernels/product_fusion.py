@@ -36,7 +36,7 @@ from layerskip.kernels import few_rows_linear as products
 from layerskip.kernels.few_rows_linear import GATES, NORMS
 
 _PRODUCT = torch.ops.layerskip.few_rows_linear.default
-_MAX_NORMED = 4096  # elements of a row; reading a longer one twice takes longer than a kernel for its norm
+_MAX_NORMED = 8192  # elements of a row, which a program reads twice
 _EPSILON = 0.1234567  # stands for any in patterns
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _SAME_ROW = (_aten.reshape.default, _aten.view.default, _prims.convert_element_type.default)

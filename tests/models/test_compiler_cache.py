@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.exhaustive import EXHAUSTIVE
-from tests.searches.programs import REPOSITORY
 
+REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
 from layerskip.kernels.product_fusion import ProductFusion
@@ -38,7 +38,7 @@ print(json.dumps({name: count for name, count in found.items() if "cache" in nam
 
 
 def _run(folder: Path, *arguments: str) -> dict[str, object]:
-    """Returns what a new process reads from the caches in a folder and compiles, and its logits."""
+    """Return what a new process reads from the caches in a folder and compiles, and its logits."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", PROGRAM, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -77,16 +77,15 @@ class _OperatorCounter(TorchDispatchMode):
         return result
 
 
-# Published models: family, width, width of the MLP, heads, heads of keys, width of a head, and the kernels of a layer. Norms
-# of rows wider than 4096 are kernels of their own.
+# Published models: family, width, width of the MLP, heads, heads of keys, width of a head, and the kernels of a layer.
 SHAPES = {
     "Llama 3.2 1B": ("llama", 2048, 8192, 32, 8, 64, 6),
     "Llama 3.2 3B": ("llama", 3072, 8192, 24, 8, 128, 6),
     "Llama 3.1 8B": ("llama", 4096, 14336, 32, 8, 128, 6),
-    "Llama 3.1 70B": ("llama", 8192, 28672, 64, 8, 128, 8),
+    "Llama 3.1 70B": ("llama", 8192, 28672, 64, 8, 128, 6),
     "Qwen3 0.6B": ("qwen3", 1024, 3072, 16, 8, 128, 6),
     "Qwen3 8B": ("qwen3", 4096, 12288, 32, 8, 128, 6),
-    "Qwen3 14B": ("qwen3", 5120, 17408, 40, 8, 128, 8),
+    "Qwen3 14B": ("qwen3", 5120, 17408, 40, 8, 128, 6),
     "Gemma 3 4B": ("gemma3_text", 2560, 10240, 8, 4, 256, 8),
     "Gemma 3 27B": ("gemma3_text", 5376, 21504, 32, 16, 128, 8),
 }
