@@ -41,7 +41,7 @@ from searches.study.objective import Objective
 from searches.study.opening import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
-from searches.study.requeue import requeue_unfinished
+from searches.study.requeue import fail_orphans, requeue_unfinished
 from searches.study.starting_points import starting_points
 from searches.study.study import STUDY_ID, counting_preparation, finished, open_study, run_trials, with_stored_kinds
 from searches.study.trained_finalists import TrainedBridges
@@ -182,6 +182,7 @@ class Sweep:
         """Measure the finalists and publish the results, which one of the workers does; return the results."""
         study, crew = self.study, self.crew
         wait_for_slots(crew)
+        fail_orphans(study, crew.orphans(study.get_trials(deepcopy=False), is_idle=True))
         trials = finished(study)
         parts = predictions.predictor, self.plan, study, self.held_out, self.tracker, self.folder
 

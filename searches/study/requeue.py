@@ -35,9 +35,7 @@ def repair(study: optuna.Study, crew: Workers, trials: Sequence[FrozenTrial], lo
         trials: all its trials.
         look: of the crew, taken after the trials were read; None takes one if needed.
     """
-    if orphans := crew.orphans(trials, look):
-        for trial in orphans:
-            finish_trial(study, trial.number, TrialState.FAIL)
+    if fail_orphans(study, crew.orphans(trials, look)):
         return True
     found = False
     again = {trial.user_attrs.get(RETRY_OF) for trial in trials}
@@ -49,6 +47,13 @@ def repair(study: optuna.Study, crew: Workers, trials: Sequence[FrozenTrial], lo
                 crew.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices))
                 found = True
     return found
+
+
+def fail_orphans(study: optuna.Study, orphans: Sequence[FrozenTrial]) -> bool:
+    """Mark running trials whose workers are dead as failed; return whether there are any."""
+    for trial in orphans:
+        finish_trial(study, trial.number, TrialState.FAIL)
+    return bool(orphans)
 
 
 def _deaths(trials: Sequence[FrozenTrial], last: FrozenTrial) -> int:

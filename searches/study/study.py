@@ -212,13 +212,13 @@ def _run_trial(
     ended: float,
 ) -> tuple[FrozenTrial | None, float]:
     """Run one trial; return it, None if another worker has it now, and the time of its end."""
-    with defer_interrupt():
-        queue()
-        trial = study.ask()
-        started = time.monotonic()
-    state, value = TrialState.FAIL, None
+    trial: optuna.Trial | None = None
+    state, value, started = TrialState.FAIL, None, time.monotonic()
     try:
         with defer_interrupt():
+            queue()
+            trial = study.ask()
+            started = time.monotonic()
             crew.sign(trial)
             trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
             slot.begin(trial)
@@ -230,12 +230,15 @@ def _run_trial(
     except _Duplicate:
         pass
     except UpdateFinishedTrialError:  # this worker was presumed dead
+        assert trial is not None
         print(f"trial {trial.number}: another worker repeats it, as this one was not seen for a while", flush=True)
     except BaseException:
         with defer_interrupt(), contextlib.suppress(UpdateFinishedTrialError):
-            trial.set_user_attr("seconds", time.monotonic() - started)
-            finish_trial(study, trial, TrialState.FAIL)
+            if trial is not None:
+                trial.set_user_attr("seconds", time.monotonic() - started)
+                finish_trial(study, trial, TrialState.FAIL)
         raise
+    assert trial is not None  # what is raised before it exists is raised above
     ended = time.monotonic()
     return finish_trial(study, trial, state, value), ended
 

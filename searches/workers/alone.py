@@ -29,7 +29,7 @@ class Alone:
     def sign(self, trial: optuna.Trial) -> None:
         """Leave the trial as it is."""
 
-    def orphans(self, trials: Iterable[FrozenTrial], look: Look | None = None) -> list[FrozenTrial]:
+    def orphans(self, trials: Iterable[FrozenTrial], look: Look | None = None, is_idle: bool = False) -> list[FrozenTrial]:
         """Return all running trials: a killed process left them."""
         return [trial for trial in trials if trial.state == TrialState.RUNNING]
 

@@ -127,7 +127,7 @@ class Crew:
             if trial.user_attrs.get(name) != value:
                 trial.set_user_attr(name, value)
 
-    def orphans(self, trials: Iterable[FrozenTrial], look: Look | None = None) -> list[FrozenTrial]:
+    def orphans(self, trials: Iterable[FrozenTrial], look: Look | None = None, is_idle: bool = False) -> list[FrozenTrial]:
         """Return the running trials whose worker is dead.
 
         A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
@@ -136,6 +136,7 @@ class Crew:
         Args:
             trials: to choose from.
             look: taken after the trials were read, so that it shows their workers; None takes one.
+            is_idle: whether no worker that is alive runs a trial, so that trials without a signature count at once.
         """
         running = [trial for trial in trials if trial.state == TrialState.RUNNING]
         live = (look or self.look()).live if running else frozenset()
@@ -145,7 +146,7 @@ class Crew:
                 is_orphan = int(trial.user_attrs[WORKER].rpartition("/")[2]) not in live
             else:
                 _, first = self._seen.setdefault(("trial", trial.number), (None, self._beats))
-                is_orphan = self._beats - first >= self._patience
+                is_orphan = is_idle or self._beats - first >= self._patience
             found += [trial] if is_orphan else []
         return found
 

@@ -1,7 +1,7 @@
 """Two workers of one study on PostgreSQL, which launchers of Hydra start: by joblib, by submitit alone, on Slurm and on Ray.
 
 ``make launchers`` runs these tests; each is skipped without its cluster. ``tests/slurm.sh start`` starts Slurm on one
-machine, ``ray start --head`` starts Ray. A study searches prompt lookups for SmolLM2 and takes about five minutes on two
+machine, ``ray start --head`` starts Ray. A study searches prompt lookups for SmolLM2 and takes about four minutes on two
 cores. Its verdict is printed: on an idle machine a lookup wins, on a busy one the intervals may be too wide.
 """
 

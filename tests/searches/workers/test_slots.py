@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import optuna
+import pytest
 from optuna.trial import TrialState
 
 from searches.space.search_space import SearchSpace
@@ -150,3 +151,25 @@ def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
     for death in range(4):
         run()
         assert waiting() == (death < 3)
+
+
+def test_a_trial_that_is_interrupted_as_it_is_asked_for_is_not_left_running(database: str) -> None:
+    """Interrupted before it is signed, and killed there, which shows once nobody runs a trial."""
+    study = study_in(opened(database))
+
+    class Interrupting(optuna.samplers.RandomSampler):
+        def before_trial(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with member(database, beat=60) as crew:
+        objective, settings = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0), StudySettings(n_trials=1)
+        study.sampler = Interrupting()
+        with pytest.raises(KeyboardInterrupt):
+            run_trials(study, objective, settings, lambda trial: None, [lookup(4)], crew=crew)
+        assert [trial.state for trial in study.trials] == [TrialState.FAIL]
+        study.sampler = optuna.samplers.RandomSampler()
+        run_trials(study, objective, settings, lambda trial: None, crew=crew)
+        study.enqueue_trial({"kind": "none"})
+        killed = study.ask()
+        assert not crew.orphans(study.trials)
+        assert [trial.number for trial in crew.orphans(study.trials, is_idle=True)] == [killed.number]
