@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from layerskip.config import StopRule
@@ -21,6 +22,7 @@ from layerskip.decoding.tree import tree_model
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.mask import SkipMask
 from layerskip.models import compiled_layers as module
+from layerskip.models import sibling_linears
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, release_cache
 from layerskip.models.compiled_layers import compiled_layers, set_compiling
@@ -144,6 +146,19 @@ def test_a_single_row_is_multiplied_as_several_are(bias: bool) -> None:
     fused, row = FusedLinear(layers, single_rows=True), torch.randn(1, 1, 8)
     for actual, layer in zip(fused.compute(row), layers, strict=True):
         torch.testing.assert_close(actual, layer(row))
+
+
+@pytest.mark.parametrize("outputs", [4096, 4095])
+def test_a_single_row_of_a_large_weight_takes_the_kernel_for_few_rows(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum over a small one is fused with what surrounds it."""
+    asked: list[int] = []
+    monkeypatch.setattr(sibling_linears, "has_kernel", lambda weight: True)
+    monkeypatch.setattr(
+        sibling_linears, "few_rows_linear", lambda row, weight: (asked.append(len(weight)), linear(row, weight))[1]
+    )
+    layer, row = nn.Linear(1024, outputs, bias=False), torch.randn(1, 1, 1024)
+    torch.testing.assert_close(FusedLinear([layer], single_rows=True).compute(row)[0], layer(row))
+    assert asked == [4096] * (outputs == 4096)
 
 
 def test_layers_are_compiled_on_cuda_alone_by_default() -> None:
