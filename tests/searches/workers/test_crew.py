@@ -85,8 +85,9 @@ def test_a_worker_that_was_stopped_takes_the_value_of_the_one_that_replaced_it(d
         os.kill(process.pid, signal.SIGCONT)
         process.join(30)
         assert process.exitcode == 0
-        workers = of_kind(crew.board.rows(), "worker")
-        assert [row.state for row in workers if row.number != crew.worker] == [TrialState.FAIL, TrialState.COMPLETE]
+        first, *again = [row.state for row in of_kind(crew.board.rows(), "worker") if row.number != crew.worker]
+        assert first == TrialState.FAIL
+        assert again in ([], [TrialState.COMPLETE])  # it joins again if it beats before it ends
     assert (tmp_path / "value").read_text() == "in time"
 
 
