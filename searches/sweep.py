@@ -200,7 +200,7 @@ class Sweep:
     def _measure_finalists(self, predictions: Predictions, check: Callable[[], None]) -> Finals:
         """Train the bridges of the best configurations, and measure all finalists on held-out prompts."""
         measuring = self.plan.measuring
-        self.view.begin("finals")
+        self.view.begin("finals", is_alone=True)
         with counting_preparation(self.study, self.ledgers, self.crew):
             trained = self._train_bridges(predictions)
         self._log_fits()

@@ -29,7 +29,7 @@ class LiveView:
         folder: of the study.
         layers: the number of decoder layers of the target.
         trials: the number of finished trials at the end.
-        crew: the workers of the study, one of which writes the page.
+        crew: the workers of the study, of which the first writes the page until one measures the finals.
 
     Attributes:
         singles: ``[2, layers]``, the agreement with one sub-layer skipped, once scans have found it.
@@ -37,12 +37,17 @@ class LiveView:
 
     def __init__(self, study: optuna.Study, folder: Path, layers: int, trials: int, crew: Workers = ALONE) -> None:
         self._study, self._path, self._layers, self._trials, self._crew = study, folder / PAGE, layers, trials, crew
-        self._stage, self._written = "", 0.0
+        self._stage, self._written, self._writes = "", 0.0, False
         self.singles: NDArray[np.float64] | None = None
 
-    def begin(self, stage: str) -> None:
-        """Write the page at the start of a stage of the study, which it names."""
-        self._stage = stage
+    def begin(self, stage: str, is_alone: bool = False) -> None:
+        """Write the page at the start of a stage of the study, which it names.
+
+        Args:
+            stage: names the stage.
+            is_alone: whether this worker alone does what is left, while the others wait for it.
+        """
+        self._stage, self._writes = stage, is_alone
         self._write(RUNNING)
 
     def refresh(self) -> None:
@@ -79,7 +84,7 @@ class LiveView:
     @defer_interrupt()
     def _write(self, state: str, reason: str = "") -> None:
         self._written = time.monotonic()
-        if not self._crew.leads():
+        if not (self._writes or self._crew.leads()):
             return
         notes = study_notes(self._study, None)
         page = Page(self._layers, self._trials, notes, state, self._stage, reason, singles=self.singles)

@@ -19,6 +19,7 @@ from searches.report.live import LiveView
 from searches.report.timeline import timeline
 from searches.report.trial_points import points
 from searches.tracking.names import PREDICTED
+from searches.workers.alone import Alone
 from tests.searches.known import Known, lookup, run_known
 from tests.searches.report.pages import EARLIER_LAYERS, earlier_study, figures_of, known_study
 
@@ -141,6 +142,19 @@ def test_a_page_that_cannot_be_written_stops_no_study(tmp_path: Path) -> None:
     view.begin("trials")
     view.refresh()
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_first_worker_writes_the_page_until_one_is_alone(tmp_path: Path) -> None:
+    class Second(Alone):
+        def leads(self) -> bool:
+            return False
+
+    study = run_known(Known({lookup(4): 1.5}), lookup(4))
+    view = LiveView(study, tmp_path, 6, 5, Second())
+    view.begin("trials")
+    assert not list(tmp_path.iterdir())
+    view.begin("finals", is_alone=True)
+    assert "running: finals" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_running_study_is_written_at_most_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
