@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 class AppendedEmbeddings(nn.Module):
-    """A layer that appends embeddings ``[B, n, E]``, if set, to the attention's input, in place of a norm."""
+    """A layer that appends embeddings ``[B, n, E]`` to the attention's input, in place of a norm.
+
+    Args:
+        width: E; 0 appends nothing.
+
+    Attributes:
+        embeddings: set for one pass; without them zeros are appended, as in a pass that finds out which maps read one input.
+    """
 
     embeddings: Tensor | None = None
 
+    def __init__(self, width: int = 0) -> None:
+        super().__init__()
+        self.width = width
+
     def forward(self, hidden: Tensor) -> Tensor:
         """Return ``[B, n, H + E]`` from ``[B, n, H]``."""
-        return hidden if self.embeddings is None else torch.cat((hidden, self.embeddings.to(hidden.dtype)), -1)
+        if self.width == 0:
+            return hidden
+        if self.embeddings is None:
+            return pad(hidden, (0, self.width))
+        return torch.cat((hidden, self.embeddings.to(hidden.dtype)), -1)
 
 
 class SideBySide(nn.Module):
@@ -34,7 +50,7 @@ class SideBySide(nn.Module):
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.appended = AppendedEmbeddings()
+        self.appended = AppendedEmbeddings(width)
         self.state_norm, self.embedding_norm = LlamaRMSNorm(width, eps), LlamaRMSNorm(width, eps)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -179,21 +179,25 @@ class EagleHead(nn.Module):
         )
         config._attn_implementation = PLAIN
         self.fuse = nn.Linear(width * shape.hidden, shape.hidden, bias=False) if width > 1 else nn.Identity()
-        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
-        if shape.side_by_side:
-            self.fc = nn.Identity()  # type: ignore[assignment]
+        self.fc: nn.Linear = nn.Identity()  # type: ignore[assignment]
+        if not shape.side_by_side:
+            self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
         self.body = LlamaModel(config)
         # EAGLE's published layer has no norm before its attention, and none after the layer.
         layer: Any = self.body.layers[0]
         layer.self_attn.o_proj.bias = None  # with attention_bias Llama's has one
-        layer.input_layernorm = SideBySide(shape.hidden, shape.rms_norm_eps) if shape.side_by_side else AppendedEmbeddings()
         embeddings = 1 + shape.lookback if shape.lookback else int(shape.side_by_side)  # that the attention reads
+        read = embeddings * shape.hidden
+        layer.input_layernorm = AppendedEmbeddings(read)
+        if shape.side_by_side:
+            layer.input_layernorm = SideBySide(shape.hidden, shape.rms_norm_eps)
         if embeddings:
             for name in ("q_proj", "k_proj", "v_proj"):
-                setattr(layer.self_attn, name, widened(getattr(layer.self_attn, name), embeddings * shape.hidden))
+                setattr(layer.self_attn, name, widened(getattr(layer.self_attn, name), read))
         if width == 1:
             self.body.norm = nn.Identity()  # type: ignore[assignment]
-        # Untrained, the head is its linear map alone, which can be fitted in closed form.
+        # Untrained, the head is its linear map alone, which can be fitted in closed form. Side by side, it is a norm of the
+        # fused state.
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
         self.register_buffer("tokens", tokens)

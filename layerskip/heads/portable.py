@@ -43,7 +43,7 @@ def why_not_portable(folder: Path, engine: str = "vllm") -> str | None:
     if shape.get("lookback"):
         return "its attention looks back at earlier embeddings, for which engines have no layout; train with lookback=0"
     if shape.get("side_by_side"):
-        return None if engine == "vllm" else f"it reads its own output after the last norm; EAGLE-3 in {engine}, before it"
+        return None if engine == "vllm" else f"it is fed its output after the last norm; {engine} feeds heads that before it"
     if len(shape.get("modules", ())) > 1:
         return "it reads three layers, but joins embedding and state before its layer, unlike EAGLE-3; train it again"
     return None
@@ -256,7 +256,9 @@ def _output_rows(target: Target, tokens: Tensor | None) -> tuple[Tensor, int]:
     """Return the rows of the target's output layer for some tokens, or all, and the number of all."""
     layer: Any = target.model.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or getattr(layer, "bias", None) is not None:
-        raise ConfigError(f"head: vLLM needs an output layer without bias for it; {target.architecture} has none")
+        raise ConfigError(
+            f"head: vLLM loads it only for a linear output layer without bias; that of {target.architecture} is not"
+        )
     rows = layer.weight.detach().cpu()
     return rows if tokens is None else rows[tokens], layer.out_features
 

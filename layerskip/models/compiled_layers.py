@@ -84,7 +84,7 @@ class CompiledLayers:
         config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
         types = getattr(config, "layer_types", None) or ["" for _ in self._layers]
         self._first_of_type = [types.index(kind) for kind in types]
-        self.fuses = _on_gpu(next(model.parameters())) and type(model) not in _unfused
+        self.fuses = _on_gpu(next(model.parameters())) and _kind(model) not in _unfused
         self._trees: dict[int, nn.Module] = {}
         self._addresses: tuple[int, ...] = ()  # of the weights that the trees read
         self._lock, self._thread = threading.RLock(), 0  # of the thread whose passes are compiled
@@ -171,6 +171,11 @@ def _run(layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[s
     return layer(hidden, *args, **kwargs)
 
 
+def _kind(model: nn.Module) -> tuple[type[nn.Module], torch.Size]:
+    """Return what a model has in common with its views: its class and the shape of its first weight."""
+    return type(model), next(model.parameters()).shape
+
+
 def _on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
@@ -224,7 +229,7 @@ def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str) ->
     """Compile a model's layers with fewer fusions from now on, or where there are none not at all, and log why."""
     if layers.fuses:
         layers.fuses = False
-        _unfused.add(type(model))  # else every view of such a model would be tried
+        _unfused.add(_kind(model))  # else every view of such a model would be tried
         _log.warning("%s: products of its layers cannot be fused with what surrounds them: %s", type(model).__name__, reason)
         return
     _refused.add(model)
@@ -257,5 +262,5 @@ _log = logging.getLogger(__name__)
 _compiled: weakref.WeakKeyDictionary[nn.Module, CompiledLayers | None] = weakref.WeakKeyDictionary()
 _modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_unfused: set[type[nn.Module]] = set()
+_unfused: set[tuple[type[nn.Module], torch.Size]] = set()
 _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -21,7 +21,7 @@ GRACE_SECONDS = 5.0
 _GUARD = Path(__file__).with_name("engine_guard.py")
 _TAIL_BYTES = 65536
 _SHOWN = 200  # characters of an error
-_ERROR = re.compile(r"(?:\(.*?\) )?(?:[A-Z]+ \S+ \S+ \[.*?\] )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt): .+)")
+_ERROR = re.compile(r"(?:\(.*?\) )?(?:[A-Z]+ \S+ \S+ \[.*?\] )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt): .*)")
 """A line that an exception ends with, behind vLLM's names of process and place. Advice may quote an error within a line."""
 _IGNORED = "Exception ignored"  # before what goes wrong while Python deletes objects
 _OUT_OF_MEMORY = re.compile(

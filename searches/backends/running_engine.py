@@ -14,7 +14,9 @@ from layerskip.prompts import PromptItem
 from searches.backends.backend import BackendError
 from searches.backends.client import Client, Completion, RequestFailed
 from searches.backends.engine_counters import Counters, spread
-from searches.backends.engine_process import EngineProcess, held_port
+from searches.backends.engine_process import EngineProcess, free_port, held_port
+
+_PORT_TAKEN = "ddress already in use"  # of Python and of other languages
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,19 @@ class RunningEngine:
         Raises:
             BackendError: it does not start.
         """
-        with held_port() as port:
+
+        def start(port: int) -> RunningEngine:
             process = EngineProcess(command(port), environment, name)
             client = connect(f"http://127.0.0.1:{port}")
             return cls(name, client, process, process.wait_until(client.ready, start_seconds))
+
+        with held_port() as port:
+            try:
+                return start(port)
+            except BackendError as error:
+                if _PORT_TAKEN not in f"{error} {error.log_tail}":
+                    raise
+        return start(free_port())  # this server, such as TensorRT-LLM's, shares its port with no socket
 
     @property
     def running(self) -> bool:

@@ -151,7 +151,7 @@ class ServedBackend(Backend):
         for config in learning.values():
             self._forget(config)  # it must not have decoded a prompt before, as it would not have in use
         warming = [self.target.encode(item.messages()) for item in prompts.items[: asked.concurrency]]
-        backwards = [list(reversed(prompt)) for prompt in warming]  # of which nothing is learnt that helps later
+        backwards = [list(reversed(prompt)) for prompt in warming]  # a drafter that learns gains nothing from them
         for name, config in entries.items():
             with self._ending(name, config):
                 engine = self._engine(config, entries.values(), backwards if name in learning else warming)

@@ -17,7 +17,7 @@ from searches.workers.board import Look
 
 DUPLICATE_OF = "duplicate_of"
 """User attribute of a failed trial: the number of the running trial that measured the same configuration."""
-_DEATHS = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
+_LOSSES = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
 
 
 def requeue_unfinished(study: optuna.Study, crew: Workers = ALONE) -> None:
@@ -43,7 +43,9 @@ def repair(study: optuna.Study, crew: Workers, trials: Sequence[FrozenTrial], lo
         if trial.state == TrialState.FAIL and trial.number not in again and DUPLICATE_OF not in trial.user_attrs:
             # A trial that was killed while it was sampled has only its enqueued parameters.
             choices = trial.params if "config" in trial.user_attrs else trial.system_attrs.get("fixed_params")
-            if choices and _deaths(trials, trial) < _DEATHS:
+            if choices and _losses(trials, trial) >= _LOSSES:
+                crew.share(f"given up {trial.number}", partial(_print_given_up, trial.number))
+            elif choices:
                 crew.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices))
                 found = True
     return found
@@ -56,8 +58,8 @@ def fail_orphans(study: optuna.Study, orphans: Sequence[FrozenTrial]) -> bool:
     return bool(orphans)
 
 
-def _deaths(trials: Sequence[FrozenTrial], last: FrozenTrial) -> int:
-    """Return how often in a row the process died that tried the choices of a failed trial; an interruption is no death."""
+def _losses(trials: Sequence[FrozenTrial], last: FrozenTrial) -> int:
+    """Return how often in a row the worker was lost that tried the choices of a failed trial; an interruption is no loss."""
     count, trial = 0, last
     while "seconds" not in trial.user_attrs:
         count += 1
@@ -65,6 +67,10 @@ def _deaths(trials: Sequence[FrozenTrial], last: FrozenTrial) -> int:
             break
         trial = trials[trial.user_attrs[RETRY_OF]]
     return count
+
+
+def _print_given_up(number: int) -> None:
+    print(f"trial {number}: not repeated, as its worker was lost {_LOSSES} times in a row", flush=True)
 
 
 def _retry(study: optuna.Study, number: int, choices: dict[str, Any]) -> None:

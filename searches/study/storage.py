@@ -15,6 +15,7 @@ import sqlalchemy
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import JournalFileBackend
 
+from layerskip.device.failures import first_line
 from searches.app.checks import InputError
 from searches.app.resume_log import drop_partial_line
 from searches.app.urls import without_password
@@ -94,7 +95,7 @@ def open_database(url: str) -> BaseStorage:
             # Of workers that start at the same time, one creates the tables.
             if attempt == _ATTEMPTS - 1 or not any(sign in str(error) for sign in _CREATED_BY_OTHERS):
                 raise InputError(
-                    f"study.storage: cannot open {without_password(url)}: {_first_line(error.__cause__ or error)}"
+                    f"study.storage: cannot open {without_password(url)}: {first_line(error.__cause__ or error)}"
                 ) from error
             time.sleep(0.1)
     if is_file:
@@ -126,9 +127,5 @@ def _open_proxy(url: str) -> BaseStorage:
     except ImportError as error:
         raise InputError(f"study.storage: {url} needs grpcio, which is part of layerskip[launchers]") from error
     except (ValueError, ConnectionError) as error:
-        raise InputError(f"study.storage: cannot open {url}: {_first_line(error)}") from error
+        raise InputError(f"study.storage: cannot open {url}: {first_line(error)}") from error
     return proxy
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

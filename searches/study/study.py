@@ -238,7 +238,7 @@ def _run_trial(
                 trial.set_user_attr("seconds", time.monotonic() - started)
                 finish_trial(study, trial, TrialState.FAIL)
         raise
-    assert trial is not None  # what is raised before it exists is raised above
+    assert trial is not None  # an error before it existed was raised above
     ended = time.monotonic()
     return finish_trial(study, trial, state, value), ended
 

@@ -165,7 +165,7 @@ class Crowd:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the supervisor, which interrupts each worker once
-                preexec_fn=partial(_settle, place.cores, os.getpid()),
+                preexec_fn=partial(_prepare_worker, place.cores, os.getpid()),
             )
 
     def _find_study(self) -> None:
@@ -206,7 +206,7 @@ def _visible_gpus() -> list[str]:
     return named[:count] if named else [str(number) for number in range(count)]
 
 
-def _settle(cores: Sequence[int] | None, supervisor: int) -> None:
+def _prepare_worker(cores: Sequence[int] | None, supervisor: int) -> None:
     """Prepare the process of a worker, before its program starts.
 
     Args:

@@ -76,6 +76,8 @@ def train(config: DictConfig) -> Path | None:
     identity |= {name: config[name] for name in (*_LEARNING, "three_layers", "vocabulary", "feature_bytes")}
     if kind == "eagle":
         identity["lookback"] = int(config.lookback)
+        if config.three_layers and not config.lookback:
+            identity["side_by_side"] = True  # earlier trainings of these settings are of another form
     if kind == "layer_skip":
         shape = bridge_shape(config, target)
         identity |= {"bridges": shape.to_dict(), **{name: config[name] for name in ("calibration_bytes", "training_bytes")}}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from layerskip.device.clock import now
+from layerskip.device.failures import first_line
 from layerskip.device.memory import is_out_of_memory
 from layerskip.files import atomic_write
 from layerskip.heads.learning_rate import rate_factor
@@ -74,8 +75,7 @@ def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError) as error:
         if is_out_of_memory(error):
             raise
-        reason = str(error).partition("\n")[0]
-        raise InputError(f"head: {path} cannot be read ({reason}); delete it to train again") from error
+        raise InputError(f"head: {path} cannot be read ({first_line(error)}); delete it to train again") from error
     return state if isinstance(state, dict) else {}
 
 

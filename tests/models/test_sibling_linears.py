@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip import SkipMask, Target, save_draft_checkpoint
+from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.compiled_layers import prepare_compiling, set_compiling
 from tests.accelerator import DEVICE
+from tests.drafters.contract import deep_toy
 from tests.families import build
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen2"])  # without and with biases
@@ -27,6 +29,16 @@ def _laid_out(family: str) -> PreTrainedModel:
     assert (query.bias is not None) == (family == "qwen2")
     assert query.weight.untyped_storage().data_ptr() == key.weight.untyped_storage().data_ptr()
     return model
+
+
+@pytest.mark.parametrize(("three_layers", "lookback"), [(False, 0), (False, 2), (True, 0), (True, 2)])
+def test_maps_of_a_head_are_one_matrix_also_if_they_read_embeddings(three_layers: bool, lookback: int) -> None:
+    head = EagleHead(EagleShape.of(deep_toy(), three_layers, lookback=lookback)).to(DEVICE)
+    set_compiling(head.body, "on")
+    prepare_compiling(head)
+    attention = head.body.layers[0].self_attn
+    parts = [getattr(attention, name).weight.untyped_storage().data_ptr() for name in ("q_proj", "k_proj", "v_proj")]
+    assert len(set(parts)) == 1
 
 
 def _logits(model: nn.Module) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 
 FIRST, SPAN = 40, 60  # ids of the tokens that it writes
 FAULTS = (
-    *("", "crash_at_start", "memory_at_start", "hang_at_start", "crash", "memory", "hang"),
+    *("", "crash_at_start", "memory_at_start", "hang_at_start", "own_port", "crash", "memory", "hang"),
     *("html", "not_json", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
 )
 
@@ -184,6 +184,7 @@ def main() -> None:
         time.sleep(600)
     Standin.options, Standin.accepted, Standin.seen = options, [], []
     Standin.drafted = drafted
+    ThreadingHTTPServer.allow_reuse_address = options.fault != "own_port"
     ThreadingHTTPServer(("127.0.0.1", options.port), Standin).serve_forever()
 
 

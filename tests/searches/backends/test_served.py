@@ -69,6 +69,14 @@ class TestServer(contract.BackendContract, contract.FailingEngine, contract.Serv
         return _lookup(7)
 
 
+def test_a_server_that_shares_no_port_is_started(tiny_target: Target, folder: Path) -> None:
+    backend = ServerBackend(tiny_target, command=_command(folder, "--fault", "own_port"))
+    try:
+        assert backend.baseline(_PROMPTS.take(1), _TASK)
+    finally:
+        backend.close()
+
+
 def test_rows_are_pairs_with_the_planted_rounds(backend: ServerBackend) -> None:
     rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK))
     assert [row["two"].prompt_id for row in rows] == [item.id for item in _PROMPTS]

@@ -1,0 +1,57 @@
+"""Whole studies of engines, which are stand-ins: killed at random moments, with a configuration that no engine starts."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+from optuna.trial import TrialState
+
+from layerskip import Export
+from searches.evaluate.gpu_programs import quoted
+from tests.searches.backends.processes import STANDIN, running, wait_for
+from tests.searches.programs import Fork, execute, journal_study, quick, runs, sqlite, tracked
+
+_TRIALS = 6
+
+
+def test_a_killed_study_leaves_no_engine_and_is_finished_by_the_same_command(tiny_folder: Path, tmp_path: Path) -> None:
+    """Engines that draft 5 tokens do not start, which fails trials and nothing else."""
+    (folder := tmp_path / "processes").mkdir()
+    outputs = tracked(tmp_path / "outputs")
+    words = [*STANDIN, "--port", "{port}", "--folder", str(folder), "--broken-length", "5"]
+    command = shlex.join([*words, "--speculative-config", "{speculative_config}"])
+    overrides = quick(
+        tiny_folder,
+        outputs,
+        "backend=server",
+        f"backend.command={quoted(command)}",
+        "space.kinds=[none,prompt_lookup]",
+        "space.lookup_length=[4,6]",
+        f"study.n_trials={_TRIALS}",
+        "study.name=engines",
+    )
+    moment = random.Random(3)
+    for _ in range(2):
+        with Fork("searches.layerskip", *overrides, cwd=tmp_path) as process:
+            process.wait_for_trials()
+            time.sleep(moment.uniform(0.1, 1.5))
+            process.send(signal.SIGKILL)
+            process.wait()
+        assert wait_for(folder, 0) == []
+    result = execute("layerskip", *overrides, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert running(folder) == []
+    study = journal_study(outputs, "engines")
+    states = Counter(trial.state for trial in study.trials)
+    assert states[TrialState.COMPLETE] + states[TrialState.PRUNED] == _TRIALS
+    assert states[TrialState.RUNNING] == 0
+    broken = [trial for trial in study.trials if trial.user_attrs.get("config", {}).get("draft_length") == 5]
+    assert all("the engine ended" in trial.user_attrs["reason"] for trial in broken)
+    finished = [trial.number for trial in study.trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+    assert Counter(int(run.data.tags["trial_number"]) for run in runs(sqlite(outputs), "trial")) == Counter(finished)
+    assert Export.load(outputs / "engines" / "best.json").evidence["prompts"] == 2
