@@ -188,16 +188,14 @@ class EagleHead(nn.Module):
         layer.self_attn.o_proj.bias = None  # with attention_bias Llama's has one
         embeddings = 1 + shape.lookback if shape.lookback else int(shape.side_by_side)  # that the attention reads
         read = embeddings * shape.hidden
-        layer.input_layernorm = AppendedEmbeddings(read)
-        if shape.side_by_side:
-            layer.input_layernorm = SideBySide(shape.hidden, shape.rms_norm_eps)
+        appending = AppendedEmbeddings(read)
+        layer.input_layernorm = SideBySide(shape.hidden, shape.rms_norm_eps) if shape.side_by_side else appending
         if embeddings:
             for name in ("q_proj", "k_proj", "v_proj"):
                 setattr(layer.self_attn, name, widened(getattr(layer.self_attn, name), read))
         if width == 1:
             self.body.norm = nn.Identity()  # type: ignore[assignment]
-        # Untrained, the head is its linear map alone, which can be fitted in closed form. Side by side, it is a norm of the
-        # fused state.
+        # Untrained, the head is its linear map alone, which can be fitted in closed form; side by side, its norm alone.
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
         self.register_buffer("tokens", tokens)
