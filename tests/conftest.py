@@ -48,9 +48,10 @@ def _files_with(pattern: str) -> set[str]:
 
 
 def _scopes() -> dict[str, str]:
-    """Return the scopes of files that share what takes seconds to make: the real model, or the server of processes."""
+    """Return the scopes of files that share what takes seconds to make: the real model, or processes and a study."""
     forking = _files_with(r"from tests\.searches\.(programs import [^)]*\b(FORKS|Fork|execute|fork)\b|workers\.members)")
-    return dict.fromkeys(forking, "programs") | dict.fromkeys(_files_with("smollm2: Target"), "smollm2")
+    programs = forking | _files_with("finished_study: Path")
+    return dict.fromkeys(programs, "programs") | dict.fromkeys(_files_with("smollm2: Target"), "smollm2")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
