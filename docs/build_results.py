@@ -932,7 +932,13 @@ SECTIONS = (
             [name],
             _scale,
             ["OMP_NUM_THREADS=1 searches.evaluate.scale"],
-            ["A killed worker is replaced at once. Each study has one more run, its own."],
+            [
+                "A killed worker is replaced at once. Each study has one more run, its own.",
+                "Several workers do not divide all seconds: one of them measures the finals alone, and other configurations are"
+                " chosen, whose trials may be longer.",
+                "A trial here is a call of the objective. Of several workers some calls end at once, because another worker"
+                " measures the same configuration.",
+            ],
         )
         for name in SCALES
     ),

@@ -63,6 +63,7 @@ def measure_scale(config: DictConfig) -> dict[str, Any]:
     target = load_target(str(model), dtype="float32", device="cpu")
     path = Path(config.record or Path(config.outputs) / "scale.json")
     record = record_header(_SCHEMA, target) | {"config": OmegaConf.to_container(config, resolve=True), "scenarios": {}}
+    record["target"]["name"] = model.name  # its folder differs from run to run
     rows, counts = record["scenarios"], list[Count]()
     sizes = [config[name] for name in ("seed", "layers", *_SIZES)]
     log = ResultLog(outputs / f"{digest([sizes, program_sources()])[:12]}.jsonl")
