@@ -934,8 +934,8 @@ SECTIONS = (
             ["OMP_NUM_THREADS=1 searches.evaluate.scale"],
             [
                 "A killed worker is replaced at once. Each study has one more run, its own.",
-                "Several workers do not divide all seconds: one of them measures the finals alone, and other configurations are"
-                " chosen, whose trials may be longer.",
+                "Several workers do not divide all seconds: one of them measures the finals alone, and they choose other"
+                " configurations, whose trials may be longer.",
                 "A trial here is a call of the objective. Of several workers some calls end at once, because another worker"
                 " measures the same configuration.",
             ],
