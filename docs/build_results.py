@@ -679,12 +679,6 @@ def _nothing(group: str, *names: str) -> str:
     return " ".join(f"{group}.{name}=null" for name in names)
 
 
-DRAFTERS = (
-    *("prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model"),
-    *("cross_tokenizer", "eagle", "medusa"),
-)
-
-
 def _contender(name: str, *members: str) -> str:
     """An override that adds a drafter, or a cascade of several."""
     value = members[0] if len(members) == 1 else f"{{kind:cascade,members:[{','.join(members)}]}}"
@@ -704,9 +698,6 @@ def _with_eagle(head: str) -> str:
 
 GPUS = sorted(path.name for path in RECORDS.glob("gpu-*.json"))
 """One record per card that was measured."""
-
-COMPILED = sorted(path.name for path in RECORDS.glob("compiled-*.json"))
-"""Records of compiled layers on a CPU, of the part ``drafters`` of ``searches.evaluate.gpu`` alone."""
 
 SCALES = sorted(path.name for path in RECORDS.glob("scale-*.json"))
 """The record of studies with several workers, if there is one."""
@@ -809,22 +800,6 @@ SECTIONS = (
             )
         ]
         if GPUS
-        else []
-    ),
-    *(
-        [
-            Section(
-                "Compiled layers on a CPU",
-                "Plain decoding with layers that `torch.compile` compiles, beside plain decoding with packed weights.",
-                COMPILED,
-                _gpus,
-                [
-                    "searches.evaluate.gpu parts=[drafters] target.device=cpu seconds.drafters=600"
-                    f" record=notebooks/records/compiled-mine.json {_nothing('contenders', *DRAFTERS)}"
-                ],
-            )
-        ]
-        if COMPILED
         else []
     ),
     Section(

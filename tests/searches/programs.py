@@ -151,6 +151,15 @@ def run_as_main(module: str) -> None:
         runpy.run_module(module, run_name="__main__")
 
 
+def kill_study(*overrides: str, cwd: Path, seconds: float) -> None:
+    """Start a study, and kill its program some seconds after its trials have begun."""
+    with Fork("searches.layerskip", *overrides, cwd=cwd) as process:
+        process.wait_for_trials()
+        time.sleep(seconds)
+        process.send(signal.SIGKILL)
+        process.wait()
+
+
 def quick(model: Path, outputs: Path, *more: str) -> Sequence[str]:
     """Return the overrides of a study that takes seconds."""
     return (*QUICK, f"target.path={model}", f"outputs={outputs}", *more)

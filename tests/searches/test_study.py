@@ -26,6 +26,7 @@ from tests.searches.programs import (
     Fork,
     execute,
     journal_study,
+    kill_study,
     quick,
     runs,
     sqlite,
@@ -133,11 +134,7 @@ def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(tiny_folde
     overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=9", "study.name=killed")
     moment = random.Random(5)
     for _ in range(3):
-        with Fork("searches.layerskip", *overrides, cwd=tmp_path) as process:
-            process.wait_for_trials()
-            time.sleep(moment.uniform(0.1, 1.0))
-            process.send(signal.SIGKILL)
-            process.wait()
+        kill_study(*overrides, cwd=tmp_path, seconds=moment.uniform(0.1, 1.0))
     result = execute("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     _check_complete(outputs, "killed", 9)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import shlex
-import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from optuna.trial import TrialState
 from layerskip import Export
 from searches.evaluate.gpu_programs import quoted
 from tests.searches.backends.processes import STANDIN, running, wait_for
-from tests.searches.programs import Fork, execute, journal_study, quick, runs, sqlite, tracked
+from tests.searches.programs import execute, journal_study, kill_study, quick, runs, sqlite, tracked
 
 _TRIALS = 6
 
@@ -37,11 +35,7 @@ def test_a_killed_study_leaves_no_engine_and_is_finished_by_the_same_command(tin
     )
     moment = random.Random(3)
     for _ in range(2):
-        with Fork("searches.layerskip", *overrides, cwd=tmp_path) as process:
-            process.wait_for_trials()
-            time.sleep(moment.uniform(0.1, 1.5))
-            process.send(signal.SIGKILL)
-            process.wait()
+        kill_study(*overrides, cwd=tmp_path, seconds=moment.uniform(0.1, 1.5))
         assert wait_for(folder, 0) == []
     result = execute("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shlex
@@ -70,11 +71,8 @@ class TestServer(contract.BackendContract, contract.FailingEngine, contract.Serv
 
 
 def test_a_server_that_shares_no_port_is_started(tiny_target: Target, folder: Path) -> None:
-    backend = ServerBackend(tiny_target, command=_command(folder, "--fault", "own_port"))
-    try:
+    with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--fault", "own_port"))) as backend:
         assert backend.baseline(_PROMPTS.take(1), _TASK)
-    finally:
-        backend.close()
 
 
 def test_rows_are_pairs_with_the_planted_rounds(backend: ServerBackend) -> None:
@@ -128,20 +126,16 @@ def test_a_server_that_a_command_starts_gets_the_users_key(
     tiny_target: Target, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "mine")
-    backend = ServerBackend(tiny_target, command=_command(folder, "--key", "mine"), start_seconds=20)
-    try:
+    with contextlib.closing(
+        ServerBackend(tiny_target, command=_command(folder, "--key", "mine"), start_seconds=20)
+    ) as backend:
         assert backend.baseline(_PROMPTS, _TASK).speedup == 1.0
-    finally:
-        backend.close()
 
 
 def test_counters_of_another_engine_are_not_read(tiny_target: Target, folder: Path) -> None:
     """The pieces of the answers show the rounds then."""
-    backend = ServerBackend(tiny_target, command=_command(folder, "--fault", "other_metrics"))
-    try:
+    with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--fault", "other_metrics"))) as backend:
         measured = backend.measure(_lookup(2), _PROMPTS, _TASK)
-    finally:
-        backend.close()
     assert measured.stats.accepted == len(_PROMPTS) * sum(planted_rounds(11, 2))
 
 
@@ -174,28 +168,22 @@ def test_names_that_are_left_out_are_measured_no_more(backend: ServerBackend) ->
 
 
 def test_under_load_so_many_requests_are_in_flight(tiny_target: Target, folder: Path) -> None:
-    backend = ServerBackend(tiny_target, command=_command(folder, "--pause", "0.01"))
-    try:
+    with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--pause", "0.01"))) as backend:
         rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Load(3)))
         engines = list(backend._running.values())
         assert [engine.client.get("/most_in_flight") for engine in engines] == ["3", "3"]
         accepted = [each.accepted for row in rows for each in row["two"].stats.rounds]
         assert sum(accepted) == 4 * sum(planted_rounds(11, 2))
         assert {row["two"].lossless.verdict for row in rows} == {"exact"}
-    finally:
-        backend.close()
 
 
 def test_several_numbers_of_requests_are_measured_one_after_the_other(tiny_target: Target, folder: Path) -> None:
-    backend = ServerBackend(tiny_target, command=_command(folder, "--pause", "0.01"))
-    try:
+    with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--pause", "0.01"))) as backend:
         rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Load([1, 3])))
         figures = backend.figures()
         engines = [engine.client for engine in backend._running.values()]
         requests = [json.loads(client.get("/seen")) for client in engines]
         flying = [client.get("/most_in_flight") for client in engines]
-    finally:
-        backend.close()
     assert [len(seen) for seen in requests] == [1 + 2 * len(_PROMPTS)] * 2  # the first one warms up
     for row in rows:
         assert [row[name].tokens for name in ("baseline", "two")] == [24, 24]
@@ -218,11 +206,8 @@ def test_a_conversation_continues_from_the_answers_of_plain_decoding(backend: Se
 
 
 def test_a_changed_output_is_different(tiny_target: Target, folder: Path) -> None:
-    backend = ServerBackend(tiny_target, command=_command(folder, "--fault", "wrong"))
-    try:
+    with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--fault", "wrong"))) as backend:
         measured = backend.measure(_lookup(2), _PROMPTS, _TASK)
-    finally:
-        backend.close()
     assert measured.lossless.verdict == "different"
     assert {divergence.position for divergence in measured.lossless.divergences} == {11}
 
@@ -250,16 +235,13 @@ def test_a_failing_engine_is_an_error_and_the_next_configuration_runs(
 ) -> None:
     limit = 2.0 if fault == "hang" else 30.0
     command = _command(folder, "--only-drafting", "--fault", fault)
-    backend = ServerBackend(tiny_target, command=command, limit_seconds=limit)
-    try:
+    with contextlib.closing(ServerBackend(tiny_target, command=command, limit_seconds=limit)) as backend:
         with pytest.raises(BackendError) as error:
             list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK))
         assert reason in error.value.reason and error.value.name == "two"
         assert logged in error.value.log_tail
         assert len(wait_for(folder, _PER_ENGINE)) == _PER_ENGINE  # plain decoding alone
         assert len(list(backend.compare({}, _PROMPTS, _TASK))) == 4
-    finally:
-        backend.close()
     assert running(folder) == []
 
 
