@@ -162,7 +162,7 @@ class Sweep:
         bounds = None if predictor is None else BoundEstimator(predictor, bridged)
         with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
             parts = self.bench, predictions.space, self.tune, plan.measuring, plan.seed, self.view.after(bar.refresh), bounds
-            objective = Objective(*parts, self.first_prompt, plan.backend.figures)
+            objective = Objective(*parts, self.first_prompt)
 
             def on_trial(trial: optuna.trial.FrozenTrial) -> None:
                 self.tracker.record(trial)

@@ -46,8 +46,9 @@ from searches.evaluate.planted import Outcome, PlantedSettings, StudyParts, sear
 from searches.evaluate.simulated_decoder import Machine, SimulatedBench
 from searches.evaluate.workload import draw_prompts
 from searches.study.bench import BASELINE, Bench, ModelBench, Row
-from searches.study.finals import Finalist, remeasure_drifted
+from searches.study.finals import Finalist
 from searches.study.objective import MeasureSettings
+from searches.study.remeasure import remeasure_drifted
 
 _ONE, _OTHER = "one", "other"
 _PACKAGES = ("numpy", "optuna", "scipy")

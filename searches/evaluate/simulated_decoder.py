@@ -28,7 +28,7 @@ from searches.evaluate.workload import Workload
 from searches.predict.predictor import SCREENED_TOGETHER, DraftChoices, Prediction
 from searches.predict.preparation import ScanSettings, scanned_stops
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE
+from searches.study.bench import BASELINE, Bench
 
 PREFILL_STEPS = 4  # time of a prefill in steps of plain decoding
 _MEMORY = 2**30
@@ -69,7 +69,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class SimulatedBench:
+class SimulatedBench(Bench):
     """Bench that measures a simulated decoder.
 
     Args:

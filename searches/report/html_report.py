@@ -20,6 +20,7 @@ from plotly.offline import get_plotlyjs
 from layerskip.files import atomic_write
 from searches.report import charts, load_charts
 from searches.report.drawing import Figure, finite, kinds
+from searches.report.load_report import levels
 from searches.report.page_tables import best_table, finals_table, usage
 from searches.report.study_report import verdict, winner_notes
 from searches.report.timeline import timeline, timeline_notes
@@ -132,7 +133,7 @@ def _figures(study: optuna.Study, page: Page, now: datetime) -> dict[str, Figure
         "timeline": timeline(study.get_trials(deepcopy=False), now),
         "held-out": charts.held_out(page.finals),
     }
-    for level in load_charts.levels(measured):
+    for level in levels(point.load for point in measured):
         for latency in (load_charts.TOKEN, load_charts.FIRST):
             drawn[f"{latency}{level}"] = load_charts.throughput(measured, latency, level)
     return {name: figure for name, figure in drawn.items() if figure is not None}

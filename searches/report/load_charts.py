@@ -17,12 +17,6 @@ _BASELINE = "baseline_"
 _RATE = "throughput"
 
 
-def levels(measured: Sequence[Point]) -> list[str]:
-    """Return the ends of the names of the figures: one for each number of requests in flight, empty for a single one."""
-    ends = {name.removeprefix(_RATE) for point in measured for name in point.load if name.startswith(_RATE)}
-    return sorted(ends, key=lambda end: (len(end), end))
-
-
 def throughput(measured: Sequence[Point], latency: str, level: str = "") -> Figure | None:
     """Return the tokens per second of the engine against a latency, and the trials that no other one exceeds in both.
 
@@ -31,7 +25,7 @@ def throughput(measured: Sequence[Point], latency: str, level: str = "") -> Figu
     Args:
         measured: the trials.
         latency: ``TOKEN`` or ``FIRST``.
-        level: one of :func:`levels`.
+        level: one of :func:`~searches.report.load_report.levels`.
     """
     under = [replace(point, load=_under(point.load, level)) for point in measured]
     known = [point for point in under if {_RATE, f"{latency}_p50"} <= point.load.keys()]

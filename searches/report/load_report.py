@@ -1,19 +1,37 @@
-"""Tables of throughput and latency: the trials that no other one exceeds in both (the Pareto front)."""
+"""Tables of throughput and latency: of the finalists, and of the trials that none exceeds in both (the Pareto front)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from optuna.trial import FrozenTrial
 
+from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, is_lossless
 from searches.tracking.names import FIGURES
 
 _SHOWN = ("throughput", "tpot_p50", "tpot_p95", "ttft_p50", "ttft_p95")
 _HEADER = (
-    "| trial | configuration | tokens/s of the engine | s/token p50 | p95 | s to the first token p50 | p95 |",
-    "|---|---|---|---|---|---|---|",
+    "| configuration | tokens/s of the engine | s/token p50 | p95 | s to the first token p50 | p95 |",
+    "|---|---|---|---|---|---|",
 )
+
+
+def levels(loads: Iterable[Mapping[str, float]]) -> list[str]:
+    """Return the ends of the names of the figures: one for each number of requests in flight, empty for a single one."""
+    ends = {name.removeprefix(_SHOWN[0]) for load in loads for name in load if name.startswith(_SHOWN[0])}
+    return sorted(ends, key=lambda end: (len(end), end))
+
+
+def finals_load_tables(finals: Finals) -> list[str]:
+    """Return a table of plain decoding and the finalists for each number of requests in flight; none without figures."""
+    held_out = [("no drafting", finals.baseline), *((each.config.label(), each.held_out) for each in finals.finalists)]
+    figures = [(label, found[FIGURES]) for label, found in held_out if FIGURES in found]
+    lines = []
+    for suffix in levels(found for _, found in figures):
+        rows = [_row(label, _under(found, suffix)) for label, found in figures if _SHOWN[0] + suffix in found]
+        lines += ["", f"## Throughput and latency{_requests(suffix)} (held-out prompts)", "", *_HEADER, *rows]
+    return lines
 
 
 def load_tables(trials: Sequence[FrozenTrial]) -> list[str]:
@@ -23,17 +41,29 @@ def load_tables(trials: Sequence[FrozenTrial]) -> list[str]:
         trials: measured to the end.
     """
     figures = {trial.number: _figures(trial) for trial in trials if is_lossless(trial.user_attrs["measurement"])}
-    names = [name for found in figures.values() for name in found if name.startswith(_SHOWN[0])]
     lines = []
-    for suffix in dict.fromkeys(name.removeprefix(_SHOWN[0]) for name in names):
-        under = {n: {name: found.get(name + suffix) for name in _SHOWN} for n, found in figures.items()}
+    for suffix in levels(figures.values()):
+        under = {number: _under(found, suffix) for number, found in figures.items()}
         front = pareto_front({n: (each["throughput"], each["tpot_p50"]) for n, each in under.items()})
-        requests = f", {suffix.removeprefix('_at_')} requests in flight" if suffix else ""
-        lines += ["", f"## Throughput and latency{requests} (Pareto front)", "", *_HEADER] if front else []
+        header = [f"| trial {_HEADER[0]}", f"|---{_HEADER[1]}"]
+        lines += ["", f"## Throughput and latency{_requests(suffix)} (Pareto front)", "", *header] if front else []
         for trial in (trial for number in front for trial in trials if trial.number == number):
-            cells = ["" if value is None else f"{value:.4g}" for value in under[trial.number].values()]
-            lines.append(f"| {trial.number} | {configuration(trial).label()} | {' | '.join(cells)} |")
+            lines.append(f"| {trial.number} {_row(configuration(trial).label(), under[trial.number])}")
     return lines
+
+
+def _requests(suffix: str) -> str:
+    return f", {suffix.removeprefix('_at_')} requests in flight" if suffix else ""
+
+
+def _under(figures: Mapping[str, float], suffix: str) -> dict[str, float | None]:
+    """Return the shown figures under a number of requests in flight."""
+    return {name: figures.get(name + suffix) for name in _SHOWN}
+
+
+def _row(label: str, figures: Mapping[str, float | None]) -> str:
+    cells = ["" if value is None else f"{value:.4g}" for value in figures.values()]
+    return f"| {label} | {' | '.join(cells)} |"
 
 
 def pareto_front(points: Mapping[int, tuple[float | None, float | None]]) -> list[int]:

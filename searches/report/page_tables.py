@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial
 
 from layerskip.measure.measurement import LEAST_RESAMPLED
-from searches.report.load_charts import levels
+from searches.report.load_report import levels
 from searches.report.study_report import best_trials, finals_rows
-from searches.report.trial_points import points
 from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration
 from searches.study.study import SETTINGS, finished
@@ -27,7 +25,7 @@ _LOAD = {
     "ttft_p50": ("ms to first p50", "{:.0f}", 1000.0),
     "ttft_p95": ("ms to first p95", "{:.0f}", 1000.0),
 }
-"""Title, format and factor of the figures of an engine that the table of trials shows, where there are any."""
+"""Title, format and factor of the figures of an engine that the tables show, where there are any."""
 _LONG = ("95 % interval", "output", "verdict")  # values that a narrow screen shows in lines of their own
 _CODE = """import layerskip
 
@@ -55,7 +53,8 @@ def finals_table(finals: Finals) -> str:
         row |= {"in the search": f"{search_speedup:.3f}"}
         row |= {"95 % interval": f"{figures['speedup_low']:.3f} to {figures['speedup_high']:.3f}"}
         rows.append(row | _rates(figures) | {"output": output})
-    return _table(rows)
+    named = [{name: row[name] for name in ("configuration", "verdict")} for row in rows]
+    return _with_loads(rows, named, [figures.get(FIGURES, {}) for _, _, figures, _ in finals_rows(finals)])
 
 
 def _outcome(finals: Finals, finalist: Finalist) -> str:
@@ -78,23 +77,33 @@ def best_table(study: optuna.Study) -> str:
     trials = best_trials(finished(study))
     if not trials:
         return ""
-    rows = []
-    for trial, load in zip(trials, _loads(trials, ""), strict=True):
-        rows.append(_named(trial) | {"speedup": f"{trial.value:.3f}"} | _rates(trial.user_attrs["measurement"]) | load)
-    tables = [_table(rows)]
-    for level in filter(None, levels(points(trials))):
-        loads = [_named(trial) | load for trial, load in zip(trials, _loads(trials, level), strict=True)]
+    named = [{"configuration": configuration(trial).label(), "trial": str(trial.number)} for trial in trials]
+    rows = [
+        name | {"speedup": f"{trial.value:.3f}"} | _rates(trial.user_attrs["measurement"])
+        for trial, name in zip(trials, named, strict=True)
+    ]
+    return _with_loads(rows, named, [trial.user_attrs.get(FIGURES, {}) for trial in trials])
+
+
+def _with_loads(
+    rows: Sequence[Mapping[str, str]], named: Sequence[Mapping[str, str]], figures: Sequence[Mapping[str, float]]
+) -> str:
+    """Return a table with an engine's figures as further columns; those of several numbers of requests in further tables.
+
+    Args:
+        rows: of the table.
+        named: the cells that name each row.
+        figures: of each row; empty if there are none.
+    """
+    tables = [_table([{**row, **load} for row, load in zip(rows, _loads(figures, ""), strict=True)])]
+    for level in filter(None, levels(figures)):
+        loads = [{**name, **load} for name, load in zip(named, _loads(figures, level), strict=True)]
         tables.append(f"<p>Requests in flight: {level.removeprefix('_at_')}.</p>{_table(loads)}")
     return "".join(tables)
 
 
-def _named(trial: FrozenTrial) -> dict[str, str]:
-    return {"configuration": configuration(trial).label(), "trial": str(trial.number)}
-
-
-def _loads(trials: Sequence[FrozenTrial], level: str) -> list[dict[str, str]]:
-    """Return the figures of an engine for each trial, under one of :func:`~searches.report.load_charts.levels`."""
-    figures = [trial.user_attrs.get(FIGURES, {}) for trial in trials]
+def _loads(figures: Sequence[Mapping[str, float]], level: str) -> list[dict[str, str]]:
+    """Return the cells of an engine's figures, under one of :func:`~searches.report.load_report.levels`."""
     shown = {name: each for name, each in _LOAD.items() if any(name + level in found for found in figures)}
     return [
         {

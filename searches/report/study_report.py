@@ -15,7 +15,7 @@ from layerskip.measure.measurement import LEAST_RESAMPLED
 from searches.app.time_ledger import FITS, KEPT_SECONDS, SHARED, recorded_seconds
 from searches.predict.prediction_error import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
-from searches.report.load_report import load_tables
+from searches.report.load_report import finals_load_tables, load_tables
 from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration, is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
@@ -41,7 +41,7 @@ def summary(
     shown = [*study_notes(study, finals, stability, seeds, scan_seconds), *([verdict(finals)] if finals is not None else [])]
     lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
     if finals is not None:
-        lines += [*_finals_table(finals), "", *winner_notes(study, finals), ""]
+        lines += [*_finals_table(finals), *finals_load_tables(finals), "", *winner_notes(study, finals), ""]
     lines += ["## Best trials (tune prompts)", "", *_trials_table(trials), *load_tables(_measured(trials))]
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
     if changed:

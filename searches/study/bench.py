@@ -54,6 +54,10 @@ class Bench(Protocol):
             After each prompt one sample per name, ``baseline`` included.
         """
 
+    def figures(self) -> Mapping[str, float]:
+        """Return what the back end reports of the last comparison beside its samples."""
+        return {}
+
 
 @dataclass(frozen=True)
 class ModelBench:
@@ -98,6 +102,10 @@ class ModelBench:
         task = Task(self.sampling, self.max_new_tokens, seed)
         rows = self.backend.compare(configs, prompts, task, self.load, repeats, without, before)
         return rows if self.load.goal == "decoding" else map(_whole_requests, rows)
+
+    def figures(self) -> Mapping[str, float]:
+        """Return the figures of :meth:`~searches.backends.backend.Backend.figures`."""
+        return self.backend.figures()
 
 
 def _whole_requests(row: Row) -> dict[str, Sample]:

@@ -27,12 +27,14 @@ from layerskip.attachments import attachment_digests
 from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, LEAST_RESAMPLED
 from searches.app.resume_log import ResultLog
-from searches.study.bench import BASELINE, Bench, Row, logged_row, logged_seconds, resumed_rows, surviving_rows
+from searches.study.bench import BASELINE, Bench, Row, logged_seconds, resumed_rows
 from searches.study.drift import drifted_rows
+from searches.study.held_out_figures import add_figures, logged_figures
 from searches.study.leaderboard import LeaderboardEntry, contenders, is_lossless
 from searches.study.objective import MeasureSettings
+from searches.study.remeasure import held_out_seed, remeasure_drifted
+from searches.tracking.names import FIGURES
 
-_HELD_OUT_SEED = 1_000_003
 _LOG = "finals-{}.jsonl"
 _BLOCK = 6  # prompts between two tests for slower finalists
 _GROWTH = 1.25  # rows at the next test, as a multiple of those at the last one
@@ -51,7 +53,7 @@ class Finalist:
     Args:
         config: the configuration.
         search_speedup: its speedup in the search, pooled over its trials.
-        held_out: its figures, as :meth:`layerskip.Measurement.to_dict` returns them.
+        held_out: its figures, as :meth:`layerskip.Measurement.to_dict` returns them; under ``figures`` those of an engine.
         low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
         ties: whether it cannot be distinguished from the fastest and seems about as fast.
         stayed: whether it was measured to the end.
@@ -190,7 +192,10 @@ def measure_held_out(
     rows: list[Row] = []
     left, dropped, tested = dict(configs), set[str](), 0
     for repeat in range(settings.held_out_repeats):
-        measured = resumed_rows(bench, left, prompts, _seed(seed, repeat), log, str(repeat), dropped, drop_failed=True)
+        names, before = list(left), len(log)
+        measured = resumed_rows(
+            bench, left, prompts, held_out_seed(seed, repeat), log, str(repeat), dropped, drop_failed=True
+        )
         for number, row in enumerate(measured, 1):
             left = {name: config for name, config in left.items() if name in row}  # without those that failed
             rows.append(row)
@@ -201,17 +206,25 @@ def measure_held_out(
                 tested = len(rows)
                 dropped |= {name for name in left if _is_slower_than_leader(rows, left, name)}
                 left = {name: config for name, config in left.items() if name not in dropped}
+        if len(log) > before:  # otherwise the back end still has those of an earlier comparison
+            add_figures(log, repeat, names, bench.figures())
         if drop_slower and _is_settled(rows, left):
             break
     again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
-    finalists, baseline = judge_rows(rows, configs, expected, left), Measurement.of(rows, BASELINE, BASELINE).to_dict()
+    figures = {name: logged_figures(log, settings.held_out_repeats, name) for name in (BASELINE, *configs)}
+    finalists = judge_rows(rows, configs, expected, left, figures)
+    baseline = Measurement.of(rows, BASELINE, BASELINE).to_dict() | _under(figures[BASELINE])
     unsteady = sum(drifted for place, drifted in enumerate(drifted_rows(rows, settings.drift)) if place in again)
     return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady), rows
 
 
 def judge_rows(
-    rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], expected: Mapping[str, float], left: Collection[str]
+    rows: Sequence[Row],
+    configs: Mapping[str, SpeculativeConfig],
+    expected: Mapping[str, float],
+    left: Collection[str],
+    figures: Mapping[str, Mapping[str, float]],
 ) -> tuple[Finalist, ...]:
     """Return the finalists with their results, fastest first.
 
@@ -220,11 +233,17 @@ def judge_rows(
         configs: by name.
         expected: speedup of each configuration in the search.
         left: names of the configurations that were measured to the end.
+        figures: of the back end; see :func:`~searches.study.held_out_figures.logged_figures`.
     """
     measured = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in configs}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = {
-        name: Finalist(config, expected[name], measured[name].to_dict(), measured[name].interval(confidence=confidence)[0])
+        name: Finalist(
+            config,
+            expected[name],
+            measured[name].to_dict() | _under(figures[name]),
+            measured[name].interval(confidence=confidence)[0],
+        )
         for name, config in configs.items()
     }
     stayed = [name for name in configs if name in left]
@@ -236,41 +255,8 @@ def judge_rows(
     return tuple(sorted(judged, key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"])))
 
 
-def remeasure_drifted(
-    bench: Bench,
-    configs: Mapping[str, SpeculativeConfig],
-    rows: Sequence[Row],
-    prompts: PromptSet,
-    settings: MeasureSettings,
-    seed: int,
-    log: ResultLog,
-) -> dict[int, Row]:
-    """Measure once more the rows with drift, and return the new ones by their places.
-
-    Drafters that learn first decode the prompts before, as many as in a trial.
-
-    Args:
-        bench: measures them.
-        configs: by name.
-        rows: one per prompt, repeat by repeat.
-        prompts: of the rows.
-        settings: the tolerated drift.
-        seed: of the study.
-        log: takes the new rows.
-    """
-    again: dict[int, Row] = {}
-    for place, drifted in enumerate(drifted_rows(rows, settings.drift)):
-        if drifted:
-            repeat, number = divmod(place, len(prompts))
-            item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warming) : number])
-            measured = surviving_rows(bench, configs, PromptSet((item,)), _seed(seed, repeat) + number, (), before)
-            again[place] = logged_row(measured, log, f"{repeat} {item.id} again")
-    return again
-
-
-def _seed(seed: int, repeat: int) -> int:
-    """Return a seed that differs from those of all trials and of the other repeats."""
-    return seed + _HELD_OUT_SEED + 7919 * repeat
+def _under(figures: Mapping[str, float]) -> dict[str, Any]:
+    return {FIGURES: dict(figures)} if figures else {}
 
 
 def _is_slower_than_leader(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import optuna
@@ -96,7 +96,6 @@ class Objective:
         on_prompt: called after each prompt.
         bounds: bounds suggestions, so that those that cannot win are pruned; None decodes all.
         first_prompt: place of the first tune prompt of trials.
-        figures: returns what the back end reports beside the samples of the running comparison.
     """
 
     def __init__(
@@ -109,9 +108,8 @@ class Objective:
         on_prompt: Callable[[], None] = lambda: None,
         bounds: BoundEstimator | None = None,
         first_prompt: int = 0,
-        figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self.bounds, self.figures = bounds, figures
+        self.bounds = bounds
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
         self._first = prompts.take(settings.prompts, first_prompt)
@@ -207,7 +205,7 @@ class Objective:
                 is_last, is_first_look = number == len(prompts), repeat == 0 and number == few
                 slower = not is_last and trial.should_prune() and self._is_slower(trial.study, config, rows)
                 if slower or is_last or is_first_look:
-                    if figures := dict(self.figures()):
+                    if figures := dict(self.bench.figures()):
                         trial.set_user_attr(FIGURES, figures)
                     self._remeasure_drifted(trial, config, prompts, rows, begin, seed, remeasured)
                 if is_first_look:

@@ -13,7 +13,7 @@ from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE
+from searches.study.bench import BASELINE, Bench
 from searches.study.objective import MeasureSettings, Objective
 from searches.study.study import StudySettings, run_trials
 
@@ -23,7 +23,7 @@ SETTINGS = MeasureSettings(prompts=3, survivor_prompts=5, survivor_repeats=0)
 
 
 @dataclass
-class Known:
+class Known(Bench):
     """Plain decoding takes one second for ten tokens, times the drift of the machine; others divide it by their speedup."""
 
     speedups: Mapping[SpeculativeConfig, float]

@@ -26,7 +26,7 @@ from layerskip.models.environment import machine
 from searches.app.application import run
 from searches.app.exported import command_line
 from searches.app.resume_log import ResultLog
-from searches.study.bench import BASELINE, ModelBench
+from searches.study.bench import BASELINE, Bench, ModelBench
 from searches.verification.claim import Claim, Speedup, Verdict
 from searches.verification.verification import VerifySettings, _is_alike, measure_claim, verify
 from tests.searches.programs import execute
@@ -250,7 +250,7 @@ def test_an_interrupt_prints_figures_and_the_same_command_resumes(
     assert "interruption" not in printed
 
 
-class _Bench:
+class _Bench(Bench):
     """A bench with given speedups for the pairs of each comparison."""
 
     layers, exact, conditions = 3, True, None

@@ -48,4 +48,6 @@ def test_a_killed_study_leaves_no_engine_and_is_finished_by_the_same_command(tin
     assert all("the engine ended" in trial.user_attrs["reason"] for trial in broken)
     finished = [trial.number for trial in study.trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)]
     assert Counter(int(run.data.tags["trial_number"]) for run in runs(sqlite(outputs), "trial")) == Counter(finished)
-    assert Export.load(outputs / "engines" / "best.json").evidence["prompts"] == 2
+    evidence = Export.load(outputs / "engines" / "best.json").evidence
+    assert evidence["prompts"] == 2
+    assert {"throughput", "baseline_throughput", "ttft_p95", "baseline_tpot_p95"} <= evidence["figures"].keys()

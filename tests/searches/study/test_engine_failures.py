@@ -14,6 +14,7 @@ from optuna.trial import TrialState
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig
 from layerskip.measure.measurement import Sample
 from searches.backends.backend import BASELINE, BackendError, Load
+from searches.report import page_tables
 from searches.report import study_report as report
 from searches.study.bench import ModelBench
 from searches.study.finals import measure_finals
@@ -148,3 +149,37 @@ def test_the_report_lists_trials_that_none_exceeds_in_throughput_and_latency() -
         other.add_trial(optuna.trial.create_trial(value=trial.value, user_attrs=attributes))
     table = report.summary(other, None).partition("Pareto front")[2]
     assert "| 0 | " in table and "| 2 | " in table and "| 1 | " not in table
+
+
+class _Loaded(Known):
+    """A bench that reports the throughput of each name in its last comparison, as an engine under load does."""
+
+    def compare(self, configs: Mapping[str, SpeculativeConfig], *rest: Any) -> Iterator[dict[str, Sample]]:
+        self.compared = configs
+        return super().compare(configs, *rest)
+
+    def figures(self) -> dict[str, float]:
+        alone = len(self.compared) == 1
+        rates = {name: 10.0 * self.speedups[config] for name, config in self.compared.items()}
+        return {f"{'' if alone else f'{name}_'}throughput_at_8": rate for name, rate in rates.items()} | {
+            "baseline_throughput_at_8": 10.0
+        }
+
+
+def test_finals_keep_the_throughput_of_each_finalist_and_of_plain_decoding_beside_it(tmp_path: Path) -> None:
+    fast, slow = lookup(8), lookup(4)
+    bench = _Loaded({fast: 1.8, slow: 1.2})
+    study = run_known(bench, fast, slow)
+    settings = MeasureSettings(finalists=2, held_out_repeats=2)  # the slower one is dropped before the second repeat
+    finals = measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path)
+    found = {finalist.config: finalist.held_out["figures"] for finalist in finals.finalists}
+    assert found == {
+        fast: {"throughput_at_8": 18.0, "baseline_throughput_at_8": 10.0},
+        slow: {"throughput_at_8": 12.0, "baseline_throughput_at_8": 10.0},
+    }
+    assert finals.baseline["figures"]["throughput_at_8"] == 10.0
+    table = report.summary(study, finals).partition("Throughput and latency, 8 requests in flight (held-out prompts)")[2]
+    assert f"| {fast.label()} | 18 |" in table and "| no drafting | 10 |" in table
+    assert '<td data-name="throughput">18.0</td>' in page_tables.finals_table(finals)
+    bench.compared = {"0": slow}  # a later comparison; the resumed finals decode nothing
+    assert measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path) == finals

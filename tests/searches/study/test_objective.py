@@ -17,7 +17,7 @@ from layerskip.decoding.draft import Draft
 from layerskip.drafters.prompt_lookup import PromptLookup
 from searches.backends.layerskip import LayerskipBackend
 from searches.space.search_space import SearchSpace
-from searches.study.bench import ModelBench
+from searches.study.bench import Bench, ModelBench
 from searches.study.finals import Finalist, Finals, measure_finals
 from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings, Objective, OutputChanged
@@ -125,7 +125,7 @@ def test_interrupted_finals_are_resumed(tiny_target: Target, tmp_path: Path) -> 
     measured: list[str] = []
     bench = _bench(tiny_target)
 
-    class Watched:
+    class Watched(Bench):
         exact, conditions = bench.exact, bench.conditions
 
         def compare(self, configs: Any, prompts: PromptSet, *rest: Any) -> Any:
