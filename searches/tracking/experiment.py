@@ -13,6 +13,8 @@ from searches.app.checks import InputError
 from searches.app.file_lock import exclusive
 from searches.app.urls import without_password
 
+_SQLITE = "sqlite:///"
+
 
 def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowClient, str, str]:
     """Open an experiment, and create it if it does not exist; processes that start at the same time create one.
@@ -28,12 +30,14 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
     Raises:
         InputError: the store cannot be opened, or the experiment was deleted.
     """
-    artifacts = None
+    artifacts, file = None, (folder / "mlflow.db").resolve()
     if uri is None:
         folder.mkdir(parents=True, exist_ok=True)
-        uri, artifacts = f"sqlite:///{(folder / 'mlflow.db').resolve()}", (folder / "mlartifacts").resolve().as_uri()
+        uri, artifacts = f"{_SQLITE}{file}", (folder / "mlartifacts").resolve().as_uri()
     try:
-        with exclusive(folder / "mlflow.db") if artifacts else contextlib.nullcontext():
+        with exclusive(file) if artifacts else contextlib.nullcontext():
+            if artifacts and not file.exists():
+                _create_database(file)
             client = MlflowClient(uri)
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
@@ -53,3 +57,15 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
             f"MLFLOW_TRACKING_URI={without_password(uri)} mlflow experiments restore -x {experiment.experiment_id}"
         )
     return client, uri, str(experiment.experiment_id)
+
+
+def _create_database(file: Path) -> None:
+    """Create MLflow's tables in a new file that gets its name when all are there.
+
+    MLflow creates them by tens of migrations. A process that is killed between two of them leaves a database that MLflow
+    cannot open any more.
+    """
+    draft = file.with_name(f"{file.name}.new")
+    draft.unlink(missing_ok=True)
+    MlflowClient(f"{_SQLITE}{draft}").get_experiment("0")
+    draft.replace(file)

@@ -1,0 +1,30 @@
+"""The MLflow store can be opened after a process was killed while it created the store."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from searches.tracking.experiment import open_experiment
+
+_KILLED = """
+import os, pathlib, signal, sys
+from sqlalchemy import Engine, event
+from searches.tracking.experiment import open_experiment
+
+@event.listens_for(Engine, "after_cursor_execute")
+def kill(connection, cursor, statement, *_):
+    if "ADD COLUMN step" in statement:  # of one of MLflow's migrations; SQLite keeps the column
+        os.kill(os.getpid(), signal.SIGKILL)
+
+open_experiment(None, pathlib.Path(sys.argv[1]), "e")
+"""
+
+
+def test_a_process_that_is_killed_while_it_creates_the_store_leaves_none_that_does_not_open(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], timeout=120).returncode == -9
+    client, uri, experiment = open_experiment(None, tmp_path, "e")
+    assert client.get_experiment(experiment).name == "e"
+    assert uri == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert not list(tmp_path.glob("*.new"))
