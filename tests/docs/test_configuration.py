@@ -62,6 +62,7 @@ def _missing(config: DictConfig, section: str) -> list[str]:
 
 def test_the_page_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["build_configuration.py", "--check"])
+    monkeypatch.syspath_prepend(REPOSITORY / "docs")  # as for every script that Python runs
     runpy.run_path(str(REPOSITORY / "docs" / "build_configuration.py"), run_name="__main__")  # exits if it is not
 
 
