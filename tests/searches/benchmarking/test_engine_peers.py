@@ -15,6 +15,7 @@ from layerskip import Sampling, Target, UnsupportedModel, generate, load_target
 from layerskip.measure.measure import Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
+from searches.benchmarking import engine_peers
 from searches.benchmarking.contenders import _present, check_rows
 from searches.benchmarking.engine_peers import _WORKER, EnginePeer
 from tests.engines.known import interpreter
@@ -101,6 +102,26 @@ def test_an_engine_that_breaks_is_reported_in_one_line(
     with pytest.raises(UnsupportedModel, match=f"^openvino_genai: .*{words}") as raised:
         _decode(target, tmp_path, python)
     assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_is_not_converted_is_reported_in_one_line_and_leaves_no_folder(
+    target: Target, tmp_path: Path, python: str
+) -> None:
+    converter = tmp_path / "packages" / "optimum" / "commands" / "optimum_cli.py"
+    converter.write_text("import sys\nsys.exit('loading\\nan unknown architecture\\n')", encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match=r"^openvino_genai: cannot convert .*: an unknown architecture$"):
+        _peer(target, tmp_path, python)
+    assert [path.name.endswith("-openvino") for path in (tmp_path / "engines").iterdir()] == [False]
+
+
+def test_a_worker_that_does_not_end_with_its_input_is_killed(
+    target: Target, tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_peers, "_CLOSING_SECONDS", 0.05)
+    peer = _peer(target, tmp_path, python)
+    os.kill(peer._process.pid, signal.SIGSTOP)
+    peer.close()
+    assert peer._process.returncode == -signal.SIGKILL
 
 
 def _is_running(process: int) -> bool:
