@@ -17,7 +17,6 @@ from searches.backends import engine_guard
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37  # of linux/prctl.h
-_CHILD = "sleep 60 & exec sleep 60"
 _ORPHAN = "setsid sleep 60 & echo $! > orphan"  # in a session of its own, and its parent ends
 
 
@@ -80,13 +79,13 @@ def test_what_an_engine_left_behind_ends_with_it(held_input: int) -> None:
 def test_an_engine_ends_once_the_input_of_its_guard_does(held_input: int) -> None:
     with open(os.devnull) as ended:
         os.dup2(ended.fileno(), 0)
-    assert _main(_CHILD) == 0
+    assert _main("exec sleep 60") == 0
     assert engine_guard.descendants() == []
 
 
 def test_a_signal_to_the_guard_ends_an_engine_and_is_its_code(held_input: int) -> None:
     os.write(held_input, b"ignored")
-    assert _main(f"kill -TERM $PPID; {_CHILD}") == 128 + signal.SIGTERM
+    assert _main("sleep 60 & kill -TERM $PPID; exec sleep 60") == 128 + signal.SIGTERM
     assert engine_guard.descendants() == []
 
 
