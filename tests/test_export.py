@@ -7,12 +7,15 @@ import os
 import resource
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from layerskip import Export, ExportError, Sampling, SpeculativeConfig, StopRule, Target
+from layerskip.models.trained_module import save_trained
 from tests.families import build
 
 CONFIG = SpeculativeConfig("layer_skip", mask="layers:1", draft_length=5, stop=StopRule("threshold", threshold=0.4))
@@ -255,3 +258,16 @@ def test_an_export_with_a_missing_datastore_is_refused(tiny_target: Target, tmp_
         Export(Export.describe(tiny_target), config).save(tmp_path / "best.json")
         with pytest.raises(ExportError, match=r"^config.datastore: there is no .*store"):
             Export.load(tmp_path / "best.json", tiny_target)
+
+
+def test_a_bridge_of_another_mask_or_model_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    folder = tmp_path / "bridge"
+    save_trained(folder, "bridge", {"mask": "layers:1"}, {"weight": torch.zeros(1)}, tiny_target, {})
+    described, own = Export.describe(tiny_target), SpeculativeConfig("layer_skip", mask="layers:1", bridge=str(folder))
+    Export(described, own).check(tiny_target)
+    cascade = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), replace(own, mask="layers:2")))
+    with pytest.raises(ExportError, match=r"^config\.bridge: .* is made for mask 'layers:1', not for 'layers:2'"):
+        Export(described, cascade).check(tiny_target)
+    other = Target(build("llama", 1, num_hidden_layers=3))
+    with pytest.raises(ExportError, match=r"^config\.bridge: .* was made for another target, .*: its weights are not"):
+        Export(described, own).check(other)

@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TextIO
 
 Decoded = tuple[list[int], list[int]]
 
@@ -169,13 +169,17 @@ def end_with(program: int) -> None:
 def main() -> None:
     """Load the engine of the first line, and decode the prompts of the others."""
     threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print goes to the log
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)  # what libraries print goes to the log
+        _serve(sys.stdin, answers)
 
+
+def _serve(requests: Iterable[str], answers: TextIO) -> None:
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")
 
-    settings = json.loads(sys.stdin.readline())
+    lines = iter(requests)
+    settings = json.loads(next(lines))
     start = time.monotonic()
     try:
         engine = ENGINES[settings["engine"]](settings)
@@ -183,7 +187,7 @@ def main() -> None:
         answer(error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
         raise
     answer(version=engine.version, seconds=time.monotonic() - start)
-    for line in sys.stdin:
+    for line in lines:
         tokens, lengths = engine.decode(json.loads(line), lambda count: answer(first=count))
         answer(tokens=[int(token) for token in tokens], lengths=lengths)
 

@@ -117,6 +117,7 @@ class TrackingServer:
                 return
             except OSError:
                 time.sleep(0.25)
+        self.close()
         raise RuntimeError("the MLflow server did not start")
 
 

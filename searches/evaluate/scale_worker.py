@@ -168,7 +168,7 @@ class Stopwatch:
             finally:
                 self._switch(before)
 
-        setattr(owner, name, timed)
+        _replace(owner, name, timed)
 
     def _switch(self, kind: str) -> None:
         now, processor = monotonic(), thread_time()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import subprocess
 import sys
@@ -15,19 +17,19 @@ from tests.searches.programs import run_as_main
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Launch:
+@pytest.fixture(scope="session")
+def launch() -> Launch:
     """Runs a program to its end in this process, like :func:`tests.searches.programs.execute` in a new one."""
 
     def run(program: str, *overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", [program, *overrides])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            run_as_main(f"searches.{program}")
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(cwd)
+            patch.setattr(sys, "argv", [program, *overrides])
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+                run_as_main(f"searches.{program}")
         assert isinstance(end.value.code, int)
-        captured = capsys.readouterr()
-        return subprocess.CompletedProcess([program, *overrides], end.value.code, captured.out, captured.err)
+        return subprocess.CompletedProcess([program, *overrides], end.value.code, out.getvalue(), err.getvalue())
 
     return run
 

@@ -19,12 +19,13 @@ from layerskip.measure.measure import interleave
 from searches.app.composition import compose_config
 from searches.benchmarking.benchmark import benchmark
 from searches.benchmarking.table import table
-from tests.searches.programs import NO_PEERS, execute, runs, sqlite, tracked
+from tests.searches.conftest import Launch
+from tests.searches.programs import NO_PEERS, runs, sqlite, tracked
 from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[type-arg]
+def record(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> dict:  # type: ignore[type-arg]
     """Run a benchmark of everything, with an export, on a model whose last two layers have no effect."""
     folder = tmp_path_factory.mktemp("benchmark")
     model = save_tiny(folder / "model", num_hidden_layers=4, idle=(2, 3))
@@ -36,7 +37,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict:  # type: ignore[ty
     other.get_output_embeddings().weight.data[VOCABULARY:] = 0.0
     other.save_pretrained(folder / "other")
     words.save_pretrained(folder / "other")
-    done = execute(
+    done = launch(
         "benchmark",
         "target=local",
         f"target.path={model}",
@@ -190,10 +191,10 @@ def test_the_widest_near_tie_is_shown(record: dict) -> None:  # type: ignore[typ
     assert "at most 0.125 of a logit (cascade); rounding explains 0.5" in table(tied)
 
 
-def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path) -> None:
+def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path, launch: Launch) -> None:
     model = save_tiny(tmp_path / "model", num_hidden_layers=2)
     kinds = ("retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model")
-    done = execute(
+    done = launch(
         "benchmark",
         "target=local",
         f"target.path={model}",

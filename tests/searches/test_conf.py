@@ -17,7 +17,7 @@ from searches.app.defaults import fields_of, fill_defaults
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
 from searches.study.study import StudySettings
-from tests.searches.programs import execute
+from tests.searches.conftest import Launch
 
 LEAVES = sorted(path.relative_to(CONF) for path in Path(CONF).glob("*/*.yaml"))
 NEEDED = {
@@ -62,8 +62,8 @@ def test_every_drafter_is_a_contender_of_the_benchmark(kind: str) -> None:
     assert SpeculativeConfig.from_dict(instantiate(fields)).kind == kind
 
 
-def test_a_newcomer_meets_at_most_forty_fields(tmp_path: Path) -> None:
-    done = execute("layerskip", "--cfg", "job", cwd=tmp_path)
+def test_a_newcomer_meets_at_most_forty_fields(tmp_path: Path, launch: Launch) -> None:
+    done = launch("layerskip", "--cfg", "job", cwd=tmp_path)
     shown = OmegaConf.create(done.stdout)
     assert isinstance(shown, DictConfig)
     assert len(_leaves(shown)) <= 40
@@ -136,8 +136,8 @@ def test_an_earlier_name_is_refused_with_the_name_of_today(override: str) -> Non
 
 
 @pytest.mark.parametrize("program", ["foretell", "compare", "calibration", "exactness"])
-def test_a_program_that_moved_says_where(program: str, tmp_path: Path) -> None:
-    done = execute(program, cwd=tmp_path)
+def test_a_program_that_moved_says_where(program: str, tmp_path: Path, launch: Launch) -> None:
+    done = launch(program, cwd=tmp_path)
     assert done.returncode == 2
     assert f"searches.{program} is now python -m searches.evaluate." in done.stderr
     assert len(done.stderr.splitlines()) == 1

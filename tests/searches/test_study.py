@@ -129,13 +129,15 @@ def test_other_settings_for_the_same_study_are_refused(done: Path, tiny_folder: 
     assert "sampling.repetition_penalty" in result.stderr
 
 
-def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(
+    tiny_folder: Path, tmp_path: Path, launch: Launch
+) -> None:
     outputs = tmp_path / "outputs"
     overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=9", "study.name=killed")
     moment = random.Random(5)
     for _ in range(3):
         kill_study(*overrides, cwd=tmp_path, seconds=moment.uniform(0.1, 1.0))
-    result = execute("layerskip", *overrides, cwd=tmp_path)
+    result = launch("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     _check_complete(outputs, "killed", 9)
     (profile,) = (outputs / "profiles").glob("*.json")
@@ -165,7 +167,7 @@ def test_incomplete_runs_and_journal_lines_are_repaired(done: Path, tiny_folder:
     _check_complete(done, "one", 7)
 
 
-def test_a_lock_of_a_killed_program_is_removed(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_lock_of_a_killed_program_is_removed(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     overrides = quick(tiny_folder, Path("outputs"), "study.n_trials=1", "study.name=killed")  # a relative path
     tracked(tmp_path / "outputs")
     journal = (tmp_path / "outputs" / "killed").resolve() / "journal.log"
@@ -173,12 +175,12 @@ def test_a_lock_of_a_killed_program_is_removed(tiny_folder: Path, tmp_path: Path
     journal.touch()
     lock = JournalFileSymlinkLock(str(journal), grace_period=None)
     assert lock.acquire()  # never released
-    result = execute("layerskip", *overrides, cwd=tmp_path)
+    result = launch("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     _check_complete(tmp_path / "outputs", "killed", 1)
 
 
-def test_ctrl_c_prints_a_summary_and_the_same_command_resumes(tiny_folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_prints_a_summary_and_the_same_command_resumes(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     outputs = tmp_path / "outputs"
     overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=200", "study.name=stopped", "space.kinds=[layer_skip]")
     with Fork("searches.layerskip", *overrides, cwd=tmp_path) as process:
@@ -194,7 +196,7 @@ def test_ctrl_c_prints_a_summary_and_the_same_command_resumes(tiny_folder: Path,
     page = outputs / "stopped" / "report.html"
     assert '<span class="badge interrupted">' in page.read_text(encoding="utf-8")
     finished = len([t for t in journal_study(outputs, "stopped").trials if t.state in FINISHED])
-    result = execute(
+    result = launch(
         "layerskip", *overrides[:-2], "space.kinds=[layer_skip]", "study.name=stopped",
         f"study.n_trials={finished + 1}", cwd=tmp_path,
     )  # fmt: skip

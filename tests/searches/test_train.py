@@ -22,7 +22,7 @@ from searches.training.trainer import Trainer, disk_bytes
 from tests.accelerator import DEVICE
 from tests.disk import fill
 from tests.searches.conftest import Launch
-from tests.searches.programs import Fork, execute, runs, sqlite, tracked
+from tests.searches.programs import Fork, runs, sqlite, tracked
 from tests.tiny import save_tiny
 
 SMALL = (
@@ -125,7 +125,7 @@ def test_a_killed_training_resumes(model: Path, tmp_path: Path, launch: Launch) 
     before = torch.load(state, weights_only=True)["step"]
     assert 0 < before < 60
     assert not (tmp_path / "killed" / "h" / "head.json").exists()
-    done = execute("train", *killed, cwd=tmp_path)
+    done = launch("train", *killed, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     training = json.loads((tmp_path / "killed" / "h" / "head.json").read_text())["training"]
     assert training["steps_done"] == 60

@@ -29,6 +29,7 @@ from searches.app.resume_log import ResultLog
 from searches.study.bench import BASELINE, Bench, ModelBench
 from searches.verification.claim import Claim, Speedup, Verdict
 from searches.verification.verification import VerifySettings, _is_alike, measure_claim, verify
+from tests.searches.conftest import Launch
 from tests.searches.programs import execute
 from tests.tiny import save_tiny
 
@@ -70,9 +71,9 @@ def _record(outputs: Path) -> dict[str, Any]:
     return record
 
 
-def test_an_honest_export_is_confirmed(model: Path, tmp_path: Path) -> None:
+def test_an_honest_export_is_confirmed(model: Path, tmp_path: Path, launch: Launch) -> None:
     _export(tmp_path / "best.json", model, LOOKUP, speedup=1.5)
-    done = execute("verify", "best.json", FEW, cwd=tmp_path)
+    done = launch("verify", "best.json", FEW, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "confirmed: " in done.stdout
     record = _record(tmp_path / "outputs")
@@ -84,9 +85,9 @@ def test_an_honest_export_is_confirmed(model: Path, tmp_path: Path) -> None:
     assert record["prompts"]["digest"] == held_out.take(6).digest
 
 
-def test_a_doctored_claim_is_refuted(model: Path, tmp_path: Path) -> None:
+def test_a_doctored_claim_is_refuted(model: Path, tmp_path: Path, launch: Launch) -> None:
     _export(tmp_path / "best.json", model, ONE_TOKEN, speedup=3.0)
-    done = execute("verify", "export=best.json", FEW, "target=local", f"target.path={model}", cwd=tmp_path)
+    done = launch("verify", "export=best.json", FEW, "target=local", f"target.path={model}", cwd=tmp_path)
     assert done.returncode == 4, done.stderr
     assert "refuted: " in done.stdout
     assert "Traceback" not in done.stderr

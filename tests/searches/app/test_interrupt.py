@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import sqlite3
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from searches.app.interrupt import defer_interrupt, is_interrupt
+from searches.app.interrupt import defer_interrupt, is_interrupt, resend_interrupt
 
 
 def ctrl_c() -> None:
@@ -97,3 +99,25 @@ def test_an_interrupt_is_recognised_as_the_cause_of_a_drivers_error() -> None:
         commit()
     assert is_interrupt(wrapped.value)
     assert not is_interrupt(sqlite3.OperationalError("database is locked"))
+
+
+def test_another_error_in_a_finaliser_is_shown_and_interrupts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, sent = [], []
+    monkeypatch.setattr(sys, "__unraisablehook__", shown.append)
+    monkeypatch.setattr(signal, "pthread_kill", lambda *again: sent.append(again))
+    dropped = SimpleNamespace(exc_type=ValueError)
+    resend_interrupt(dropped)  # type: ignore[arg-type]
+    assert (shown, sent) == ([dropped], [])
+
+
+def test_a_ctrl_c_in_a_finaliser_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, done = [], threading.Event()
+
+    def send(thread: int, number: int) -> None:
+        sent.append((thread, number))
+        done.set()
+
+    monkeypatch.setattr(signal, "pthread_kill", send)
+    resend_interrupt(SimpleNamespace(exc_type=KeyboardInterrupt))  # type: ignore[arg-type]
+    assert done.wait(10)
+    assert sent == [(threading.main_thread().ident, signal.SIGINT)]

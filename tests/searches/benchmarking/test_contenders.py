@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from layerskip import Export, PromptSet, Sampling, SpeculativeConfig, load_target
+from searches.app.checks import InputError
 from searches.app.composition import compose_config
+from searches.benchmarking.benchmark import _time_tree
 from searches.benchmarking.contenders import build_contenders
 from tests.accelerator import DEVICE
 from tests.searches.programs import NO_PEERS
@@ -42,6 +44,8 @@ def test_drafters_that_the_target_cannot_verify_are_left_out(tmp_path: Path, cap
     contenders, rivals, configs = build_contenders(config, target, PromptSet.of(["one"]), Sampling())
     assert {"plain", "prompt_lookup", "layer_skip"} <= contenders.keys()
     printed = capsys.readouterr().out
+    assert _time_tree(config, target, Sampling()) is None
+    assert capsys.readouterr().out.startswith("tree: left out: ")
     for name in ("token_recycling", "fanned"):
         assert name not in contenders.keys() | configs.keys() | rivals.keys()
         assert f"contenders.{name}: left out: " in printed
@@ -66,3 +70,21 @@ def test_costs_of_a_cascade_can_be_given(tmp_path: Path) -> None:
     config = compose_config("benchmark", [*NO_PEERS, *costs, *others])
     _, _, configs = build_contenders(config, target, PromptSet.of(["one"]), Sampling())
     assert (configs["cascade"].verify_cost, configs["cascade"].draft_cost) == ((1.5,), (0.0, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["contenders.prompt_lookup.rival=nonesuch"], r"contenders\.prompt_lookup\.rival: 'nonesuch' is not one of "),
+        (
+            ["allow_lossy=true", "+contenders.prompt_lookup_typical={kind:prompt_lookup}"],
+            r"contenders\.prompt_lookup_typical: allow_lossy=true adds a row of that name for prompt_lookup",
+        ),
+    ],
+)
+def test_rows_without_a_rival_or_a_name_of_their_own_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device=DEVICE)
+    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "cascade")]
+    config = compose_config("benchmark", [*NO_PEERS, *others, *overrides])
+    with pytest.raises(InputError, match=f"^{message}"):
+        build_contenders(config, target, PromptSet.of(["one"]), Sampling())

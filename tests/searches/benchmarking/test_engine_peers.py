@@ -15,44 +15,14 @@ from layerskip import Sampling, Target, UnsupportedModel, generate, load_target
 from layerskip.measure.measure import Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
+from searches.benchmarking import engine_peers
 from searches.benchmarking.contenders import _present, check_rows
 from searches.benchmarking.engine_peers import _WORKER, EnginePeer
 from tests.engines.known import interpreter
+from tests.searches.benchmarking.engine_packages import OPENVINO, OPENVINO_GENAI
 from tests.tiny import save_tiny
 
 PROMPT = [5, 6, 7]
-_STAND_IN = '''
-import json, os, sys, time
-__version__ = "1.2"
-class SchedulerConfig: pass
-class StreamingStatus: RUNNING = 0
-class StreamerBase:
-    def __init__(self): pass
-class GenerationConfig:
-    def __init__(self, **fields): self.__dict__.update(fields)
-class LLMPipeline:
-    """Continues with the last token plus one, in rounds of one, then of two tokens, until a stop token."""
-    def __init__(self, folder, device, **options):
-        if os.environ.get("BROKEN") == "load":
-            raise RuntimeError("no such\\nmodel")
-        assert json.load(open(os.path.join(folder, "converted.json")))["from"]
-        self.lookup = options.get("prompt_lookup", False)
-        print("noise on the standard output")
-    def generate(self, tensor, config, streamer):
-        if os.environ.get("BROKEN") == "decode":
-            print("the last words", file=sys.stderr)
-            os._exit(3)
-        assert (config.num_assistant_tokens if self.lookup else None) == (4 if self.lookup else None)
-        tokens, last = [], int(tensor.data[0][-1])
-        while len(tokens) < config.max_new_tokens:
-            count = 1 if not tokens else 2
-            step = [last + 1 + i for i in range(min(count, config.max_new_tokens - len(tokens)))]
-            tokens, last = tokens + step, step[-1]
-            streamer.write(step if len(step) > 1 else step[0])
-            if last in config.stop_token_ids:
-                break
-        return type("Results", (), {"tokens": [tokens]})
-'''
 _CONVERTER = """
 import json, os, sys
 folder = sys.argv[-1]
@@ -73,8 +43,8 @@ def python(tmp_path: Path) -> str:
     """An interpreter in which stand-ins of the engine's packages are installed."""
     packages = tmp_path / "packages"
     (packages / "optimum" / "commands").mkdir(parents=True)
-    (packages / "openvino_genai.py").write_text(_STAND_IN)
-    (packages / "openvino.py").write_text("class Tensor:\n    def __init__(self, data):\n        self.data = data\n")
+    (packages / "openvino_genai.py").write_text(OPENVINO_GENAI)
+    (packages / "openvino.py").write_text(OPENVINO)
     (packages / "optimum" / "commands" / "optimum_cli.py").write_text(_CONVERTER)
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
@@ -132,6 +102,26 @@ def test_an_engine_that_breaks_is_reported_in_one_line(
     with pytest.raises(UnsupportedModel, match=f"^openvino_genai: .*{words}") as raised:
         _decode(target, tmp_path, python)
     assert "\n" not in str(raised.value)
+
+
+def test_a_model_that_is_not_converted_is_reported_in_one_line_and_leaves_no_folder(
+    target: Target, tmp_path: Path, python: str
+) -> None:
+    converter = tmp_path / "packages" / "optimum" / "commands" / "optimum_cli.py"
+    converter.write_text("import sys\nsys.exit('loading\\nan unknown architecture\\n')", encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match=r"^openvino_genai: cannot convert .*: an unknown architecture$"):
+        _peer(target, tmp_path, python)
+    assert [path.name.endswith("-openvino") for path in (tmp_path / "engines").iterdir()] == [False]
+
+
+def test_a_worker_that_does_not_end_with_its_input_is_killed(
+    target: Target, tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_peers, "_CLOSING_SECONDS", 0.05)
+    peer = _peer(target, tmp_path, python)
+    os.kill(peer._process.pid, signal.SIGSTOP)
+    peer.close()
+    assert peer._process.returncode == -signal.SIGKILL
 
 
 def _is_running(process: int) -> bool:

@@ -12,7 +12,6 @@ from searches.evaluate.predictions import AGAIN, measured_figures
 from searches.predict.prediction_error import prediction_error
 from tests.searches.conftest import Launch
 from tests.searches.known import Known
-from tests.searches.programs import execute
 
 PROGRAM = "evaluate.predictions"
 
@@ -43,7 +42,7 @@ def test_the_program_measures_its_predictions_and_resumes(tiny_folder: Path, tmp
         *("measure.prompts=2", "scan.profile_repeats=2", "scan.profile_error=1", f"outputs={tmp_path}"),
         *("least_correlation=null", "most_error=null", "most_trials=null"),  # times of a tiny model are too short
     )
-    done = execute(PROGRAM, *overrides, cwd=tmp_path)
+    done = launch(PROGRAM, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "predictions.json").read_text())
     assert [point["draft_length"] for point in record["points"]] == [1, 3] * 3

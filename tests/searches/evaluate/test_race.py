@@ -19,7 +19,6 @@ from searches.space.search_space import SearchSpace
 from tests.searches.conftest import Launch
 from tests.searches.known import Known
 from tests.searches.predict.test_proposals import LAYERS, Landscape
-from tests.searches.programs import execute
 
 PROGRAM = "evaluate.race"
 CONF = str(Path(__file__).parents[3] / "conf")
@@ -100,7 +99,7 @@ def test_the_program_races_and_resumes(tiny_folder: Path, tmp_path: Path, launch
         *("scan.profile_repeats=2", "scan.profile_error=1"),
         *("scan.proposals.screened=20", "scan.proposals.scanned=3", f"outputs={tmp_path}"),
     )
-    done = execute(PROGRAM, *overrides, cwd=tmp_path)
+    done = launch(PROGRAM, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "race.json").read_text())
     assert [row["strategy"] for row in record["searches"]] == ["random", "ours"]

@@ -16,7 +16,8 @@ import pytest
 from searches.backends.engine_process import free_port
 from searches.tracking.tracker import Tracker
 from tests.browser import CHROMIUM, Browser
-from tests.searches.programs import environment, execute, quick, runs, sqlite, tracked
+from tests.searches.conftest import Launch
+from tests.searches.programs import environment, quick, runs, sqlite, tracked
 from tests.searches.tracking.studies import ACCEPTANCE, SPEEDUPS, compared_study
 
 PAGES = Path(mlflow.server.__file__).parent / "js" / "build" / "index.html"
@@ -68,10 +69,12 @@ def server(folder: Path) -> Iterator[str]:
     process.wait(timeout=30)
 
 
-def test_a_study_is_tracked_on_a_server(server: str, folder: Path, tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_study_is_tracked_on_a_server(
+    server: str, folder: Path, tiny_folder: Path, tmp_path: Path, launch: Launch
+) -> None:
     outputs = tmp_path / "outputs"
     overrides = quick(tiny_folder, outputs, f"tracking.uri={server}", "study.n_trials=2", "study.name=remote")
-    done = execute("layerskip", *overrides, cwd=tmp_path)
+    done = launch("layerskip", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "View run" not in done.stdout
     assert not (outputs / "mlflow.db").exists()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from mlflow.entities import Run
@@ -12,7 +14,7 @@ from mlflow.tracking import MlflowClient
 from layerskip import SpeculativeConfig
 from layerskip.config import kinds
 from searches.tracking.parameters import parameters
-from searches.tracking.tracker import Tracker
+from searches.tracking.tracker import _METRICS, Tracker
 from tests.searches.known import lookup
 from tests.searches.programs import runs, sqlite, tracked
 from tests.searches.tracking.studies import CASCADE, NOT_RUN, SKIP, SPEEDUPS, compared_study
@@ -80,3 +82,114 @@ def test_no_name_of_a_drafter_is_cut_or_shared() -> None:
         names.append(parameters(SpeculativeConfig(kind.name, **fields))["drafter"])  # type: ignore[arg-type]
     assert max(map(len, names)) <= 10  # MLflow shows no more
     assert len(set(names)) == len(names) > 10
+
+
+@pytest.fixture
+def tracker(tmp_path: Path) -> Tracker:
+    """The writer of a new study."""
+    tracked(tmp_path)
+    tracker = Tracker(None, tmp_path, "own")
+    tracker.open_study("a study", "1", {"measure.prompts": 8}, {})
+    return tracker
+
+
+def test_runs_that_cannot_be_written_are_written_later(
+    tracker: Tracker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trials = compared_study().trials[:3]
+    create = tracker._client.create_run
+    for error in (ConnectionRefusedError(), ValueError("a defect")):
+
+        def refuse(*_: object, error: Exception = error, **__: object) -> NoReturn:
+            raise error
+
+        monkeypatch.setattr(tracker._client, "create_run", refuse)
+        if isinstance(error, ValueError):
+            with pytest.raises(ValueError, match="a defect"):
+                tracker.record(trials[2])
+        else:
+            tracker.record(trials[0])
+            tracker.record(trials[1])
+    assert capsys.readouterr().out.splitlines()[-1] == "tracking.uri: cannot be reached; 2 runs are written later"
+    assert runs(tracker.uri, "trial") == []
+    monkeypatch.setattr(tracker._client, "create_run", create)
+    tracker.record(trials[2])
+    assert [run.data.tags["trial_number"] for run in _of_trials(tracker.uri)] == ["0", "1", "2"]
+
+
+def test_incomplete_and_doubled_runs_are_replaced(tracker: Tracker) -> None:
+    trials = compared_study().trials
+    for trial in trials[:3]:
+        tracker.record(trial)
+    incomplete = _of_trials(tracker.uri)[1]
+    tracker._client.update_run(incomplete.info.run_id, status="RUNNING")
+    other = Tracker(None, Path(tracker.uri.removeprefix("sqlite:///")).parent, "own")
+    other.open_study("a study", "1", {"measure.prompts": 8}, {})
+    assert other.run_id == tracker.run_id
+    other.record(trials[2])  # it does not know of the run
+    other.reconcile(trials[:4])
+    found = _of_trials(tracker.uri)
+    assert [int(run.data.tags["trial_number"]) for run in found] == [0, 1, 2, 3]
+    assert {run.info.status for run in found} == {"FINISHED"}
+    assert incomplete.info.run_id not in {run.info.run_id for run in found}
+
+
+def test_a_part_of_a_study_has_a_run_of_its_own(tracker: Tracker) -> None:
+    part = tracker.nested("a part", "2", {f"field{number}": number for number in range(205)}, "training")
+    part.finish()
+    (run,), (study,) = runs(tracker.uri, "training"), runs(tracker.uri, "study")
+    assert run.data.tags["mlflow.parentRunId"] == study.info.run_id == tracker.run_id
+    assert run.data.params == {f"field{number}": str(number) for number in range(205)}  # in parts, as a store takes 100
+    assert (run.info.status, study.info.status) == ("FINISHED", "RUNNING")
+
+
+def test_fits_are_logged_once_each(tracker: Tracker) -> None:
+    fits = [{"fit_seconds": n, "agreement_empty": 0.25, "agreement_bridged": 0.5 + n / 10, "mask": f"{n}"} for n in range(3)]
+    tracker.log_fits([fits[0], {}, *fits[1:2]])
+    tracker.log_fits([fits[0], fits[2], fits[1]])
+    logged = tracker._client.get_metric_history(tracker.run_id, "agreement_bridged")
+    assert sorted((metric.step, metric.value) for metric in logged) == [(0, 0.5), (1, 0.7), (2, 0.6)]
+
+
+@pytest.mark.parametrize(
+    ("error", "others", "status"),
+    [
+        (None, False, "FINISHED"),
+        (KeyboardInterrupt(), False, "KILLED"),
+        (ValueError(), False, "FAILED"),
+        (KeyboardInterrupt(), True, "RUNNING"),
+    ],
+)
+def test_the_run_of_a_study_tells_how_it_ended(
+    tracker: Tracker, error: BaseException | None, others: bool, status: str
+) -> None:
+    with contextlib.suppress(KeyboardInterrupt, ValueError), tracker.closing(lambda: others):
+        if error is not None:
+            raise error
+    (study,) = runs(tracker.uri, "study")
+    assert study.info.status == status
+
+
+def test_a_benchmark_has_a_run_for_each_contender(tracker: Tracker, tmp_path: Path) -> None:
+    result = dict.fromkeys(_METRICS, 2.0) | {"lossless": True, "drafter_bytes": 5}
+    record = {
+        "date": "2026-11-28",
+        "environment": {"threads": 2},
+        "target": {"name": "a model", "dtype": "float32", "layers": 3},
+        "results": {"plain": result | {"speedup": math.inf}, "engine": result | {"lossless": False, "drafter_bytes": None}},
+    }
+    (tmp_path / "benchmark.json").write_text("{}")
+    tracker.log_benchmark(record, {"benchmark.md": "a table"}, tmp_path / "benchmark.json")
+    (whole,) = runs(tracker.uri, "benchmark")
+    assert (whole.info.status, whole.data.tags["date"], whole.data.tags["threads"]) == ("FINISHED", "2026-11-28", "2")
+    found = {run.data.tags["contender"]: run for run in runs(tracker.uri, "contender")}
+    assert {run.data.tags["mlflow.parentRunId"] for run in found.values()} == {whole.info.run_id}
+    assert {run.info.status for run in found.values()} == {"FINISHED"}
+    params = {"name": "a model", "dtype": "float32"}
+    assert found["plain"].data.params == params | {"lossless": "True"}
+    assert found["engine"].data.params == params | {"lossless": "False"}
+    assert (found["plain"].data.metrics["drafter_bytes"], found["plain"].data.metrics["acceptance_rate"]) == (5.0, 2.0)
+    assert math.isnan(found["plain"].data.metrics["speedup"])  # a store would turn it into a number
+    assert "drafter_bytes" not in found["engine"].data.metrics
+    paths = {file.path for file in MlflowClient(tracker.uri).list_artifacts(whole.info.run_id)}
+    assert paths == {"benchmark.md", "benchmark.json"}

@@ -28,6 +28,7 @@ from tests.searches.programs import FORKS
 
 NAME = "study"
 BEAT = 0.05  # seconds
+_ALL_LIVE = 1000  # beats; on a busy machine, processes stand still for some
 SPACE = SearchSpace(6, kinds=["none", "prompt_lookup"])
 
 
@@ -72,7 +73,7 @@ def wait_until(done: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def count(place: str, file: Path, times: int) -> None:
     """Add one to the number in a file again and again, which needs a lock."""
-    with member(place) as crew:
+    with member(place, patience=_ALL_LIVE) as crew:
         for _ in range(times):
             with crew.claim("number"):
                 number = int(file.read_text())
@@ -82,7 +83,7 @@ def count(place: str, file: Path, times: int) -> None:
 
 def share(place: str, file: Path) -> None:
     """Share five pieces of work, each of which appends a line to a file, and write down the values."""
-    with member(place) as crew:
+    with member(place, patience=_ALL_LIVE) as crew:
 
         def work(name: str) -> list[str]:
             with file.open("a") as lines:

@@ -6,14 +6,18 @@ import ast
 import contextlib
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
 from searches.workers import crew as crews
 from searches.workers.board import of_kind
-from searches.workers.crew import LeaseLost
+from searches.workers.crew import Crew, LeaseLost
 from tests.searches.workers import members
 from tests.searches.workers.members import member, started, wait_until
 
@@ -116,3 +120,109 @@ def test_of_workers_that_leave_the_last_finds_no_others(database: str) -> None:
         assert not last.leave()
         assert not first.leave()
     assert not [row for row in last.board.rows() if row.state == TrialState.RUNNING]
+
+
+class Failing(InMemoryStorage):
+    """A storage that fails once it is told to."""
+
+    error: Exception | None = None
+
+    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Any = None) -> bool:
+        if self.error is not None:
+            raise self.error
+        return bool(super().set_trial_state_values(trial_id, state, values))
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Crew, Crew]]:
+    """Two workers in this process, which beat when they are told to."""
+    monkeypatch.setattr(crews, "_LONGEST_PAUSE", 0.05)
+    storage = Failing()
+    with Crew(storage, "study", beat_seconds=60, patience=2) as one, Crew(storage, "study", beat_seconds=60) as other:
+        yield one, other
+        storage.error = None
+
+
+def _claims(crew: Crew) -> list[TrialState]:
+    return [row.state for row in of_kind(crew.board.rows(), "claim")]
+
+
+def test_a_worker_that_was_presumed_dead_in_a_line_stands_in_it_anew(pair: tuple[Crew, Crew]) -> None:
+    one, other = pair
+    before, held = other.worker, threading.Event()
+
+    def hold() -> None:
+        with other.claim("thing"):
+            held.set()
+
+    waiting = threading.Thread(target=hold)
+    with one.claim("thing"):
+        waiting.start()
+        wait_until(lambda: len(_claims(one)) == 2)
+        one.board.finish(before, TrialState.FAIL)
+        wait_until(lambda: len(_claims(one)) == 3)
+        assert not held.is_set()
+    waiting.join()
+    assert held.is_set()
+    assert other.worker > before
+    assert _claims(one) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
+
+
+def test_an_interrupt_in_a_line_gives_up_the_place(pair: tuple[Crew, Crew], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = pair
+
+    def interrupted(_: Callable[[], bool]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(other, "wait", interrupted)
+    with one.claim("thing"):
+        with pytest.raises(KeyboardInterrupt), other.claim("thing"):
+            pytest.fail("it is held")
+        assert _claims(one) == [TrialState.RUNNING, TrialState.FAIL]
+
+
+def test_work_of_a_worker_that_was_presumed_dead_is_done_again(pair: tuple[Crew, Crew]) -> None:
+    one, other = pair
+    done: list[int] = []
+
+    def work() -> str:
+        done.append(other.worker)
+        if len(done) == 1:
+            one.board.finish(other.worker, TrialState.FAIL)
+            one.look()  # finishes what it held
+        return f"value {len(done)}"
+
+    assert other.share("piece", work) == "value 2"
+    assert done[0] < done[1] == other.worker
+    assert one.share("piece", lambda: pytest.fail("done before")) == "value 2"
+
+
+def test_a_worker_without_signs_is_presumed_dead_after_some_beats_of_another(pair: tuple[Crew, Crew]) -> None:
+    one, other = pair
+    for _ in range(4):  # both are alive
+        one._beat()
+        other._beat()
+    assert one.look().live == {one.worker, other.worker}
+    one._beat()  # sees the last beat of the other one
+    one._beat()
+    assert one.look().live == {one.worker, other.worker}
+    one._beat()
+    assert one.look().live == {one.worker}
+    before = other.worker
+    other._beat()  # it is alive after all
+    assert other.worker > before
+    assert one.look().live == {one.worker, other.worker}
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(), ValueError("a defect")])
+def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(pair: tuple[Crew, Crew], error: Exception) -> None:
+    one, _ = pair
+    storage = one.board._storage
+    assert isinstance(storage, Failing)
+    storage.error = error
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError, match="a defect"):
+            one.leave()
+    else:
+        assert one.leave()
+    storage.error = None

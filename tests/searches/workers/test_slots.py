@@ -18,7 +18,7 @@ from searches.study.objective import Objective
 from searches.study.requeue import DUPLICATE_OF, requeue_unfinished
 from searches.study.study import StudySettings, run_trials
 from searches.tracking.names import WORKER
-from searches.workers.board import of_kind
+from searches.workers.board import Look, of_kind
 from searches.workers.slots import FINISHED, take_slot
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
 from tests.searches.workers import members
@@ -125,6 +125,34 @@ def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(databas
     states = [trial.state for trial in study.trials]
     assert sorted(states) == sorted([TrialState.FAIL, TrialState.COMPLETE])
     assert finished == []
+
+
+def test_a_worker_that_was_presumed_dead_takes_another_slot(database: str) -> None:
+    """It notices while it waits for its turn."""
+    study, looks = study_in(opened(database)), list[Look]()
+    with member(database, beat=60) as other, member(database, beat=60) as crew:
+        before = crew.worker
+
+        def repair(trials: object, look: Look) -> bool:
+            looks.append(look)
+            return len(looks) == 1 and other.board.finish(before, TrialState.FAIL)
+
+        slot = take_slot(crew, study, 1, repair)
+        assert slot is not None
+        lost, taken = of_kind(other.look().rows, "slot")
+        assert (lost.user_attrs["worker"], lost.state) == (before, TrialState.FAIL)
+        assert (taken.user_attrs["worker"], taken.number) == (crew.worker, slot.number)
+        assert crew.worker > before
+
+
+def test_an_interrupt_while_a_worker_waits_closes_its_slot(database: str) -> None:
+    def repair(trials: object, look: Look) -> bool:
+        raise KeyboardInterrupt
+
+    with member(database, beat=60) as crew:
+        with pytest.raises(KeyboardInterrupt):
+            take_slot(crew, study_in(opened(database)), 1, repair)
+        assert [row.state for row in of_kind(crew.board.rows(), "slot")] == [TrialState.COMPLETE]
 
 
 def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:

@@ -1,0 +1,76 @@
+"""Checks of input: each bad value is refused by its field, and good ones pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from searches.app.checks import (
+    InputError,
+    check_flag,
+    check_folder,
+    check_fraction,
+    check_list,
+    check_number,
+    check_output_paths,
+    check_seed,
+    check_whole,
+)
+
+_REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: check_seed(True), "seed: True is not a whole number from 0 to 2147483647"),
+    (lambda: check_seed(2**31), "seed: 2147483648 is not a whole number"),
+    (lambda: check_whole("n", 0), "n: 0 is not a whole number of at least 1"),
+    (lambda: check_number("n", 0), "n: 0 is not a number above 0"),
+    (lambda: check_number("n", "1", most=2), "n: '1' is not a number above 0 and up to 2"),
+    (lambda: check_number("n", -1, or_zero=True), "n: -1 is neither 0 nor a number above 0"),
+    (lambda: check_number("n", float("nan")), "n: nan is not a number above 0"),
+    (lambda: check_fraction("n", 1.5), "n: 1.5 is neither 0 nor a number above 0 and up to 1"),
+    (lambda: check_flag("n", 1), "n: 1 is neither true nor false"),
+    (lambda: check_list("n", "ab"), "n: 'ab' is not a list, such as [a,b]"),
+    (lambda: check_list("n", [], or_empty=False), "n: is empty"),
+    (lambda: check_list("n", ["a", "c"], known=["a", "b"]), "n: 'c' is not one of a, b"),
+]
+
+
+@pytest.mark.parametrize(("check", "message"), _REFUSED, ids=[message for _, message in _REFUSED])
+def test_bad_values_are_refused_by_field(check: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(message)}"):
+        check()
+
+
+def test_values_at_the_bounds_pass() -> None:
+    check_seed(0)
+    check_seed(2**31 - 1)
+    check_number("n", 0, or_zero=True)
+    check_number("n", 2.0, most=2)
+    check_whole("n", 3, 3, 3)
+    for value in (None, 0, 1):
+        check_fraction("n", value)
+    check_list("n", [])
+    check_list("n", ["anything"])
+
+
+def test_folders_are_refused_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert check_folder("outputs", str(tmp_path / "a" / "b")) == str(tmp_path)  # their parent exists
+    with pytest.raises(InputError, match=f"^outputs: {tmp_path}/file is not a folder"):
+        check_folder("outputs", str(tmp_path / "file" / "b"))
+    monkeypatch.setattr("os.access", lambda *_: False)  # also for root
+    with pytest.raises(InputError, match=f"^outputs: {tmp_path} cannot be written to"):
+        check_folder("outputs", str(tmp_path))
+
+
+def test_a_folder_of_digits_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = OmegaConf.create({"outputs": 17, "record": 5})
+    check_output_paths(config)
+    assert (config.outputs, config.record) == ("17", "5")
+    with pytest.raises(InputError, match=r"^outputs: \['a'\] is not the path of a folder"):
+        check_output_paths(OmegaConf.create({"outputs": ["a"]}))
+    with pytest.raises(InputError, match=r"^record: .* is a folder, not a file"):
+        check_output_paths(OmegaConf.create({"record": str(tmp_path)}))
