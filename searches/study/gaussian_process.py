@@ -2,11 +2,12 @@
 
 Optuna's ``GPSampler`` models only the parameters that all trials share. In this space that is the kind alone. This sampler
 models the parameters of the leading kind. Pruned trials count with their predicted speedup, since they would be suggested
-again and again otherwise.
+again and again otherwise. Running trials of other workers count, too: ``GPSampler`` keeps away from them (constant liar).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import optuna
@@ -45,9 +46,10 @@ class GaussianProcess(optuna.samplers.BaseSampler):
         known = trials_of_leading_kind(study)
         if not search_space or len(known) < self._startup:
             return {}
+        running = _running_trials(study, trial, search_space.keys())
         process = optuna.samplers.GPSampler(seed=self._seed + trial.number, n_startup_trials=0)
         one_kind = optuna.create_study(direction=study.direction, sampler=process)
-        one_kind.add_trials(known)
+        one_kind.add_trials([*known, *running])
         chosen: dict[str, Any] = one_kind.ask().relative_params
         return {name: chosen[name] for name in search_space if name in chosen}
 
@@ -78,6 +80,20 @@ def trials_of_leading_kind(study: optuna.Study) -> list[FrozenTrial]:
     kind = best.params.get(_KIND)
     converted = (_without_branch(trial, value) for value, trial in valued if trial.params.get(_KIND) == kind)
     return [trial for trial in converted if trial is not None]
+
+
+def _running_trials(study: optuna.Study, asking: FrozenTrial, names: Collection[str]) -> list[FrozenTrial]:
+    """Return copies of the running trials that have all of some parameters, except the one that asks."""
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    return [
+        create_trial(
+            state=TrialState.RUNNING,
+            params={name: trial.params[name] for name in names},
+            distributions={name: trial.distributions[name] for name in names},
+        )
+        for trial in running
+        if trial.number != asking.number and set(names) <= trial.params.keys()
+    ]
 
 
 def _without_branch(trial: FrozenTrial, value: float) -> FrozenTrial | None:

@@ -42,6 +42,17 @@ def test_parameters_of_the_leading_kind_are_sampled_jointly() -> None:
     assert set(plain.ask().relative_params) == {"kind"}  # as Optuna's own sampler does
 
 
+def test_workers_at_the_same_time_try_different_parameters() -> None:
+    study = _searched(12)
+    chosen = []
+    for _ in range(4):
+        study.enqueue_trial({"kind": "layer_skip"})
+        trial = study.ask()
+        SPACE.suggest(trial)
+        chosen.append({name: trial.params[name] for name in (*BITS, "skip_length")})
+    assert all(chosen.count(params) == 1 for params in chosen)
+
+
 def test_it_finds_the_optimum() -> None:
     assert _searched(40).best_value == pytest.approx(1.4)
 
