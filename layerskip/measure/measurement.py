@@ -20,6 +20,25 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
+class Request:
+    """A request to an engine that serves several at once.
+
+    Args:
+        concurrency: requests in flight.
+        tokens: new tokens.
+        decoded_tokens: those after the first piece.
+        first_seconds: until the first piece.
+        decode_seconds: from then on.
+    """
+
+    concurrency: int
+    tokens: int
+    decoded_tokens: int
+    first_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
 class Sample:
     """One contender on one prompt; the turns of a conversation are added up.
 
@@ -36,6 +55,7 @@ class Sample:
         draft_seconds: the part of ``decode_seconds`` spent on drafting; 0.0 for a peer, which does not report it.
         decoding_bytes: how far device memory rose above what was allocated before, which leaves out reused caches; None on a
             CPU, where it is unknown.
+        requests: those of an engine; empty for decoding in this process.
     """
 
     prompt_id: str
@@ -49,6 +69,7 @@ class Sample:
     lossless: Losslessness = Losslessness(0)
     draft_seconds: float = 0.0
     decoding_bytes: int | None = None
+    requests: tuple[Request, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -70,7 +91,8 @@ class Sample:
         checked = fields["lossless"]
         divergences = tuple(Divergence(**row) for row in checked["divergences"])
         lossless = Losslessness(checked["compared"], divergences, checked["basis"])
-        return cls(**dict(fields) | {"stats": DecodeStats(rounds), "lossless": lossless})
+        requests = tuple(Request(**row) for row in fields.get("requests", ()))
+        return cls(**dict(fields) | {"stats": DecodeStats(rounds), "lossless": lossless, "requests": requests})
 
     @classmethod
     def join(cls, parts: Sequence[Sample]) -> Sample:
@@ -87,6 +109,7 @@ class Sample:
             Losslessness.join(p.lossless for p in parts),
             sum(p.draft_seconds for p in parts),
             max((p.decoding_bytes for p in parts if p.decoding_bytes is not None), default=None),
+            tuple(request for p in parts for request in p.requests),
         )
 
 

@@ -165,9 +165,9 @@ class Client:
             connection.request("POST", f"{self._prefix}/v1/completions", json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != 200:
-                told = " ".join(response.read(4096).decode(errors="replace").split())[:_SHOWN]
+                answer = " ".join(response.read(4096).decode(errors="replace").split())[:_SHOWN]
                 error = _Refused if response.status in (400, 422) else RequestFailed
-                raise error(f"status {response.status}: {told}")
+                raise error(f"status {response.status}: {answer}")
             return _read(self._events(response, start), start, most)
         except (OSError, http.client.HTTPException) as error:
             raise RequestFailed(_reason(error, self.limit_seconds)) from None

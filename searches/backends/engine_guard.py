@@ -1,7 +1,7 @@
 """A small process between a program and an engine: it ends the engine with everything that the engine started.
 
 It is run as a script, with the standard library alone, and never imported by a program. It starts the command of its
-arguments and ends it when its standard input is closed, when its parent is gone or when it is told to terminate. The kernel
+arguments and ends it when its standard input is closed, when its parent is gone or when it is terminated. The kernel
 closes the input of a guard whose program was killed, so that no engine outlives its search.
 
 Exit code: the engine's own; 128 plus the number of a signal that ended the engine or this process.
@@ -21,6 +21,7 @@ from types import FrameType
 
 _SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # of linux/prctl.h
 _POLL_SECONDS = 0.2
+_KILL_SECONDS = 5.0
 
 
 def _prctl(option: int, value: int) -> None:
@@ -55,14 +56,22 @@ def _reap() -> None:
 
 def end_all(grace_seconds: float) -> None:
     """Ask every process below this one to end, and kill those that have not after some seconds."""
-    for number, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, 5.0)):
-        for process in descendants():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process, number)
-        limit = time.monotonic() + seconds
-        while descendants() and time.monotonic() < limit:
-            _reap()
-            time.sleep(0.02)
+    _send(signal.SIGTERM)
+    limit = time.monotonic() + grace_seconds
+    while descendants() and time.monotonic() < limit:
+        _reap()
+        time.sleep(0.02)
+    limit = time.monotonic() + _KILL_SECONDS
+    while descendants() and time.monotonic() < limit:
+        _send(signal.SIGKILL)  # again, as a process may have started another one before it ended
+        _reap()
+        time.sleep(0.02)
+
+
+def _send(number: int) -> None:
+    for process in descendants():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
 
 
 def main(arguments: list[str]) -> int:
@@ -73,24 +82,24 @@ def main(arguments: list[str]) -> int:
     """
     grace_seconds, command, parent = float(arguments[0]), arguments[1:], os.getppid()
     _prctl(_SET_SUBREAPER, 1)  # processes that leave the engine's group come back to this one when their parent ends
-    told: list[int] = []
+    signals: list[int] = []
 
     def tell(number: int, _frame: FrameType | None) -> None:
-        told.append(number)
+        signals.append(number)
 
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, tell)
     engine = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     )
-    while engine.poll() is None and not told and os.getppid() == parent:
+    while engine.poll() is None and not signals and os.getppid() == parent:
         readable, _, _ = select.select([0], [], [], _POLL_SECONDS)
         if readable and not os.read(0, 1):
             break
     code = engine.poll()
     end_all(grace_seconds if code is None else 0.0)
     if code is None:
-        return 128 + told[0] if told else 0
+        return 128 + signals[0] if signals else 0
     return 128 - code if code < 0 else code
 
 

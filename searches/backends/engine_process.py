@@ -17,7 +17,7 @@ from searches.backends.backend import BackendError
 from searches.backends.engine_marks import end_marked, end_orphans, open_log
 
 GRACE_SECONDS = 5.0
-"""An engine that is told to end has so long to free what it holds before it is killed."""
+"""Seconds in which an engine that has to end frees what it holds; then it is killed."""
 _GUARD = Path(__file__).with_name("engine_guard.py")
 _TAIL_BYTES = 65536
 _SHOWN = 200  # characters of an error
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """Hold a port of this machine: until the block ends, only a server that is told its number can listen on it.
+    """Hold a port of this machine: until the block ends, only a server that gets its number can listen on it.
 
     Seconds pass until an engine listens. Without this, an engine of another worker could get the port, and be measured.
     """

@@ -1,12 +1,18 @@
-"""The figures of a comparison beside its samples: start-up seconds, throughput and latencies."""
+"""The figures of requests to an engine: start-up seconds, throughput and latencies.
+
+``throughput`` is in tokens per second over all requests, ``ttft`` the seconds to the first token, ``tpot`` the seconds per
+token after it, at the median and the 95th percentile. Under several numbers of requests in flight, names end with the
+number, such as ``throughput_at_8``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from layerskip.measure.measurement import Request, Sample
 from searches.backends.backend import BASELINE, CANDIDATE
 from searches.backends.client import Completion
 from searches.tracking.names import STARTUP_SECONDS
@@ -33,12 +39,7 @@ class Figures:
         self.seconds[key] = self.seconds.get(key, 0.0) + seconds
 
     def to_dict(self) -> dict[str, float]:
-        """Return the figures with flat names.
-
-        ``throughput`` is in tokens per second over all requests, ``ttft`` the seconds to the first token, ``tpot`` the
-        seconds per token after it. The names of a single configuration have no prefix. Under several numbers of requests in
-        flight, names end with the number, such as ``throughput_at_8``.
-        """
+        """Return the figures with flat names; those of a single configuration have no prefix."""
         others = [name for name in self.startup_seconds if name != BASELINE]
         prefixes = {name: "" if name == CANDIDATE or others == [name] else f"{name}_" for name in self.startup_seconds}
         found = {f"{prefixes[name]}{STARTUP_SECONDS}": seconds for name, seconds in self.startup_seconds.items()}
@@ -47,11 +48,38 @@ class Figures:
             suffix = f"_at_{concurrency}" if several else ""
             rate = sum(answer.count for answer in answers) / self.seconds[name, concurrency]
             found[f"{prefixes[name]}throughput{suffix}"] = rate
-            latencies = {
-                "ttft": [answer.first_seconds for answer in answers],
-                "tpot": [answer.seconds_per_token for answer in answers if answer.seconds_per_token is not None],
-            }
-            for latency, values in latencies.items():
-                for percent in (50, 95) if values else ():
-                    found[f"{prefixes[name]}{latency}_p{percent}{suffix}"] = float(np.percentile(values, percent))
+            first = [answer.first_seconds for answer in answers]
+            later = [answer.seconds_per_token for answer in answers if answer.seconds_per_token is not None]
+            found |= {f"{prefixes[name]}{key}{suffix}": value for key, value in _latencies(first, later).items()}
         return found
+
+
+def sample_figures(samples: Iterable[Sample]) -> dict[str, float]:
+    """Return the throughput and the latencies of the requests of samples; empty if they have none.
+
+    With a constant number of requests in flight, the throughput is that number times the tokens of all requests over their
+    seconds (Little's law).
+    """
+    under: dict[int, list[Request]] = {}
+    for request in (request for sample in samples for request in sample.requests):
+        under.setdefault(request.concurrency, []).append(request)
+    found = {}
+    for concurrency, requests in under.items():
+        suffix = f"_at_{concurrency}" if len(under) > 1 else ""
+        seconds = sum(request.first_seconds + request.decode_seconds for request in requests)
+        found[f"throughput{suffix}"] = concurrency * sum(request.tokens for request in requests) / seconds
+        first = [request.first_seconds for request in requests]
+        later = [request.decode_seconds / request.decoded_tokens for request in requests if request.decoded_tokens]
+        found |= {f"{key}{suffix}": value for key, value in _latencies(first, later).items()}
+    return found
+
+
+def _latencies(first: Sequence[float], later: Sequence[float]) -> dict[str, float]:
+    """Return the percentiles of the seconds to the first token, and of those per token after it."""
+    values = {"ttft": first, "tpot": later}
+    return {
+        f"{name}_p{percent}": float(np.percentile(values[name], percent))
+        for name in values
+        for percent in (50, 95)
+        if values[name]
+    }

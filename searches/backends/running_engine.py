@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from layerskip import SpeculativeConfig
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.measure import Task
-from layerskip.measure.measurement import Sample
+from layerskip.measure.measurement import Request, Sample
 from layerskip.prompts import PromptItem
 from searches.backends.backend import BackendError
 from searches.backends.client import Client, Completion, RequestFailed
@@ -27,11 +27,13 @@ class Answer:
         prompt: token ids.
         completion: the answer.
         stats: the rounds.
+        concurrency: requests in flight.
     """
 
     prompt: Sequence[int]
     completion: Completion
     stats: DecodeStats
+    concurrency: int = 1
 
     def at_pace(self, factor: float) -> Answer:
         """Return the answer with its seconds of decoding multiplied, to state them at another speed of the machine."""
@@ -41,6 +43,7 @@ class Answer:
     def sample(self, item: PromptItem) -> Sample:
         """Return the answer as a sample without a comparison."""
         found = self.completion
+        request = Request(self.concurrency, found.count, found.decoded, found.first_seconds, found.decode_seconds)
         return Sample(
             prompt_id=item.id,
             category=item.category,
@@ -50,6 +53,7 @@ class Answer:
             decode_seconds=found.decode_seconds,
             peak_memory_bytes=0,  # the engine's memory is not this process's
             stats=self.stats,
+            requests=(request,),
         )
 
 
@@ -142,7 +146,7 @@ class RunningEngine:
         else:
             decoded = [completion.decoded for completion in completions]
             stats = spread(after.since(before).rounds(sum(decoded)), decoded)
-        return [Answer(*parts) for parts in zip(prompts, completions, stats, strict=True)], seconds
+        return [Answer(*parts, concurrency) for parts in zip(prompts, completions, stats, strict=True)], seconds
 
     def _counters(self, config: SpeculativeConfig) -> Counters | None:
         """Return the counts of drafts so far; None if the server publishes none."""

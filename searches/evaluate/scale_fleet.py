@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,10 @@ _PRELOADED = [
     "mlflow.store.tracking.sqlalchemy_store",
     "mlflow.store.tracking.rest_store",
 ]
+
+
+_Worker = tuple[BaseProcess, int, Path]
+"""A process, its place, which its replacement takes, and its log."""
 
 
 class Fleet:
@@ -72,8 +76,7 @@ class Fleet:
         # A child of a process that has imported everything begins within a fraction of a second.
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
-        # Each with its place, which its replacement takes, and its log.
-        self._workers: list[tuple[BaseProcess, int, Path]] = []
+        self._workers: list[_Worker] = []
         self.outputs = [folder / f"machine-{number}" for number in range(scenario.machines)]
         self.times: list[Path] = []
         self._outages: list[threading.Thread] = []
@@ -93,10 +96,11 @@ class Fleet:
             while self._workers:
                 if time.monotonic() - start > self._scenario.limit_seconds:
                     raise RuntimeError(f"the workers of {self._name} did not end in {self._scenario.limit_seconds:g} s")
-                self._observe()
+                ended = [worker for worker in self._workers if worker[0].exitcode is not None]
+                self._observe()  # after that, as the last trial may have ended a worker
                 while faults and len(self.finished) >= faults[0][0]:
                     faults.pop(0)[1]()
-                self._replace_ended()
+                self._replace(ended)
                 time.sleep(_POLL_SECONDS)
             return time.monotonic() - start
         finally:
@@ -180,15 +184,13 @@ class Fleet:
         process.start()
         self._workers.append((process, place, log))
 
-    def _replace_ended(self) -> None:
+    def _replace(self, ended: Sequence[_Worker]) -> None:
         """Forget workers that have ended. While trials are missing, another one takes the place."""
-        for worker in list(self._workers):
+        for worker in ended:
             process, place, log = worker
-            if process.exitcode is None:
-                continue
             process.join()
             self._workers.remove(worker)
-            self.ends[_end(process.exitcode, log)] += 1
+            self.ends[_end(process.exitcode or 0, log)] += 1
             missing = len(self.finished) < self._scenario.n_trials
             if missing and not (self._disk is not None and place == 0):
                 self._start(place)

@@ -262,7 +262,7 @@ def cost_profile(
         "longest": longest,
         "repeats": repeats,
         "error": error,
-        # Profiles of earlier versions have other parts; but for ``others``, those of one context are the same.
+        # Profiles of earlier versions have other parts; those of one context are the same except for ``others``.
         "parts": [field.name for field in dataclasses.fields(CostProfile) if field.name != "others"],
         "sampling": sampling.to_dict(),
         "machine": machine(target),

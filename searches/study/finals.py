@@ -27,9 +27,9 @@ from layerskip.attachments import attachment_digests
 from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, LEAST_RESAMPLED
 from searches.app.resume_log import ResultLog
+from searches.backends.figures import sample_figures
 from searches.study.bench import BASELINE, Bench, Row, logged_seconds, resumed_rows
 from searches.study.drift import drifted_rows
-from searches.study.held_out_figures import add_figures, logged_figures
 from searches.study.leaderboard import LeaderboardEntry, contenders, is_lossless
 from searches.study.objective import MeasureSettings
 from searches.study.remeasure import held_out_seed, remeasure_drifted
@@ -192,7 +192,6 @@ def measure_held_out(
     rows: list[Row] = []
     left, dropped, tested = dict(configs), set[str](), 0
     for repeat in range(settings.held_out_repeats):
-        names, before = list(left), len(log)
         measured = resumed_rows(
             bench, left, prompts, held_out_seed(seed, repeat), log, str(repeat), dropped, drop_failed=True
         )
@@ -206,25 +205,17 @@ def measure_held_out(
                 tested = len(rows)
                 dropped |= {name for name in left if _is_slower_than_leader(rows, left, name)}
                 left = {name: config for name, config in left.items() if name not in dropped}
-        if len(log) > before:  # otherwise the back end still has those of an earlier comparison
-            add_figures(log, repeat, names, bench.figures())
         if drop_slower and _is_settled(rows, left):
             break
     again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
-    figures = {name: logged_figures(log, settings.held_out_repeats, name) for name in (BASELINE, *configs)}
-    finalists = judge_rows(rows, configs, expected, left, figures)
-    baseline = Measurement.of(rows, BASELINE, BASELINE).to_dict() | _under(figures[BASELINE])
+    finalists, baseline = judge_rows(rows, configs, expected, left), _with_figures(Measurement.of(rows, BASELINE, BASELINE))
     unsteady = sum(drifted for place, drifted in enumerate(drifted_rows(rows, settings.drift)) if place in again)
     return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady), rows
 
 
 def judge_rows(
-    rows: Sequence[Row],
-    configs: Mapping[str, SpeculativeConfig],
-    expected: Mapping[str, float],
-    left: Collection[str],
-    figures: Mapping[str, Mapping[str, float]],
+    rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], expected: Mapping[str, float], left: Collection[str]
 ) -> tuple[Finalist, ...]:
     """Return the finalists with their results, fastest first.
 
@@ -233,16 +224,12 @@ def judge_rows(
         configs: by name.
         expected: speedup of each configuration in the search.
         left: names of the configurations that were measured to the end.
-        figures: of the back end; see :func:`~searches.study.held_out_figures.logged_figures`.
     """
     measured = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in configs}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = {
         name: Finalist(
-            config,
-            expected[name],
-            measured[name].to_dict() | _under(figures[name]),
-            measured[name].interval(confidence=confidence)[0],
+            config, expected[name], _with_figures(measured[name]), measured[name].interval(confidence=confidence)[0]
         )
         for name, config in configs.items()
     }
@@ -255,8 +242,11 @@ def judge_rows(
     return tuple(sorted(judged, key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"])))
 
 
-def _under(figures: Mapping[str, float]) -> dict[str, Any]:
-    return {FIGURES: dict(figures)} if figures else {}
+def _with_figures(measured: Measurement) -> dict[str, Any]:
+    """Return the figures of a measurement, and those of an engine's requests if it has any, plain decoding's as well."""
+    plain, figures = sample_figures(measured.baseline), sample_figures(measured.candidate)
+    figures |= {f"{BASELINE}_{name}": value for name, value in plain.items()}
+    return measured.to_dict() | ({FIGURES: figures} if figures else {})
 
 
 def _is_slower_than_leader(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:

@@ -46,7 +46,7 @@ class GaussianProcess(optuna.samplers.BaseSampler):
         known = trials_of_leading_kind(study)
         if not search_space or len(known) < self._startup:
             return {}
-        running = _running_trials(study, trial, search_space.keys())
+        running = _running_trials(study, trial, _leading_kind(study), search_space.keys())
         process = optuna.samplers.GPSampler(seed=self._seed + trial.number, n_startup_trials=0)
         one_kind = optuna.create_study(direction=study.direction, sampler=process)
         one_kind.add_trials([*known, *running])
@@ -69,38 +69,48 @@ class GaussianProcess(optuna.samplers.BaseSampler):
 
 def trials_of_leading_kind(study: optuna.Study) -> list[FrozenTrial]:
     """Return the trials of the kind with the best trial, with their measured or predicted speedups as values."""
+    kind = _leading_kind(study)
+    converted = (_without_branch(trial, value) for value, trial in _valued(study) if trial.params.get(_KIND) == kind)
+    return [trial for trial in converted if trial is not None]
+
+
+def _leading_kind(study: optuna.Study) -> str | None:
+    """Return the kind of the best trial, a measured one if there is any; None without trials, or without kinds."""
+    best = max(_valued(study), key=lambda pair: (pair[1].state == TrialState.COMPLETE, pair[0]), default=None)
+    return None if best is None else best[1].params.get(_KIND)
+
+
+def _valued(study: optuna.Study) -> list[tuple[float, FrozenTrial]]:
+    """Return the finished trials that have a measured or predicted speedup, with that speedup."""
     valued = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
         value = trial.value if trial.state == TrialState.COMPLETE else trial.user_attrs.get(PREDICTED)
         if value is not None and trial.params:
             valued.append((float(value), trial))
-    if not valued:
-        return []
-    _, best = max(valued, key=lambda pair: (pair[1].state == TrialState.COMPLETE, pair[0]))
-    kind = best.params.get(_KIND)
-    converted = (_without_branch(trial, value) for value, trial in valued if trial.params.get(_KIND) == kind)
-    return [trial for trial in converted if trial is not None]
+    return valued
 
 
-def _running_trials(study: optuna.Study, asking: FrozenTrial, names: Collection[str]) -> list[FrozenTrial]:
-    """Return copies of the running trials that have all of some parameters, except the one that asks."""
-    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    return [
-        create_trial(
-            state=TrialState.RUNNING,
-            params={name: trial.params[name] for name in names},
-            distributions={name: trial.distributions[name] for name in names},
-        )
-        for trial in running
-        if trial.number != asking.number and set(names) <= trial.params.keys()
+def _running_trials(study: optuna.Study, asking: FrozenTrial, kind: str | None, names: Collection[str]) -> list[FrozenTrial]:
+    """Return the running trials of a kind that have all of some parameters, except the one that asks."""
+    running = [
+        _without_branch(trial, None)
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        if trial.number != asking.number and trial.params.get(_KIND) == kind and set(names) <= trial.params.keys()
     ]
+    return [trial for trial in running if trial is not None]
 
 
-def _without_branch(trial: FrozenTrial, value: float) -> FrozenTrial | None:
-    """Return a copy of a trial without its kind; None if a scan chose a value that is not among the sampler's choices."""
+def _without_branch(trial: FrozenTrial, value: float | None) -> FrozenTrial | None:
+    """Return a copy of a trial without its kind; None if a scan chose a value that is not among the sampler's choices.
+
+    Args:
+        trial: the trial.
+        value: of the copy; None for a trial that runs.
+    """
     params, distributions = _without_kind(trial.params), _without_kind(trial.distributions)
+    state = TrialState.RUNNING if value is None else TrialState.COMPLETE
     try:
-        return create_trial(params=params, distributions=distributions, value=value)
+        return create_trial(state=state, params=params, distributions=distributions, value=value)
     except ValueError:
         return None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import uuid
 from pathlib import Path
 
 from mlflow.entities import LifecycleStage
@@ -13,7 +15,7 @@ from searches.app.checks import InputError
 from searches.app.file_lock import exclusive
 from searches.app.urls import without_password
 
-_SQLITE = "sqlite:///"
+_SQLITE, _DRAFT = "sqlite:///", ".new"
 
 
 def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowClient, str, str]:
@@ -30,13 +32,14 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
     Raises:
         InputError: the store cannot be opened, or the experiment was deleted.
     """
-    artifacts, file = None, (folder / "mlflow.db").resolve()
+    artifacts = None
     if uri is None:
         folder.mkdir(parents=True, exist_ok=True)
-        uri, artifacts = f"{_SQLITE}{file}", (folder / "mlartifacts").resolve().as_uri()
+        uri, artifacts = f"{_SQLITE}{(folder / 'mlflow.db').resolve()}", (folder / "mlartifacts").resolve().as_uri()
+    file = _file_of(uri)
     try:
-        with exclusive(file) if artifacts else contextlib.nullcontext():
-            if artifacts and not file.exists():
+        with contextlib.nullcontext() if file is None else exclusive(file):
+            if file is not None and not file.exists():
                 _create_database(file)
             client = MlflowClient(uri)
             experiment = client.get_experiment_by_name(name)
@@ -59,13 +62,26 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
     return client, uri, str(experiment.experiment_id)
 
 
+def _file_of(uri: str) -> Path | None:
+    """Return the file of a SQLite store whose folder exists; None for any other store."""
+    file = Path(uri.removeprefix(_SQLITE).partition("?")[0])
+    return file if uri.startswith(_SQLITE) and file.name and file.parent.is_dir() else None
+
+
 def _create_database(file: Path) -> None:
     """Create MLflow's tables in a new file that gets its name when all are there.
 
     MLflow creates them by tens of migrations. A process that is killed between two of them leaves a database that MLflow
     cannot open any more.
     """
-    draft = file.with_name(f"{file.name}.new")
-    draft.unlink(missing_ok=True)
+    for left in file.parent.glob(f"{file.name}.*{_DRAFT}"):  # by a process that was killed
+        left.unlink(missing_ok=True)
+    draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}{_DRAFT}")  # MLflow keeps a connection to each name
     MlflowClient(f"{_SQLITE}{draft}").get_experiment("0")
-    draft.replace(file)
+    try:
+        os.link(draft, file)  # another program may have created one since
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        draft.replace(file)
+    draft.unlink(missing_ok=True)

@@ -24,16 +24,19 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host
 from layerskip.device.waiting import waiting
 from layerskip.drafters.cascade import Cascade
+from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
 from layerskip.drafters.registry import build_drafter
+from layerskip.drafters.token_translation import Translation
 from layerskip.heads.eagle import EagleHead, EagleShape, read_modules
 from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
+from tests.drafters.test_cross_tokenizer import LETTERS, _spelling
 from tests.families import build
 
 GREEDY = Sampling()
@@ -248,3 +251,15 @@ def test_a_stop_rule_waits_for_every_confidence(target: Target, monkeypatch: pyt
     # The last token of a draft needs no confidence; here the rounds draft 3 tokens, the last one 2.
     assert waits == {"reads": 1 + 5 + 4 * 2 + 1}
     assert len(result.stats.rounds) == 5
+
+
+def test_a_draft_in_another_vocabulary_waits_once_more(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = _spelling(LETTERS[: target.vocabulary])
+    translation = Translation(letters, letters)
+    drafter = CrossTokenizer(decoding_view(target.model), target.layers, target.vocabulary, translation, 3, StopRule())
+    first = decode(target, drafter, PROMPT, GREEDY, LENGTH, static_shapes=True)
+    with counted(monkeypatch) as waits:
+        result = decode(target, drafter, PROMPT, GREEDY, LENGTH, static_shapes=True)
+    assert result == first
+    assert all(each.drafted for each in result.stats.rounds)
+    assert waits == {"reads": 1 + 2 * len(result.stats.rounds)}

@@ -163,3 +163,34 @@ def test_the_conditions_of_the_front_page_are_of_the_record(title: str) -> None:
         record["date"].split()[0],
     ):
         assert text in conditions, text
+
+
+def test_the_front_page_shows_what_the_recorded_sweep_reported() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```text\n(.*?)^```", readme, re.S | re.M)
+    report = (RECORDS / "sweep-smollm2-2-cores.md").read_text(encoding="utf-8")
+    words = " ".join(report.replace("identical but for", "identical except for").split())
+    for line in [*block.splitlines()[:2], block.splitlines()[-1]]:
+        assert line.rstrip(".") in words, line
+    finalists = report.partition("## Finalists")[2].partition("\n\nBy ")[0].splitlines()
+    rows = [row.split("|") for row in finalists if row.startswith("| ")]
+    recorded = [[NUMBER.findall(row[column]) for column in (2, 3, 4, 7)] for row in rows]
+    shown = [line.partition(" | ")[2] for line in block.splitlines() if line.startswith("| ")]
+    for line, cells in zip(shown[1:], recorded[1:], strict=False):  # plain decoding and the winner
+        _shown(line, [float(number) for cell in cells for number in cell])
+    assert len(shown) == 3
+    speedup, interval = recorded[2][:2]
+    sentence = block.partition("wins: ")[2].partition("output")[0].replace("95 %", "")
+    _shown(sentence, [float(number) for number in (*speedup, *interval)])
+
+
+def test_the_front_page_says_how_much_faster_engines_decode() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    sentence = readme.partition("**Serving on a CPU.** ")[2].partition("([")[0].replace("SmolLM2", "")
+    results = _record("benchmark-engines-smollm2-2-cores.json")["results"]
+    rates = {name: row["tokens_per_second"] for name, row in results.items()}
+    _shown(sentence, [rates[engine] / rates["plain"] for engine in ("vllm", "openvino")])
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 200

@@ -198,6 +198,7 @@ print("parsed", json.dumps(parsed))
 """
 
 
+@pytest.mark.slow
 def test_vllm_itself_parses_its_commands() -> None:
     python = interpreter("vllm")
     commands = [_entry("vllm", CONFIGS[name])["command"] for name in sorted(RUNNABLE["vllm"])]
@@ -217,6 +218,7 @@ print("valid")
 """
 
 
+@pytest.mark.slow
 def test_openvino_genai_itself_accepts_its_arguments() -> None:
     python = interpreter("openvino_genai")
     entries = [

@@ -78,7 +78,7 @@ def engine_rows(part: str) -> Iterator[Row]:
         for group, node in OmegaConf.load(path).items():
             described = descriptions(node._target_)
             for name, default in fields_of(node._target_).items():
-                value = found.setdefault(f"{group}.{name}", (node.get(name, default), described.get(name, ""), []))
+                value = found.setdefault(f"{group!s}.{name}", (node.get(name, default), described.get(name, ""), []))
                 value[2].append(f"`{path.stem}`")
     for name, (default, meaning, choices) in found.items():
         yield row(name, shown(default), f"with {' and '.join(choices)}: {meaning}" if meaning else "")
@@ -110,7 +110,7 @@ def _mappings(config: DictConfig) -> Iterator[Row]:
     """One row for each contender and each peer, and for parts that other tables describe."""
     for group, meaning in _MAPPINGS.items():
         if isinstance(named := config.get(group), DictConfig):
-            yield from (row(f"{group}.{name}.*", _values(named[name]), meaning) for name in named)
+            yield from (row(f"{group}.{name!s}.*", _values(named[name]), meaning) for name in named)
     if "drafter" in config:
         yield row("drafter.*", _values(config.drafter), MEANINGS["drafter.*"])
     if "planted" in config:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 from pages.markdown import table
 from pages.results.exports import MOST_TRIALS
@@ -110,5 +111,16 @@ def _long_context(name: str) -> list[str]:
         "",
         *table(head, shown),
         *conditions(what, record),
+        *(f"- {_growth(model, rows)}" for model, rows in record["rows"].items()),
         f"- The aim is an error of at most {percent(MOST_LONG_ERROR)}. {aims(missed)}",
     ]
+
+
+def _growth(model: str, rows: Sequence[Mapping[str, float]]) -> str:
+    """How much time and memory a further prompt token costs between neighbouring lengths."""
+    ranges = []
+    for key, unit, digits in (("step_seconds", 1e6, 2), ("peak_bytes", 1 / 2**10, 1)):
+        pairs = itertools.pairwise(rows)
+        slopes = [unit * (more[key] - less[key]) / (more["tokens"] - less["tokens"]) for less, more in pairs]
+        ranges.append(f"{min(slopes):.{digits}f} to {max(slopes):.{digits}f}")
+    return f"A further prompt token adds {ranges[0]} µs per new token and {ranges[1]} KB of memory (`{model}`)."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pages.markdown import folded, table
 from pages.results.figures import aims, percent
@@ -17,6 +18,8 @@ FAULTS = {
     "full_disks": "full disk",
 }
 
+Scenario = Mapping[str, Any]
+
 KINDS = ("decoding", "sampling", "waiting", "coordination", "storage", "tracking", "page", "rest")
 LABELS = {"waiting": "waiting for others", "storage": "storage of results", "tracking": "MLflow", "rest": "the rest"}
 
@@ -29,7 +32,7 @@ def sections() -> Iterator[Section]:
         _calibration("calibration.json"),
         ["searches.evaluate.calibration planted.seeds=100 planted.hopeless=20 planted.close=20"],
     )
-    for path in RECORDS.glob("scale-*.json"):
+    for path in sorted(RECORDS.glob("scale-*.json")):
         yield Section(
             "Workers on one study",
             "Several processes search one simulated decoder through PostgreSQL, each with the real program; decoding sleeps."
@@ -92,4 +95,25 @@ def _workers(name: str) -> list[str]:
         *folded("All counts", _counts(record)),
         *conditions("simulated decoders that sleep", record),
         f"- {len(record['counts'])} criteria. {aims(missed)}",
+        *(f"- {_equally(record['scenarios'], name)}" for name, each in record["scenarios"].items() if _is_share(each)),
     ]
+
+
+def _is_share(scenario: Scenario) -> bool:
+    return scenario["settings"]["most_share"] is not None
+
+
+def _equally(scenarios: Mapping[str, Scenario], name: str) -> str:
+    """The share of the seconds that several workers would take if their trials decoded as long as those of one."""
+    several, one = scenarios[name], scenarios[scenarios[name]["settings"]["like"]]
+    decoded, alone = _decoded_seconds(several), _decoded_seconds(one)
+    share = (several["seconds"] + (alone - decoded) / several["settings"]["workers"]) / one["seconds"]
+    return (
+        f"All trials of `{name}` decoded for {decoded:.0f} s, those of `{several['settings']['like']}` for {alone:.0f} s. If"
+        f" they had decoded as long, the share of the seconds would be {share:.2f}."
+    )
+
+
+def _decoded_seconds(scenario: Scenario) -> float:
+    """The simulated seconds of decoding of all calls of the objective, without the finals."""
+    return float(sum(scenario["trials"].values()) * scenario["per_trial"]["seconds"]["decoding"])

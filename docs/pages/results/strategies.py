@@ -68,7 +68,7 @@ def _race(name: str) -> list[str]:
         where = stated(simulated, what, "versions not recorded", record.measured_at(), link(name))
     ends = [search["curve"][-1]["config"]["mask"] for search in record["searches"] if search["strategy"] == "ours"]
     empty = "Ours ends with a mask that skips nothing."
-    finds = "This race shows who avoids masks that lose, not who finds masks that win."
+    finds = "This race shows which searches avoid masks that lose, not which find masks that win."
     return [
         *table(head, rows),
         *where,

@@ -52,9 +52,14 @@ def sections() -> Iterator[Section]:
             " head=outputs/eagle_copies",
             f"searches.train drafter=medusa tokens=100_000 vocabulary=16384 {MEDUSA_TRAINING} head=outputs/medusa",
             f"searches.train drafter=eagle tokens=90_000 vocabulary=16384 max_seconds=580 {EAGLE_TRAINING}"
-            " head=outputs/eagle_copies_shorter",
+            " head=outputs/eagle_beside",
         ],
-        ["The second and third rates count positions where all earlier drafted tokens are right."],
+        [
+            "The second and third rates count positions where all earlier drafted tokens are right.",
+            "`eagle_copies_again` and `medusa_again` come from the first two commands, run once more. `medusa` had"
+            " `tokens=120_000`. The `eagle_beside` of the [bridges](#bridges-on-smollm2-135m) is another head, with"
+            " `lookback=0`.",
+        ],
     )
 
 

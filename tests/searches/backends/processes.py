@@ -11,15 +11,16 @@ STANDIN = (sys.executable, str(Path(__file__).with_name("standin.py")))
 
 def running(folder: Path) -> list[int]:
     """Return the recorded processes that have not ended."""
-    found = []
-    for file in folder.iterdir():
-        try:
-            state = Path(f"/proc/{file.name}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state not in "ZX":
-            found.append(int(file.name))
-    return found
+    return [process for process in (int(file.name) for file in folder.iterdir()) if is_running(process)]
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process has not ended; a zombie has."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 def wait_for(folder: Path, count: int, limit_seconds: float = 30.0) -> list[int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from layerskip import Sampling, Target, UnsupportedModel, generate, load_target
+from layerskip import Sampling, SkipMask, Target, UnsupportedModel, generate, load_target, save_draft_checkpoint
 from layerskip.measure.measure import Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
@@ -19,6 +19,7 @@ from searches.benchmarking import engine_peers
 from searches.benchmarking.contenders import _present, check_rows
 from searches.benchmarking.engine_peers import _WORKER, EnginePeer
 from tests.engines.known import interpreter
+from tests.searches.backends.processes import is_running
 from tests.searches.benchmarking.engine_packages import OPENVINO, OPENVINO_GENAI
 from tests.tiny import save_tiny
 
@@ -124,17 +125,12 @@ def test_a_worker_that_does_not_end_with_its_input_is_killed(
     assert peer._process.returncode == -signal.SIGKILL
 
 
-def _is_running(process: int) -> bool:
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def test_a_worker_ends_with_its_program(target: Target, tmp_path: Path, python: str) -> None:
     peer = _peer(target, tmp_path, python)
     worker = peer._process.pid
     peer.close()
     peer.close()
-    assert not _is_running(worker)
+    assert not is_running(worker)
 
 
 _KILLED = """
@@ -155,7 +151,7 @@ def test_a_worker_ends_when_its_program_is_killed(python: str) -> None:
         assert program.stdout is not None
         worker = int(program.stdout.readline())
         program.wait()
-        while _is_running(worker):
+        while is_running(worker):
             time.sleep(0.05)
         os.killpg(program.pid, signal.SIGKILL)
 
@@ -193,12 +189,14 @@ def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys
         check_rows(compose_config("benchmark", ["+peers.openvino.exit_layer=2"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["openvino_genai", "vllm"])
-@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup", "assistant"])
 def test_the_engine_itself_gives_the_output_of_plain_decoding(
     engine: str, method: str, target: Target, tmp_path: Path
 ) -> None:
-    peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine))
+    draft = save_draft_checkpoint(target, SkipMask.parse("layers:1-2", target.layers), tmp_path / "draft")
+    peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine), draft=str(draft))
     prompt = target.tokenizer("the cat in the hat, the cat in the")["input_ids"]
     try:
         result = peer(prompt, Task(max_new_tokens=32), lambda count: None)

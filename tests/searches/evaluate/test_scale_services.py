@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,7 +56,8 @@ def test_a_tracking_server_is_there_again_after_a_restart_and_ends_with_what_it_
 
 def test_a_tracking_server_that_does_not_start_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = _install(tmp_path, '#!/bin/sh\ntouch "${0%/*}/processes/$$"\nsleep 60\n', monkeypatch)
-    monkeypatch.setattr(scale_services, "_START_SECONDS", 0.1)
+    clock = SimpleNamespace(monotonic=lambda: 1000.0 * bool(list(processes.iterdir())), sleep=time.sleep)
+    monkeypatch.setattr(scale_services, "time", clock)  # the limit is over once the process has begun
     with pytest.raises(RuntimeError, match="the MLflow server did not start"):
         TrackingServer("sqlite:///runs.db", tmp_path)
     assert len(list(processes.iterdir())) == 1 and running(processes) == []

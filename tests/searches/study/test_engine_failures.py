@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ import pytest
 from optuna.trial import TrialState
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig
-from layerskip.measure.measurement import Sample
+from layerskip.measure.measurement import Request, Sample
 from searches.backends.backend import BASELINE, BackendError, Load
 from searches.report import page_tables
 from searches.report import study_report as report
@@ -151,35 +151,37 @@ def test_the_report_lists_trials_that_none_exceeds_in_throughput_and_latency() -
     assert "| 0 | " in table and "| 2 | " in table and "| 1 | " not in table
 
 
-class _Loaded(Known):
-    """A bench that reports the throughput of each name in its last comparison, as an engine under load does."""
+@dataclass
+class _Loaded(Failing):
+    """An engine whose samples hold their requests, eight at a time."""
 
-    def compare(self, configs: Mapping[str, SpeculativeConfig], *rest: Any) -> Iterator[dict[str, Sample]]:
-        self.compared = configs
-        return super().compare(configs, *rest)
-
-    def figures(self) -> dict[str, float]:
-        alone = len(self.compared) == 1
-        rates = {name: 10.0 * self.speedups[config] for name, config in self.compared.items()}
-        return {f"{'' if alone else f'{name}_'}throughput_at_8": rate for name, rate in rates.items()} | {
-            "baseline_throughput_at_8": 10.0
-        }
+    def compare(self, *arguments: Any) -> Iterator[dict[str, Sample]]:
+        for row in super().compare(*arguments):
+            yield {name: replace(sample, requests=(_request(sample),)) for name, sample in row.items()}
 
 
-def test_finals_keep_the_throughput_of_each_finalist_and_of_plain_decoding_beside_it(tmp_path: Path) -> None:
-    fast, slow = lookup(8), lookup(4)
-    bench = _Loaded({fast: 1.8, slow: 1.2})
-    study = run_known(bench, fast, slow)
-    settings = MeasureSettings(finalists=2, held_out_repeats=2)  # the slower one is dropped before the second repeat
+def _request(sample: Sample) -> Request:
+    return Request(8, sample.tokens, sample.decoded_tokens, sample.prefill_seconds, sample.decode_seconds)
+
+
+@pytest.mark.parametrize("after", [0, 7])
+def test_finals_state_throughput_and_latencies_of_each_finalist(after: int, tmp_path: Path) -> None:
+    fast, broken = lookup(8), lookup(4)
+    bench = _Loaded({fast: 2.0, broken: 1.8}, after=after)
+    study = run_known(bench, fast, broken)
+    bench.fails = [broken]
+    settings = MeasureSettings(finalists=2, held_out_repeats=2)
     finals = measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path)
-    found = {finalist.config: finalist.held_out["figures"] for finalist in finals.finalists}
-    assert found == {
-        fast: {"throughput_at_8": 18.0, "baseline_throughput_at_8": 10.0},
-        slow: {"throughput_at_8": 12.0, "baseline_throughput_at_8": 10.0},
-    }
-    assert finals.baseline["figures"]["throughput_at_8"] == 10.0
-    table = report.summary(study, finals).partition("Throughput and latency, 8 requests in flight (held-out prompts)")[2]
-    assert f"| {fast.label()} | 18 |" in table and "| no drafting | 10 |" in table
-    assert '<td data-name="throughput">18.0</td>' in page_tables.finals_table(finals)
-    bench.compared = {"0": slow}  # a later comparison; the resumed finals decode nothing
+    # Each request has 0.1 seconds of prefill and 10 tokens after the first one: plainly 0.1 seconds each, else 0.05.
+    plain = {"throughput": 8 * 11 / 1.1, "ttft_p50": 0.1, "ttft_p95": 0.1, "tpot_p50": 0.1, "tpot_p95": 0.1}
+    drafted = {"throughput": 8 * 11 / 0.6, "ttft_p50": 0.1, "ttft_p95": 0.1, "tpot_p50": 0.05, "tpot_p95": 0.05}
+    beside = {f"baseline_{name}": value for name, value in plain.items()}
+    found = {finalist.config: finalist.held_out.get("figures", {}) for finalist in finals.finalists}
+    assert found[fast] == pytest.approx(drafted | beside)
+    assert found[broken].keys() == (drafted.keys() | beside.keys() if after else set())
+    assert finals.baseline["figures"] == pytest.approx(plain | beside)
+    assert finals.winner.held_out["figures"] == found[fast]
+    table = report.summary(study, finals).partition("Throughput and latency (held-out prompts)")[2]
+    assert f"| {fast.label()} | 146.7 | 0.05 |" in table and "| no drafting | 80 | 0.1 |" in table
+    assert '<td data-name="throughput">146.7</td>' in page_tables.finals_table(finals)
     assert measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path) == finals

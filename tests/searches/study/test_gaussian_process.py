@@ -80,6 +80,11 @@ def test_enqueued_values_outside_the_choices_are_ignored() -> None:
         study.tell(trial, 1.0 + threshold)
     assert len(trials_of_leading_kind(study)) == 1
     space.suggest(study.ask())
+    other = SpeculativeConfig("layer_skip", 3, mask="mlp:2", stop=StopRule("threshold", 0.62))
+    study.enqueue_trial(space.params(other))
+    assert space.suggest(study.ask()) == other  # another worker measures it
+    study.enqueue_trial({"kind": "layer_skip"})
+    assert space.suggest(study.ask()).kind == "layer_skip"
 
 
 def test_sampled_thresholds_are_those_of_scans() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import ANY
 
 from searches.tracking.experiment import open_experiment
 
@@ -18,13 +19,18 @@ def kill(connection, cursor, statement, *_):
     if "ADD COLUMN step" in statement:  # of one of MLflow's migrations; SQLite keeps the column
         os.kill(os.getpid(), signal.SIGKILL)
 
-open_experiment(None, pathlib.Path(sys.argv[1]), "e")
+folder = pathlib.Path(sys.argv[1])
+open_experiment(sys.argv[2] or None, folder, "e")
 """
 
 
 def test_a_process_that_is_killed_while_it_creates_the_store_leaves_none_that_does_not_open(tmp_path: Path) -> None:
-    assert subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], timeout=120).returncode == -9
+    assert subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path), ""], timeout=120).returncode == -9
+    assert len(list(tmp_path.glob("mlflow.db.*.new"))) == 1
     client, uri, experiment = open_experiment(None, tmp_path, "e")
     assert client.get_experiment(experiment).name == "e"
     assert uri == f"sqlite:///{tmp_path / 'mlflow.db'}"
-    assert not list(tmp_path.glob("*.new"))
+    assert not list(tmp_path.glob("*.new*"))
+    (tmp_path / "mlflow.db").rename(tmp_path / "other.db")
+    named = f"sqlite:///{tmp_path / 'other.db'}"
+    assert open_experiment(named, tmp_path, "e") == (ANY, named, experiment)  # an existing store stays
