@@ -42,6 +42,10 @@ def deployment(
     return Deployment(TARGET | target, config, sampling or Sampling(), Path(file))
 
 
+SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 4}
+"""Sizes of a tiny model whose heads are as wide as vLLM's attention on a CPU needs."""
+
+
 def interpreter(engine: str) -> str:
     """Return the interpreter that ``LAYERSKIP_<ENGINE>_PYTHON`` names; without it, the test is skipped."""
     name = f"LAYERSKIP_{engine.upper()}_PYTHON"

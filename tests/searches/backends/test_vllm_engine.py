@@ -21,7 +21,7 @@ from searches.backends.running_engine import RunningEngine
 from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend
 from searches.exporting.program import script
-from tests.engines.known import interpreter
+from tests.engines.known import SIZES, interpreter
 from tests.searches.backends.contract import (
     LOOKUP,
     PROMPTS,
@@ -41,9 +41,6 @@ pytestmark = pytest.mark.slow
 ARGS = ("--max-model-len", "512", "--enforce-eager")
 PLAIN = SpeculativeConfig()
 TOKENS = 48
-SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 4}
-"""The heads are as wide as vLLM's attention on a CPU needs."""
-
 Pool = dict[SpeculativeConfig, "RunningEngine | None"]
 
 

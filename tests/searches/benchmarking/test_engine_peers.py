@@ -18,7 +18,7 @@ from searches.app.composition import compose_config
 from searches.benchmarking import engine_peers
 from searches.benchmarking.contenders import _present, check_rows
 from searches.benchmarking.engine_peers import _WORKER, EnginePeer
-from tests.engines.known import interpreter
+from tests.engines.known import SIZES, interpreter
 from tests.searches.backends.processes import is_running
 from tests.searches.benchmarking.engine_packages import OPENVINO, OPENVINO_GENAI
 from tests.tiny import save_tiny
@@ -192,9 +192,8 @@ def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["openvino_genai", "vllm"])
 @pytest.mark.parametrize("method", ["plain", "prompt_lookup", "assistant"])
-def test_the_engine_itself_gives_the_output_of_plain_decoding(
-    engine: str, method: str, target: Target, tmp_path: Path
-) -> None:
+def test_the_engine_itself_gives_the_output_of_plain_decoding(engine: str, method: str, tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path / "target", **SIZES)), dtype="float32", device="cpu")
     draft = save_draft_checkpoint(target, SkipMask.parse("layers:1-2", target.layers), tmp_path / "draft")
     peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine), draft=str(draft))
     prompt = target.tokenizer("the cat in the hat, the cat in the")["input_ids"]
