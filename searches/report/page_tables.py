@@ -47,14 +47,14 @@ def finals_table(finals: Finals) -> str:
     """Return the table of plain decoding and the finalists."""
     outcomes = ["wins" if finals.winner.config.kind == "none" else "reference"]
     outcomes += [_outcome(finals, finalist) for finalist in finals.finalists]
-    rows = []
-    for (label, search_speedup, figures, output), outcome in zip(finals_rows(finals), outcomes, strict=True):
+    rows, found = [], finals_rows(finals)
+    for (label, search_speedup, figures, output), outcome in zip(found, outcomes, strict=True):
         row = {"configuration": label, "verdict": outcome, "speedup": f"{figures['speedup']:.3f}"}
         row |= {"in the search": f"{search_speedup:.3f}"}
         row |= {"95 % interval": f"{figures['speedup_low']:.3f} to {figures['speedup_high']:.3f}"}
         rows.append(row | _rates(figures) | {"output": output})
     named = [{name: row[name] for name in ("configuration", "verdict")} for row in rows]
-    return _with_loads(rows, named, [figures.get(FIGURES, {}) for _, _, figures, _ in finals_rows(finals)])
+    return _with_loads(rows, named, [figures.get(FIGURES, {}) for _, _, figures, _ in found])
 
 
 def _outcome(finals: Finals, finalist: Finalist) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -151,13 +152,14 @@ def run_as_main(module: str) -> None:
         runpy.run_module(module, run_name="__main__")
 
 
-def kill_study(*overrides: str, cwd: Path, seconds: float) -> None:
-    """Start a study, and kill its program some seconds after its trials have begun."""
+def kill_study(*overrides: str, cwd: Path, seconds: float) -> bool:
+    """Start a study, kill its program some seconds after its trials have begun, and return False if it ended before that."""
     with Fork("searches.layerskip", *overrides, cwd=cwd) as process:
         process.wait_for_trials()
         time.sleep(seconds)
-        process.send(signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            process.send(signal.SIGKILL)
+        return process.wait().returncode == -signal.SIGKILL
 
 
 def quick(model: Path, outputs: Path, *more: str) -> Sequence[str]:

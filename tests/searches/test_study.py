@@ -135,8 +135,8 @@ def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(
     outputs = tmp_path / "outputs"
     overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=9", "study.name=killed")
     moment = random.Random(5)
-    for _ in range(3):
-        kill_study(*overrides, cwd=tmp_path, seconds=moment.uniform(0.1, 1.0))
+    killed = [kill_study(*overrides, cwd=tmp_path, seconds=moment.uniform(0.05, 0.8)) for _ in range(3)]
+    assert any(killed)
     result = launch("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     _check_complete(outputs, "killed", 9)

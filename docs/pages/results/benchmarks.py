@@ -15,6 +15,7 @@ BESIDE_PLAIN, BESIDE_PLAIN_RECORD = "SmolLM2-135M on a CPU", "benchmark-smollm2-
 """The section that others refer to, and its record."""
 
 _EARLY_EXIT = without("peers", "transformers_early_exit", "transformers_assistant")
+_DRAFTING = "prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model"
 _NO_DRAFT_MODEL = f"contenders.draft_model=null {_EARLY_EXIT}"
 _RETRIEVAL = "{kind:retrieval,ngram_min:1,ngram_max:4,draft_length:16,tree_tokens:24,least_probability:0.05}"
 _SKIPS_NOTHING = contender("skips_nothing", "{kind:layer_skip,mask:'',draft_length:1}")
@@ -109,6 +110,16 @@ def sections() -> Iterator[Section]:
                 "`llama_*` are random weights in the shapes of Llama 3.2 1B and 3B and Llama 3.1 8B.",
             ],
         )
+    limits = "parts=[drafters] target.device=cpu seconds.drafters=900"
+    compared = f"searches.evaluate.gpu {limits} {without('contenders', *_DRAFTING)}"
+    yield Section(
+        "Compiled layers on a CPU",
+        "Plain decoding with layers that `torch.compile` compiled, beside the same without, prompt by prompt; with weights"
+        " that are laid out for the processor, and without.",
+        [line for name in ("compiled", "compiled-unpacked") for line in _card(f"{name}-smollm2-2-cores.json")],
+        [compared, f"{compared} target.pack_weights=false"],
+        ["Compiled layers are slower both times, so `target.compile=auto` leaves layers on a CPU as they are."],
+    )
     peers = without("peers", "transformers", "transformers_prompt_lookup")
     ours = without("contenders", "lookahead", "layer_skip", "draft_model", "prompt_lookup", "retrieval")
     yield Section(
