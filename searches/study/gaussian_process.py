@@ -7,7 +7,7 @@ again and again otherwise. Running trials of other workers count, too: ``GPSampl
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import optuna
@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from searches.tracking.names import PREDICTED
 
 _KIND = "kind"  # the parameter that chooses the branch; some studies do not have it
+_Valued = tuple[float, FrozenTrial]  # a speedup and its trial
 
 
 class GaussianProcess(optuna.samplers.BaseSampler):
@@ -43,10 +44,12 @@ class GaussianProcess(optuna.samplers.BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """Sample from the Gaussian process; return nothing while there are too few trials."""
-        known = trials_of_leading_kind(study)
+        valued = _valued(study)
+        kind = _leading_kind(valued)
+        known = _of_kind(valued, kind)
         if not search_space or len(known) < self._startup:
             return {}
-        running = _running_trials(study, trial, _leading_kind(study), search_space.keys())
+        running = _running_trials(study, trial, kind, search_space.keys())
         process = optuna.samplers.GPSampler(seed=self._seed + trial.number, n_startup_trials=0)
         one_kind = optuna.create_study(direction=study.direction, sampler=process)
         one_kind.add_trials([*known, *running])
@@ -69,18 +72,23 @@ class GaussianProcess(optuna.samplers.BaseSampler):
 
 def trials_of_leading_kind(study: optuna.Study) -> list[FrozenTrial]:
     """Return the trials of the kind with the best trial, with their measured or predicted speedups as values."""
-    kind = _leading_kind(study)
-    converted = (_without_branch(trial, value) for value, trial in _valued(study) if trial.params.get(_KIND) == kind)
+    valued = _valued(study)
+    return _of_kind(valued, _leading_kind(valued))
+
+
+def _of_kind(valued: Sequence[_Valued], kind: str | None) -> list[FrozenTrial]:
+    """Return copies of the trials of a kind, with their speedups as values."""
+    converted = (_without_branch(trial, value) for value, trial in valued if trial.params.get(_KIND) == kind)
     return [trial for trial in converted if trial is not None]
 
 
-def _leading_kind(study: optuna.Study) -> str | None:
+def _leading_kind(valued: Sequence[_Valued]) -> str | None:
     """Return the kind of the best trial, a measured one if there is any; None without trials, or without kinds."""
-    best = max(_valued(study), key=lambda pair: (pair[1].state == TrialState.COMPLETE, pair[0]), default=None)
+    best = max(valued, key=lambda pair: (pair[1].state == TrialState.COMPLETE, pair[0]), default=None)
     return None if best is None else best[1].params.get(_KIND)
 
 
-def _valued(study: optuna.Study) -> list[tuple[float, FrozenTrial]]:
+def _valued(study: optuna.Study) -> list[_Valued]:
     """Return the finished trials that have a measured or predicted speedup, with that speedup."""
     valued = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
