@@ -56,16 +56,14 @@ def _reap() -> None:
 
 def end_all(grace_seconds: float) -> None:
     """Ask every process below this one to end, and kill those that have not after some seconds."""
-    _send(signal.SIGTERM)
-    limit = time.monotonic() + grace_seconds
-    while descendants() and time.monotonic() < limit:
-        _reap()
-        time.sleep(0.02)
-    limit = time.monotonic() + _KILL_SECONDS
-    while descendants() and time.monotonic() < limit:
-        _send(signal.SIGKILL)  # again, as a process may have started another one before it ended
-        _reap()
-        time.sleep(0.02)
+    for number, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, _KILL_SECONDS)):
+        _send(number)
+        limit = time.monotonic() + seconds
+        while descendants() and time.monotonic() < limit:
+            _reap()
+            time.sleep(0.02)
+            if number == signal.SIGKILL:
+                _send(number)  # again, as a process may have started another one before it ended
 
 
 def _send(number: int) -> None:

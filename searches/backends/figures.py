@@ -47,10 +47,9 @@ class Figures:
         for (name, concurrency), answers in self.completions.items():
             suffix = f"_at_{concurrency}" if several else ""
             rate = sum(answer.count for answer in answers) / self.seconds[name, concurrency]
-            found[f"{prefixes[name]}throughput{suffix}"] = rate
             first = [answer.first_seconds for answer in answers]
             later = [answer.seconds_per_token for answer in answers if answer.seconds_per_token is not None]
-            found |= {f"{prefixes[name]}{key}{suffix}": value for key, value in _latencies(first, later).items()}
+            found |= {f"{prefixes[name]}{key}{suffix}": value for key, value in _values(rate, first, later).items()}
         return found
 
 
@@ -63,21 +62,21 @@ def sample_figures(samples: Iterable[Sample]) -> dict[str, float]:
     under: dict[int, list[Request]] = {}
     for request in (request for sample in samples for request in sample.requests):
         under.setdefault(request.concurrency, []).append(request)
-    found = {}
+    found: dict[str, float] = {}
     for concurrency, requests in under.items():
         suffix = f"_at_{concurrency}" if len(under) > 1 else ""
         seconds = sum(request.first_seconds + request.decode_seconds for request in requests)
-        found[f"throughput{suffix}"] = concurrency * sum(request.tokens for request in requests) / seconds
+        rate = concurrency * sum(request.tokens for request in requests) / seconds
         first = [request.first_seconds for request in requests]
         later = [request.decode_seconds / request.decoded_tokens for request in requests if request.decoded_tokens]
-        found |= {f"{key}{suffix}": value for key, value in _latencies(first, later).items()}
+        found |= {f"{key}{suffix}": value for key, value in _values(rate, first, later).items()}
     return found
 
 
-def _latencies(first: Sequence[float], later: Sequence[float]) -> dict[str, float]:
-    """Return the percentiles of the seconds to the first token, and of those per token after it."""
+def _values(rate: float, first: Sequence[float], later: Sequence[float]) -> dict[str, float]:
+    """Return the throughput, and the percentiles of the seconds to the first token and of those per token after it."""
     values = {"ttft": first, "tpot": later}
-    return {
+    return {"throughput": rate} | {
         f"{name}_p{percent}": float(np.percentile(values[name], percent))
         for name in values
         for percent in (50, 95)
