@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,10 @@ from layerskip.models.target import Target
 from layerskip.models.trained_module import check_trained, has_trained
 
 SCHEMA = "layerskip.export/1"
+PROVISIONAL = "provisional"
+"""Field of ``search``: true until the search has confirmed the configuration on held-out prompts."""
 _SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search", "engines")
+_log = logging.getLogger(__name__)
 _TARGET_FIELDS = {"name": str, "architecture": str, "layers": int, "dtype": str}
 
 
@@ -39,7 +43,7 @@ class Export:
         sampling: the sampling of the measurement.
         evidence: held-out tokens/s, the baseline's tokens/s, speedup with interval, acceptance, losslessness.
         environment: device and versions.
-        search: study, trials, seconds spent, MLflow run id.
+        search: study, trials, seconds spent, MLflow run id; ``provisional`` if the search had not confirmed it yet.
     """
 
     target: Mapping[str, Any]
@@ -48,6 +52,11 @@ class Export:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     search: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_provisional(self) -> bool:
+        """True if its search had not confirmed it on held-out prompts when it was written."""
+        return bool(self.search.get(PROVISIONAL))
 
     @staticmethod
     def describe(target: Target) -> dict[str, Any]:
@@ -86,7 +95,7 @@ class Export:
 
     @classmethod
     def load(cls, path: str | Path, target: Target | None = None) -> Export:
-        """Read an export. Its ``engines`` are not read, as they follow from the other fields.
+        """Read an export, and log a warning if it is provisional. Its ``engines`` are not read; they follow from the rest.
 
         Args:
             path: the JSON file.
@@ -126,6 +135,8 @@ class Export:
         export = cls(fields["target"], config, sampling, **rest)
         if target is not None:
             export.check(target)
+        if export.is_provisional:
+            _log.warning("%s is provisional: its search has not confirmed it on held-out prompts", path)
         return export
 
     def check(self, target: Target) -> None:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import optuna
+import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import LEAST_RESAMPLED
@@ -23,51 +24,73 @@ from layerskip.models.environment import environment
 from layerskip.rules import contexts_of
 from searches.app.application import instantiate_part
 from searches.app.interrupt import is_interrupt
+from searches.app.progress import Progress, counting, say
 from searches.app.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
 from searches.backends.selection import closing
+from searches.predict.contexts import spread_contexts
+from searches.predict.predictor import Limits
 from searches.predict.preparation import prepare_predictor
 from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
 from searches.report.live import LiveView
-from searches.report.publish import publish
-from searches.report.study_report import summary
+from searches.report.publish import publish, publish_provisional
+from searches.report.study_report import leader_line, summary, trial_line
 from searches.space.bridge_spec import bridge_specs
 from searches.space.search_space import SearchSpace
+from searches.study import machine
 from searches.study.bench import ModelBench
+from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget
 from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, measure_finals
-from searches.study.leaderboard import LeaderboardEntry, contenders, incumbent
+from searches.study.first_comparison import cheap_arms, compare_arms
+from searches.study.leaderboard import LeaderboardEntry, contenders, ranking
 from searches.study.objective import Objective
 from searches.study.opening import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
 from searches.study.requeue import fail_orphans, requeue_unfinished
 from searches.study.starting_points import starting_points
-from searches.study.study import STUDY_ID, counting_preparation, finished, open_study, run_trials, with_stored_kinds
+from searches.study.study import (
+    STUDY_ID,
+    StudySettings,
+    counting_preparation,
+    finished,
+    open_study,
+    run_trials,
+    with_stored_kinds,
+)
 from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
 from searches.workers.alone import Workers
 from searches.workers.slots import wait_for_slots
+
+_THREADS = "threads"
+"""User attribute of a study: the number of threads of the processor."""
 
 
 def search(config: DictConfig) -> Finals:
     """Run a composed study to its end and return the verdict; ``conf/layerskip.yaml`` is the configuration.
 
     1. Open the study, the MLflow run and the study's folder.
-    2. Predict the speedups of many skip masks from scans, without decoding.
-    3. Run trials, each of which decodes some tune prompts with one configuration.
-    4. Train the bridges of the best configurations, if asked for, and measure all finalists on held-out prompts.
-    5. Write the export and the report.
+    2. Compare the drafters that need no preparation, and export the fastest provisionally.
+    3. Predict the speedups of many skip masks from scans, without decoding.
+    4. Run trials, each of which decodes some tune prompts with one configuration.
+    5. Train the bridges of the best configurations, if asked for, and measure all finalists on held-out prompts.
+    6. Write the export and the report.
+
+    Each stage ends at its share of ``study.max_seconds``.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with _opened_sweep(config) as sweep, sweep.view.closing():
+    settings: StudySettings = instantiate(config.study)
+    with Progress(settings.max_seconds) as progress, _opened_sweep(config, progress) as sweep, sweep.view.closing():
+        sweep.compare_arms()
         predictions = sweep.predict()
         sweep.run_trials(predictions)
         return sweep.finish(predictions)
 
 
 @contextlib.contextmanager
-def _opened_sweep(config: DictConfig) -> Iterator[Sweep]:
+def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
     """Open or resume everything that a study needs, and close it at the end."""
     pruner = instantiate_part(config, "pruner")
     instantiate_part(config, "sampler", seed=0)  # refuse a bad one before anything is written
@@ -80,6 +103,11 @@ def _opened_sweep(config: DictConfig) -> Iterator[Sweep]:
     with joined(name, folder, plan.settings, database, device, shared) as (storage, crew):
         with crew.claim("opening"):
             study = open_study(name, storage, pruner, settings)
+            if not shared:  # workers of one machine share its cores
+                _choose_threads(study, plan)
+            say(machine.describe(plan.target, str(config.target.get("dtype"))))
+            if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
+                say(busy)
             described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
             tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described)
             tracker.log_text(composed(config), "config.yaml")
@@ -87,7 +115,15 @@ def _opened_sweep(config: DictConfig) -> Iterator[Sweep]:
         study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + crew.seed)
         plan = dataclasses.replace(plan, space=with_stored_kinds(plan.space, study))
         with tracker.closing(crew.leave), closing(plan.backend):
-            yield Sweep(plan, study, tracker, folder, crew)
+            yield Sweep(plan, study, tracker, folder, crew, progress)
+
+
+def _choose_threads(study: optuna.Study, plan: Plan) -> None:
+    """Set the number of threads, which a resumed study keeps unless another is set."""
+    chosen = machine.set_threads(plan.target, plan.settings.threads or study.user_attrs.get(_THREADS))
+    if chosen is not None:
+        say(chosen)
+    study.set_user_attr(_THREADS, torch.get_num_threads())
 
 
 @dataclass(frozen=True)
@@ -97,13 +133,11 @@ class Predictions:
     Args:
         predictor: predicts masks without bridges; None if layer skipping is not searched or not scanned.
         bridged: one predictor for each bridge spec of the space.
-        space: the search space, with the costs that cascades choose by.
         starts: configurations to try first.
     """
 
     predictor: ScanPredictor | None
     bridged: Sequence[ScanPredictor]
-    space: SearchSpace
     starts: Sequence[SpeculativeConfig]
 
 
@@ -116,10 +150,15 @@ class Sweep:
         tracker: takes its runs.
         folder: holds scans, finals, the report and the export.
         crew: the workers of the study.
+        progress: shows what is done.
     """
 
-    def __init__(self, plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path, crew: Workers) -> None:
+    def __init__(
+        self, plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path, crew: Workers, progress: Progress
+    ) -> None:
         self.plan, self.study, self.tracker, self.folder, self.crew = plan, study, tracker, folder, crew
+        self.budget, self.progress = Budget(study, plan.settings.max_seconds, progress.started), progress
+        progress.started = self.budget.started
         self.tune, held_out = plan.prompts.split()
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
@@ -129,54 +168,104 @@ class Sweep:
         if plan.bridge_store is not None:
             plan.bridge_store.report_cost, plan.bridge_store.report_texts_cost = (ledger.use for ledger in self.ledgers)
 
+    def compare_arms(self) -> None:
+        """Compare the drafters that need no preparation, whose trials are the study's first."""
+        study, plan = self.study, self.plan
+        requeue_unfinished(study, self.crew)
+        if self.crew.alone:
+            self.tracker.reconcile(finished(study))
+        say(f"study {study.study_name}: {len(finished(study))} of {plan.settings.n_trials} trials are finished")
+        if len(self.held_out) < LEAST_RESAMPLED:
+            say(
+                f"prompts: {len(self.held_out)} held-out prompts cannot show that anything is faster than plain decoding: "
+                f"{LEAST_RESAMPLED} are the least"
+            )
+        self._begin(OPENING)
+        with counting_preparation(study, self.ledgers, self.crew):
+            self.space = self._space_with_costs() if "cascade" in plan.space.available_kinds else plan.space
+            self.arms = cheap_arms(self.space)[: plan.settings.n_trials]
+            objective = self._objective(None)
+            if len(self.arms) > len(finished(study)):
+                with counting(len(objective.first), "prompts", OPENING) as count:
+                    objective.compared = compare_arms(
+                        self.arms,
+                        self.bench,
+                        objective.first,
+                        objective.warming,
+                        plan.seed,
+                        self.folder,
+                        self.budget,
+                        self.crew,
+                        self.view.after(count),
+                    )
+        self._run_trials(objective, len(self.arms), self.arms)
+
     def predict(self) -> Predictions:
         """Scan masks, measure costs, and choose the configurations to try first."""
-        plan = self.plan
-        self.view.begin("predictions")
+        self._begin(PREDICTIONS)
         with counting_preparation(self.study, self.ledgers, self.crew):
             predictor = self._prepare_predictor()
             bridged = self._bridged_predictors(predictor)
             proposed = self._propose(predictor, bridged)
-            space = self._space_with_costs(predictor) if "cascade" in plan.space.available_kinds else plan.space
-            starts = starting_points(space, proposed)
+            starts = [*self.arms, *starting_points(self.space, proposed, predictor is not None)]
+        self.budget.save()
         if self.crew.leads():
             self._log_fits()
         self.view.singles = None if predictor is None else predictor.single_agreements()
-        return Predictions(predictor, bridged, space, starts)
+        return Predictions(predictor, bridged, starts)
 
     def run_trials(self, predictions: Predictions) -> None:
-        """Run trials until the study has enough; Ctrl-C prints a summary of the finished ones."""
-        study, plan, settings = self.study, self.plan, self.plan.settings
-        requeue_unfinished(study, self.crew)
-        if self.crew.alone:
-            self.tracker.reconcile(finished(study))
-        print(f"study {study.study_name}: {len(finished(study))} of {settings.n_trials} trials are finished", flush=True)
-        if len(self.held_out) < LEAST_RESAMPLED:
-            print(
-                f"prompts: {len(self.held_out)} held-out prompts cannot show that anything is faster than plain decoding: "
-                f"{LEAST_RESAMPLED} are the least",
-                flush=True,
-            )
-        self.view.begin("trials")
-        predictor, bridged = predictions.predictor, predictions.bridged
-        bounds = None if predictor is None else BoundEstimator(predictor, bridged)
-        with tqdm(total=settings.n_trials, initial=len(finished(study)), unit="trial", disable=None) as bar:
-            parts = self.bench, predictions.space, self.tune, plan.measuring, plan.seed, self.view.after(bar.refresh), bounds
-            objective = Objective(*parts, self.first_prompt)
+        """Run trials until the study has enough, or its share of the budget ends."""
+        self._begin(TRIALS)
+        predictor, wanted = predictions.predictor, self.plan.settings.n_trials
+        bounds = None if predictor is None else BoundEstimator(predictor, predictions.bridged)
+        self._run_trials(self._objective(bounds), wanted, predictions.starts, lambda: self.budget.left(TRIALS))
+        if (done := len(finished(self.study))) < wanted:
+            self.budget.leave_out(TRIALS, f"{done} of {wanted} ran in the budget")
+
+    def _objective(self, bounds: BoundEstimator | None) -> Objective:
+        plan, refresh = self.plan, self.view.refresh
+        return Objective(self.bench, self.space, self.tune, plan.measuring, plan.seed, refresh, bounds, self.first_prompt)
+
+    def _run_trials(
+        self,
+        objective: Objective,
+        wanted: int,
+        starts: Sequence[SpeculativeConfig],
+        seconds_left: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """Run trials until the study has a number of finished ones; Ctrl-C prints a summary of these."""
+        study, settings = self.study, dataclasses.replace(self.plan.settings, n_trials=max(1, wanted))
+        with self.progress.counting(wanted, "trials", len(finished(study))) as count:
 
             def on_trial(trial: optuna.trial.FrozenTrial) -> None:
+                count()
                 self.tracker.record(trial)
+                if self.crew.leads():
+                    self._export_leader()
                 self.view.refresh()
-                bar.update()
-                bar.set_postfix_str(f"best {incumbent(study):.3f} x")
+                self.progress.step(trial_line(trial))
+                self.budget.save()
 
             try:
-                run_trials(study, objective, settings, on_trial, predictions.starts, self.ledgers, self.crew)
+                if wanted:
+                    run_trials(study, objective, settings, on_trial, starts, self.ledgers, self.crew, seconds_left)
             except BaseException as error:
                 if is_interrupt(error):
-                    bar.close()
-                    print(summary(study, None))
+                    say(summary(study, None))
                 raise
+
+    def _export_leader(self) -> None:
+        """Export the leader provisionally, and name it in the progress."""
+        path = self.folder / "best.json"
+        publish_provisional(self.plan, self.study, self.tune, self.budget.spent, path, self.tracker.run_id)
+        if not self.progress.leader:
+            say(f"wrote {path}, provisional until the finals")
+        self.progress.leader = leader_line(self.study)
+
+    def _begin(self, stage: str, is_alone: bool = False) -> None:
+        self.progress.begin(stage)
+        self.view.begin(stage, is_alone)
 
     def finish(self, predictions: Predictions) -> Finals:
         """Measure the finalists and publish the results, which one of the workers does; return the results."""
@@ -200,20 +289,29 @@ class Sweep:
     def _measure_finalists(self, predictions: Predictions, check: Callable[[], None]) -> Finals:
         """Train the bridges of the best configurations, and measure all finalists on held-out prompts."""
         measuring = self.plan.measuring
-        self.view.begin("finals", is_alone=True)
+        self._begin(FINALS, is_alone=True)
         with counting_preparation(self.study, self.ledgers, self.crew):
             trained = self._train_bridges(predictions)
         self._log_fits()
         most = len(self.held_out) * measuring.held_out_repeats
-        with tqdm(total=most, unit="prompt", desc="held-out", disable=None) as bar:
+        with self.progress.counting(most, "held-out prompts") as count:
 
             def on_prompt() -> None:
                 check()
-                bar.update()
+                count()
                 self.view.refresh()
+                self.budget.save()
 
             return measure_finals(
-                self.study, self.bench, self.held_out, measuring, self.plan.seed, self.folder, on_prompt, trained
+                self.study,
+                self.bench,
+                self.held_out,
+                measuring,
+                self.plan.seed,
+                self.folder,
+                on_prompt,
+                trained,
+                lambda: self.budget.left(FINALS),
             )
 
     def _prepare_predictor(self) -> ScanPredictor | None:
@@ -234,9 +332,10 @@ class Sweep:
             plan.seed,
             self.ledgers[1].use,
             self.crew,
+            self._scans_are_over,
         )
         if predictor is None:
-            print("scan: no predictions; every trial is decoded")
+            say("scan: no predictions; every trial is decoded")
         return predictor
 
     def _bridged_predictors(self, predictor: ScanPredictor | None) -> list[ScanPredictor]:
@@ -253,25 +352,30 @@ class Sweep:
             return []
         plan, settings = self.plan, self.plan.scanning.proposals
         masks = settings.budget(plan.space) * (1 + len(bridged))
-        with tqdm(total=masks, unit="mask", desc="scan", disable=None) as bar:
+        leaders = ranking(self.study)[:1]
+        limits = Limits(
+            self._scans_are_over,
+            max(1.0, leaders[0].speedup) if leaders else 0.0,
+            partial(self.budget.leave_out, PREDICTIONS),
+        )
+        with self.progress.counting(masks, "masks") as count:
             similar = predictor.similar_masks(plan.space.skippable)
             empty = [other for other in bridged if other.bridge_spec.bridge == "none"]
             filled = [other for other in bridged if other not in empty]
-            return propose_all(predictor, plan.space, settings, self.view.after(bar.update), similar, filled, empty)
+            return propose_all(predictor, plan.space, settings, self.view.after(count), similar, filled, empty, limits)
 
-    def _space_with_costs(self, predictor: ScanPredictor | None) -> SearchSpace:
-        """Return the space with the costs of verification and drafting.
+    def _scans_are_over(self) -> bool:
+        return self.budget.is_over(PREDICTIONS)
 
-        They are those at the contexts of the cost profile. If there is none, verification is timed alone at the mean
-        context; so is drafting if there is one context.
-        """
+    def _space_with_costs(self) -> SearchSpace:
+        """Return the space with the costs of verification and drafting, by which cascades choose."""
         plan, study = self.plan, self.study
-        lengths = [len(plan.target.encode(item.messages())) for item in self.tune]
-        context = round(statistics.fmean(lengths) + plan.measuring.max_new_tokens / 2)
-        timer = CostTimer(plan.target, plan.sampling, [context], plan.seed)
+        lengths = (len(plan.target.encode(item.messages())) for item in self.tune)
+        contexts = spread_contexts([length + plan.measuring.max_new_tokens / 2 for length in lengths])
+        timer = CostTimer(plan.target, plan.sampling, contexts, plan.seed)
         claim = partial(self.crew.claim, "costs")
         with claim():
-            costs = verify_cost(study, timer.verify_costs if predictor is None else lambda: predictor.profile.verify_cost)
+            costs = verify_cost(study, timer.verify_costs)
             timer = dataclasses.replace(timer, contexts=contexts_of(costs) or timer.contexts)
             drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
         return dataclasses.replace(plan.space, verify_cost=costs, draft_cost=drafting)
@@ -281,7 +385,7 @@ class Sweep:
         store = self.plan.bridge_store
         if store is None or not store.trains:
             return []
-        trained = TrainedBridges(store, self.tracker, predictions.space.draft_cost)
+        trained = TrainedBridges(store, self.tracker, self.space.draft_cost)
         return trained.finalists(contenders(self.study, self.plan.measuring.finalists), predictions.bridged)
 
     def _log_fits(self) -> None:

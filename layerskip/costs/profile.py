@@ -42,7 +42,9 @@ _TURNS = 2  # comparisons of chain and tree per repeat, in alternating order
 _NARROW = 4  # a timed draft head has the vocabulary divided by this
 _TEXT_TOKENS = 16  # further tokens that a text adds to a timed draft head
 _WIDE = 2  # width of a timed MLP as a multiple of the hidden width
-_PATIENCE = 4  # the most repeats on a noisy machine, as a multiple of the requested ones
+_PATIENCE = 2  # the most repeats on a noisy machine, as a multiple of the requested ones
+LEAST_REPEATS = 3
+"""Fewest runs of every job, of which a median is the middle one."""
 
 _Job = tuple[str, int, int]
 """A timed job: its kind, the index of its draft, and the number of drafted tokens."""
@@ -56,9 +58,10 @@ def profile_costs(
     sampling: Sampling | None = None,
     repeats: int = 12,
     error: float = math.inf,
-    on_repeat: Callable[[], None] = lambda: None,
+    on_repeat: Callable[[], object] = lambda: None,
     bridged: bool = False,
     branching: bool = False,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> CostProfile:
     """Measure a profile. All jobs run repeatedly in random order, and the time of each is its median.
 
@@ -68,10 +71,11 @@ def profile_costs(
         longest: the most drafted tokens to verify.
         sampling: how tokens are chosen; None for greedy.
         repeats: runs of every job, after a warm-up.
-        error: repeats continue, up to four times as many, while the standard error of a median exceeds this share of it.
+        error: repeats continue, up to twice as many, while the standard error of a median exceeds this share of it.
         on_repeat: called after every run of all jobs.
         bridged: whether to measure bridges and draft heads.
         branching: whether to measure siblings.
+        is_over: returns whether time has run out, after which no job runs more than ``LEAST_REPEATS`` times.
     """
     longest = max(longest, 1 + _SIBLINGS)  # one length would not separate the fixed cost of a round from that of its tokens
     drafts = _timed_drafts(target, bridged)
@@ -114,7 +118,7 @@ def profile_costs(
     times: dict[_Job, list[float]] = {job: [] for job in jobs}
     order = random.Random(0)
     for repeat in range(_PATIENCE * repeats + 1):
-        if repeat > repeats and _largest_error(times) <= error:
+        if (repeat > repeats and _largest_error(times) <= error) or (repeat > LEAST_REPEATS and is_over()):
             break
         # Verifications twice: each is a single pass, yet part of every prediction.
         names = [*jobs, *(name for name in jobs if name[0] == "verify")]

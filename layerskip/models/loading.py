@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -216,9 +215,21 @@ def _card_has_bfloat16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
+def dtype_reason(dtype: str, device: torch.device) -> str:
+    """Return why weights on a device have their data type; ``dtype`` is what was asked for."""
+    if dtype != "auto":
+        return f"target.dtype={dtype} asks for it"
+    if device.type == "cuda":
+        return "the card multiplies it" if _card_has_bfloat16(device) else "the card has no bfloat16"
+    return "the processor multiplies it" if _processor_has_bfloat16() else "the processor has no bfloat16 arithmetic"
+
+
 def _processor_has_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16 in hardware; where it emulates it, float32 is faster."""
-    if platform.system() != "Linux":
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
         return False
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    # ATEN_CPU_CAPABILITY may limit torch to an older instruction set.
+    on_x86 = torch.backends.cpu.get_cpu_capability() == "AVX512" and flags & {"avx512_bf16", "amx_bf16"}
+    return bool(on_x86) or "bf16" in flags  # the latter on Arm

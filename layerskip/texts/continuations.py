@@ -71,7 +71,7 @@ def continue_prompts(
     max_new_tokens: int,
     seed: int = 0,
     folder: Path | None = None,
-    on_prompt: Callable[[], None] = lambda: None,
+    on_prompt: Callable[[], object] = lambda: None,
     report_cost: ReportCost = lambda *_: None,
 ) -> tuple[Continuation, ...]:
     """Decode the target's continuations of prompts, a conversation turn by turn.

@@ -248,6 +248,9 @@ class SimulatedPredictor:
         """The true costs; ``error`` and ``bias`` stand for the errors of a measured profile."""
         return self._landscape.profile
 
+    def sharpen(self) -> None:
+        """Do nothing, as the costs are the true ones."""
+
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return the share of a sample of positions where the first drafted token is right, for every mask."""
         self._spend(len(masks) * _SCREENED_STEPS * self.profile.verify_seconds[0])

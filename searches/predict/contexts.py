@@ -20,12 +20,17 @@ def mean_context(continuation: Continuation) -> float:
 
 
 def timed_contexts(continuations: Sequence[Continuation]) -> list[int]:
-    """Return the contexts at which costs are timed, rising: the mean of short or similar continuations.
+    """Return the contexts at which costs of continuations are timed; see :func:`spread_contexts`."""
+    return spread_contexts([mean_context(continuation) for continuation in continuations])
+
+
+def spread_contexts(contexts: Sequence[float]) -> list[int]:
+    """Return the contexts at which costs are timed, rising: the mean of short or similar ones.
 
     Others are timed at the longest, the median and the shortest context, as far as these are far apart. Three contexts also
     follow sliding windows, whose cost stops growing.
     """
-    every = sorted(map(mean_context, continuations))
+    every = sorted(contexts)
     shortest, median, longest = every[0], statistics.median(every), every[-1]
     chosen = [statistics.fmean(every)]
     if longest > max(_SHORT, _FAR_APART * shortest):

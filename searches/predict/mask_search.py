@@ -40,6 +40,7 @@ class MaskSearch:
         budget: the number of masks that may be screened.
         on_mask: called after each screened mask.
         on_best: called with every configuration that is the best so far.
+        is_over: returns whether time has run out; nothing is screened then.
 
     Attributes:
         left: the number of masks that may still be screened.
@@ -52,14 +53,15 @@ class MaskSearch:
         predictor: SpeedupPredictor,
         space: SearchSpace,
         budget: int,
-        on_mask: Callable[[], None],
+        on_mask: Callable[[], object],
         on_best: Callable[[SpeculativeConfig], None] = lambda _: None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
         self._lengths, self.left = (space.skip_length[0], space.skip_length[1]), budget
-        self._on_mask, self._on_best = on_mask, on_best
+        self._on_mask, self._on_best, self._is_over = on_mask, on_best, is_over
 
     def screen(self, masks: Iterable[SkipMask]) -> list[float]:
         """Return the masks' expected speedups; 0 for those that the budget does not cover."""
@@ -68,6 +70,9 @@ class MaskSearch:
         self.left -= len(new)
         size = self.predictor.screened_together
         for first in range(0, len(new), size):
+            if self.scores and self._is_over():
+                self.left = 0
+                break
             batch = new[first : first + size]
             for mask, agreement in zip(batch, self.predictor.agreements(batch), strict=True):
                 self.agreements[mask] = agreement
@@ -76,6 +81,11 @@ class MaskSearch:
                 if mask == self.best:
                     self._on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
         return [self.scores.get(mask, 0.0) for mask in masks]
+
+    def rescore(self) -> None:
+        """Compute the expected speedups again, after the costs were measured again."""
+        for mask, agreement in self.agreements.items():
+            self.scores[mask], _ = expected_speedup(self.predictor, mask, agreement, self._lengths)
 
     @property
     def best(self) -> SkipMask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,21 @@ class Prediction:
     agreement: float
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What ends a search for masks early.
+
+    Args:
+        is_over: returns whether time has run out.
+        to_beat: the measured speedup below which masks are of no use; 0 if nothing was measured.
+        report: takes a sentence on what was left out.
+    """
+
+    is_over: Callable[[], bool] = lambda: False
+    to_beat: float = 0.0
+    report: Callable[[str], object] = lambda _: None
+
+
 SCREENED_TOGETHER = 8  # by one process
 
 
@@ -48,6 +63,9 @@ class SpeedupPredictor(Protocol):
     @property
     def screened_together(self) -> int:
         """The number of masks to ask :meth:`agreements` for at once."""
+
+    def sharpen(self) -> None:
+        """Measure the costs well, where the choice of a mask depends on them."""
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return how often the first drafted token of each mask is the target's, on few positions: the cheapest estimate."""

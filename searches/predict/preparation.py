@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
 from layerskip.costs.cost_model import CostProfile
-from layerskip.costs.profile import profile_costs
+from layerskip.costs.profile import LEAST_REPEATS, profile_costs
 from layerskip.earlier_names import CONTINUATIONS
 from layerskip.files import digest, write_json
 from layerskip.models.environment import machine
@@ -27,6 +28,7 @@ from layerskip.texts.continuations import Continuation, ReportCost, continue_pro
 from searches.app.checks import check_flag, check_list, check_number, check_whole
 from searches.app.file_lock import exclusive
 from searches.app.memory import within_memory
+from searches.app.progress import counting, say
 from searches.predict.contexts import timed_contexts
 from searches.predict.predictor import DraftChoices
 from searches.predict.proposals import ProposalSettings
@@ -36,7 +38,7 @@ from searches.space.search_space import SearchSpace
 from searches.workers.alone import ALONE, Workers
 
 _SCAN_VERSION = 2  # of the counts; those of another version are scanned again
-_PROFILE_VERSION = 2  # of stored profiles; version 1 lacked the seconds that they took
+_PROFILE_VERSION = 3  # of stored profiles; version 2 had one file for each number of repeats
 _LEAST_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
 
 
@@ -52,8 +54,9 @@ class ScanSettings:
         text_bytes: budget for the target's own states of the continuations. Those that fit, and always the first, are
             scanned. Passes hold the keys and values among the states once more.
         thresholds: of the stop rules ``threshold`` and ``adaptive`` that every scanned mask is combined with.
-        profile_repeats: how often every part of a round is timed.
-        profile_error: timing continues, up to four times as often, while the standard error of a median exceeds this
+        profile_repeats: how often every part of a round is timed, where the choice of masks depends on it; three times at
+            first.
+        profile_error: timing then continues, up to twice as often, while the standard error of a median exceeds this
             fraction of it.
         proposals: how many masks are screened, scanned and enqueued.
     """
@@ -96,8 +99,11 @@ def prepare_predictor(
     seed: int,
     report_cost: ReportCost = lambda *_: None,
     crew: Workers = ALONE,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> ScanPredictor | None:
     """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned.
+
+    The costs are measured roughly. :meth:`ScanPredictor.sharpen` measures them well.
 
     Args:
         target: the target.
@@ -111,6 +117,7 @@ def prepare_predictor(
         seed: of the continuations.
         report_cost: called with the name and the seconds of every continuation and of the profile.
         crew: the workers that share all of this.
+        is_over: returns whether time has run out: nothing more is measured than a rough profile needs.
     """
     scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed, report_cost, crew)
     if scanner is None:
@@ -118,9 +125,12 @@ def prepare_predictor(
     depth, continuations = scanner.depth, scanner.continuations
     longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.available_kinds else depth
     parts = space.bridged, scanner.runners > 0
-    profile = cost_profile(
-        target, continuations, longest, sampling, settings, outputs, *parts, report_cost=report_cost, crew=crew
-    )
+
+    def measure(repeats: int, error: float) -> CostProfile:
+        enough = dataclasses.replace(settings, profile_repeats=repeats, profile_error=error)
+        return cost_profile(target, continuations, longest, sampling, enough, outputs, *parts, report_cost, crew, is_over)
+
+    profile = measure(min(LEAST_REPEATS, settings.profile_repeats), math.inf)
     stops = scanned_stops(space, settings.thresholds)
     identity = {
         "target": target.digest,
@@ -133,7 +143,8 @@ def prepare_predictor(
     }
     choices = DraftChoices((space.skip_length[0], space.skip_length[1]), stops, tuple(range(scanner.runners + 1)))
     place = folder / f"scans-{digest(identity)[:16]}"
-    return ScanPredictor(scanner, scanner.sample(settings.screened_rows), profile, choices, place, crew=crew)
+    sharpen = partial(measure, settings.profile_repeats, settings.profile_error)
+    return ScanPredictor(scanner, scanner.sample(settings.screened_rows), profile, choices, place, crew=crew, costs=sharpen)
 
 
 def open_scanner(
@@ -152,12 +163,12 @@ def open_scanner(
 
     The arguments are those of :func:`prepare_predictor`.
     """
-    with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
+    with counting(len(prompts), "prompts", "continuations") as count:
 
         def work(name: str) -> list[dict[str, Any]]:
             place = int(name.rpartition(" ")[2])
             one, folder = PromptSet(prompts.items[place : place + 1]), outputs / "continuations"
-            found = continue_prompts(target, one, sampling, max_new_tokens, seed + place, folder, bar.update, report_cost)
+            found = continue_prompts(target, one, sampling, max_new_tokens, seed + place, folder, count, report_cost)
             return [dataclasses.asdict(continuation) for continuation in found]
 
         ids = [item.id for item in prompts]
@@ -171,12 +182,12 @@ def open_scanner(
         if continuation.starts > 0 and continuation.limit(0) > 0
     )
     if not continuations:
-        print("scan: every continuation ends at once; there is nothing to scan")
+        say("scan: every continuation ends at once; there is nothing to scan")
         return None
     try:
         return make_scanner(target, continuations, sampling, space.skip_length[1], space.siblings, settings)
     except UnsupportedModel as error:
-        print(f"scan: {error}")
+        say(f"scan: {error}")
         return None
 
 
@@ -210,13 +221,13 @@ def make_scanner(
 
     while (scanner := within_memory(checked_scanner)) is None:
         fewer = rows // 2 if rows > _LEAST_ROWS else 0
-        print(f"scan: out of memory with scan.max_rows={rows}; {f'trying {fewer}' if fewer else 'nothing is scanned'}")
+        say(f"scan: out of memory with scan.max_rows={rows}; {f'trying {fewer}' if fewer else 'nothing is scanned'}")
         if not fewer:
             return None
         rows = fewer
     if len(scanner.continuations) < len(continuations):
         held = f"{len(scanner.continuations)} of {len(continuations)} continuations"
-        print(f"scan: scan.text_bytes={settings.text_bytes} holds {held}")
+        say(f"scan: scan.text_bytes={settings.text_bytes} holds {held}")
     return scanner
 
 
@@ -238,8 +249,11 @@ def cost_profile(
     branching: bool = False,
     report_cost: ReportCost = lambda *_: None,
     crew: Workers = ALONE,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> CostProfile:
-    """Return the cost profile of a target at the contexts of its continuations; measure it if it is not stored.
+    """Return the cost profile of a target at the contexts of its continuations; measure it if no such one is stored.
+
+    A stored profile will do if it was measured with as many repeats.
 
     Args:
         target: the target.
@@ -252,6 +266,7 @@ def cost_profile(
         branching: whether trees are timed.
         report_cost: called with the name and the seconds of the profile.
         crew: the workers that share it.
+        is_over: returns whether time has run out; then few repeats are enough.
     """
     repeats, error = settings.profile_repeats, float(settings.profile_error)
     contexts = timed_contexts(continuations)
@@ -260,8 +275,6 @@ def cost_profile(
         "target": target.digest,
         "context": contexts[0],
         "longest": longest,
-        "repeats": repeats,
-        "error": error,
         # Profiles of earlier versions have other parts; those of one context are the same except for ``others``.
         "parts": [field.name for field in dataclasses.fields(CostProfile) if field.name != "others"],
         "sampling": sampling.to_dict(),
@@ -276,18 +289,17 @@ def cost_profile(
     def measure() -> dict[str, Any]:
         with exclusive(file):  # two at the same time would disturb each other
             seconds = 0.0
-            if not file.exists():
+            stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"repeats": 0}
+            if stored["repeats"] < repeats and not (file.exists() and is_over()):
                 start = time.monotonic()
-                with tqdm(total=(repeats + 1) * len(contexts), unit="repeat", desc="cost profile", disable=None) as bar:
-                    parts = longest, sampling, repeats, error
-                    profile, *others = (
-                        profile_costs(target, context, *parts, on_repeat=bar.update, bridged=bridged, branching=branching)
-                        for context in contexts
-                    )
+                with counting((repeats + 1) * len(contexts), "repeats", "cost profile") as count:
+                    parts = longest, sampling, repeats, error, count, bridged, branching, is_over
+                    profile, *others = (profile_costs(target, context, *parts) for context in contexts)
                 profile, seconds = dataclasses.replace(profile, others=tuple(others)), time.monotonic() - start
-                write_json(file, {"asked": identity, "profile": profile.to_dict(), "seconds": seconds})
-            stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+                taken = stored.get("seconds", 0.0) + seconds
+                stored = {"asked": identity, "profile": profile.to_dict(), "seconds": taken, "repeats": repeats}
+                write_json(file, stored)
         report_cost(f"profile {name}", float(stored["seconds"]), seconds)
         return stored
 
-    return CostProfile.from_dict(crew.share(f"profile {name}", measure)["profile"])
+    return CostProfile.from_dict(crew.share(f"profile {name} {repeats}", measure)["profile"])

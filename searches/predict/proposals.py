@@ -6,13 +6,14 @@ All candidate masks are screened by how often their first drafted token is the t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from layerskip import SkipMask, SpeculativeConfig
 from searches.app.checks import check_whole
 from searches.predict.mask_search import MaskSearch, Runs, move_ends, screen_runs
-from searches.predict.predictor import Prediction, SpeedupPredictor
+from searches.predict.predictor import Limits, Prediction, SpeedupPredictor
 from searches.space.search_space import SearchSpace
 
 _NEIGHBOURS = 4  # neighbours of the best mask that are scanned before its neighbours are listed again
@@ -21,6 +22,12 @@ _EARLY_LAYERS = 2  # first layers of the runs that are bridged
 _STEPS = (8, 4, 2)  # between the lengths of those runs
 _SPACING = 6  # layers between the starts of other runs, and between single sub-layers
 _POWERS = range(8)  # of two: lengths of other runs, up to the last layer
+_PARTS = 2  # of the search: after single sub-layers, knapsacks and runs, the best mask is nearly known
+_MARGIN = 0.3
+"""Log speedup by which screening may underestimate the best mask: few positions, runs of agreement, siblings, stop rules."""
+
+
+NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,10 @@ def propose(
     predictor: SpeedupPredictor,
     space: SearchSpace,
     settings: ProposalSettings,
-    on_mask: Callable[[], None] = lambda: None,
+    on_mask: Callable[[], object] = lambda: None,
     also: Sequence[SkipMask] = (),
     on_best: Callable[[SpeculativeConfig], None] | None = None,
+    limits: Limits = NO_LIMITS,
 ) -> list[Prediction]:
     """Propose the masks with the greatest predicted speedups, best first.
 
@@ -70,23 +78,40 @@ def propose(
         also: further masks to screen.
         on_best: called with the best configuration after each scan, and with one that screening expects to be faster. If it
             is given, some scans come early, after each part of the search.
+        limits: what ends the search early. The costs are measured well only if a mask may be of use.
     """
     on_better = on_best or (lambda _: None)
-    scans = _Scans(predictor, settings.scanned, on_better)
+    scans = _Scans(predictor, settings.scanned, on_better, limits.is_over)
 
     def on_screened(config: SpeculativeConfig) -> None:
         if not scans.predictions or search.scores[search.best] > scans.predictions[scans.best].speedup:
             on_better(config)
 
-    search = MaskSearch(predictor, space, settings.budget(space), on_mask, on_screened)
-    for best in search.explore(also):
+    search = MaskSearch(predictor, space, settings.budget(space), on_mask, on_screened, limits.is_over)
+    for part, best in enumerate(search.explore(also), 1):
+        highest = search.scores[best] * math.exp(_MARGIN)
+        if part >= _PARTS and highest < limits.to_beat:
+            limits.report(
+                f"{len(search.scores)} masks screened: the best is expected at {search.scores[best]:.2f} x, at most at "
+                f"{highest:.2f} x; with a leader at {limits.to_beat:.2f} x, none is scanned or tried"
+            )
+            return []
         if on_best is not None and len(scans.predictions) < settings.scanned // _EARLY_SCANS:
             scans.add([best])
+    if limits.is_over():
+        limits.report(f"its share of the budget ended after {len(search.scores)} masks were screened")
+    else:
+        predictor.sharpen()
+        search.rescore()
     return _refined(search, scans, settings)
 
 
 def propose_bridged(
-    predictor: SpeedupPredictor, space: SearchSpace, settings: ProposalSettings, on_mask: Callable[[], None] = lambda: None
+    predictor: SpeedupPredictor,
+    space: SearchSpace,
+    settings: ProposalSettings,
+    on_mask: Callable[[], object] = lambda: None,
+    limits: Limits = NO_LIMITS,
 ) -> list[Prediction]:
     """Propose the masks with the greatest predicted speedups with bridges, best first.
 
@@ -100,8 +125,10 @@ def propose_bridged(
         space: the search space.
         settings: how many masks are screened and scanned.
         on_mask: called after each screened mask.
+        limits: what ends the search early.
     """
-    search = MaskSearch(predictor, space, settings.budget(space), on_mask)
+    predictor.sharpen()
+    search = MaskSearch(predictor, space, settings.budget(space), on_mask, is_over=limits.is_over)
     search.screen(SkipMask.parse(mask, space.layers) for mask in space.masks)
     end, runs = space.skippable[-1] + 1, Runs()
     # Lengths far apart come first, so that a small budget covers long runs, too.
@@ -127,10 +154,11 @@ def propose_all(
     predictor: SpeedupPredictor,
     space: SearchSpace,
     settings: ProposalSettings,
-    on_mask: Callable[[], None] = lambda: None,
+    on_mask: Callable[[], object] = lambda: None,
     also: Sequence[SkipMask] = (),
     bridged: Sequence[SpeedupPredictor] = (),
     narrowed: Sequence[SpeedupPredictor] = (),
+    limits: Limits = NO_LIMITS,
 ) -> list[SpeculativeConfig]:
     """Propose the configurations that a study tries first: lookups, then masks, best first.
 
@@ -144,10 +172,11 @@ def propose_all(
         also: further masks to screen.
         bridged: predictors of masks with bridges.
         narrowed: predictors of masks without bridges that draft from a reduced vocabulary.
+        limits: what ends the search early.
     """
-    with_bridges = [found for other in bridged for found in propose_bridged(other, space, settings, on_mask)]
-    with_head = [found for other in narrowed for found in propose(other, space, settings, on_mask, also)]
-    plain = propose(predictor, space, settings, on_mask, also)
+    with_bridges = [found for other in bridged for found in propose_bridged(other, space, settings, on_mask, limits)]
+    with_head = [found for other in narrowed for found in propose(other, space, settings, on_mask, also, limits=limits)]
+    plain = propose(predictor, space, settings, on_mask, also, limits=limits)
     # Equally many of each group, because prediction errors may differ between groups.
     every = (*plain, *_best_first(with_bridges, settings), *_best_first(with_head, settings))
     ranked = sorted(every, key=lambda prediction: -prediction.speedup)
@@ -181,14 +210,20 @@ def _refined(search: MaskSearch, scans: _Scans, settings: ProposalSettings) -> l
 class _Scans:
     """Full scans within a budget; reports the best configuration after each."""
 
-    def __init__(self, predictor: SpeedupPredictor, budget: int, on_best: Callable[[SpeculativeConfig], None]) -> None:
+    def __init__(
+        self,
+        predictor: SpeedupPredictor,
+        budget: int,
+        on_best: Callable[[SpeculativeConfig], None],
+        is_over: Callable[[], bool],
+    ) -> None:
         self.predictions: dict[SkipMask, Prediction] = {}
-        self._predictor, self._budget, self._on_best = predictor, budget, on_best
+        self._predictor, self._budget, self._on_best, self._is_over = predictor, budget, on_best, is_over
 
     @property
     def left(self) -> int:
-        """The number of masks that may still be scanned."""
-        return self._budget - len(self.predictions)
+        """The number of masks that may still be scanned; without time, none after the first."""
+        return 0 if self.predictions and self._is_over() else self._budget - len(self.predictions)
 
     @property
     def best(self) -> SkipMask:

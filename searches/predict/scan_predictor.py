@@ -48,6 +48,7 @@ class ScanPredictor:
         bridge_spec: the bridges and the draft head of every mask; None for none.
         bridge_store: the source of bridges and draft heads; None for none.
         crew: the workers that share the predictions through their storage instead of the folder.
+        costs: measures the costs well; None if ``profile`` is good enough.
 
     Attributes:
         profile: the costs at the contexts of all continuations on average.
@@ -64,19 +65,30 @@ class ScanPredictor:
         bridge_spec: BridgeSpec | None = None,
         bridge_store: BridgeStore | None = None,
         crew: Workers = ALONE,
+        costs: Callable[[], CostProfile] | None = None,
     ) -> None:
         self.bridge_spec = bridge_spec or BridgeSpec()
         self._drafts = BridgedDrafts(self.bridge_spec, bridge_store)
         self._folder, self._crew = folder, crew
         self.screened_together = SCREENED_TOGETHER if crew.alone else SHARED_TOGETHER
         self._scanner, self._screen, self._choices = scanner, screen, choices
-        self._costs = ContextCosts(profile, scanner.continuations)
-        self.profile = self._costs.average
+        self._measure_costs = costs
+        self._set_costs(profile)
         names = ("agreements", "counts", "others", "similar", "trained")
         logs = (ResultLog(folder / f"{name}.jsonl" if crew.alone else None) for name in names)
         self._agreements, self._counts, self._others, self._similar, self._trained = logs
         self._scans: dict[SkipMask, Scan] = {}
         self.screening_seconds = 0.0
+
+    def sharpen(self) -> None:
+        """Measure the costs well, where the choice of a mask depends on them."""
+        if self._measure_costs is not None:
+            self._set_costs(self._measure_costs())
+            self._measure_costs = None
+
+    def _set_costs(self, profile: CostProfile) -> None:
+        self._costs = ContextCosts(profile, self._scanner.continuations)
+        self.profile = self._costs.average
 
     @property
     def scan_seconds(self) -> float | None:
@@ -174,7 +186,7 @@ class ScanPredictor:
         bridge = f"{bridge_spec.bridge}{bridge_spec.width or ''}"
         folder = self._folder / f"{bridge}-{bridge_spec.rank}-{bridge_spec.tokens}-{bridge_store.digest[:12]}"
         parts = self._scanner, self._screen, self._costs.profile, self._choices
-        return ScanPredictor(*parts, folder, bridge_spec, bridge_store, self._crew)
+        return ScanPredictor(*parts, folder, bridge_spec, bridge_store, self._crew, self._measure_costs)
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optuna
 
 from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.attachments import attached_folders
+from layerskip.export import PROVISIONAL
 from layerskip.models.environment import environment
+from searches.app.progress import say
 from searches.app.retry import Retry
 from searches.app.urls import without_password
 from searches.backends.selection import described
@@ -21,7 +25,7 @@ from searches.report.live import PAGE
 from searches.report.study_plots import draw
 from searches.report.study_report import best_trials, search_seconds, study_notes, summary, verdict
 from searches.study.finals import Finals
-from searches.study.leaderboard import configuration, ranking
+from searches.study.leaderboard import configuration, leading, ranking
 from searches.study.plan import Plan
 from searches.study.study import SETTINGS, finished
 from searches.tracking.tracker import Tracker
@@ -65,9 +69,31 @@ def publish(
         results = {"search_seconds": seconds, "trials": len(finished(study))}
         winner = winning_trial(study, finals.winner.config)
         Retry("tracking.uri: the store")(partial(_log, finals, winner, results, tracker, folder))
-    print(text)
-    print(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
-    print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
+    say(text)
+    say(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
+    say(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
+
+
+def publish_provisional(
+    plan: Plan, study: optuna.Study, prompts: PromptSet, seconds: float, path: Path, run_id: str
+) -> None:
+    """Write the export of a running study's leader, marked as provisional; a confirmed one of the same study stays.
+
+    Args:
+        plan: of the study.
+        study: with a finished trial at least.
+        prompts: tune prompts, of which trials decoded some.
+        seconds: that the search took so far.
+        path: of the export.
+        run_id: of the study's MLflow run.
+    """
+    if path.exists() and not json.loads(path.read_text(encoding="utf-8")).get("search", {}).get(PROVISIONAL):
+        return
+    config, evidence = SpeculativeConfig(), {}
+    if (leader := leading(study)) is not None and leader.value is not None and leader.value > 1:
+        config, evidence = configuration(leader), leader.user_attrs["measurement"]
+    search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds, "mlflow_run_id": run_id}
+    _export_of(config, evidence, plan, prompts, search | {PROVISIONAL: True}).save(path)
 
 
 def _log(finals: Finals, winner: int | None, results: Mapping[str, float], tracker: Tracker, folder: Path) -> None:
@@ -86,10 +112,16 @@ def _log(finals: Finals, winner: int | None, results: Mapping[str, float], track
 def _export(finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet, seconds: float, run_id: str) -> Export:
     """Return the export of the winner, with its evidence."""
     search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds, "mlflow_run_id": run_id}
-    measured = {"prompts_digest": held_out.digest, "max_new_tokens": plan.measuring.max_new_tokens}
-    winner, where = finals.winner, environment(plan.target) | described(plan.backend, plan.load)
-    evidence = dict(winner.held_out) | measured
-    return Export(Export.describe(plan.target), winner.config, plan.sampling, evidence, where, search=search)
+    return _export_of(finals.winner.config, finals.winner.held_out, plan, held_out, search)
+
+
+def _export_of(
+    config: SpeculativeConfig, figures: Mapping[str, Any], plan: Plan, prompts: PromptSet, search: Mapping[str, Any]
+) -> Export:
+    """Return the export of a configuration with its figures on some prompts."""
+    evidence = {**figures, "prompts_digest": prompts.digest, "max_new_tokens": plan.measuring.max_new_tokens}
+    where = environment(plan.target) | described(plan.backend, plan.load)
+    return Export(Export.describe(plan.target), config, plan.sampling, evidence, where, search=search)
 
 
 def winning_trial(study: optuna.Study, winner: SpeculativeConfig) -> int | None:

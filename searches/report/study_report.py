@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +17,9 @@ from searches.app.time_ledger import FITS, KEPT_SECONDS, SHARED, recorded_second
 from searches.predict.prediction_error import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
 from searches.report.load_report import finals_load_tables, load_tables
+from searches.study.budget import left_out
 from searches.study.finals import Finalist, Finals
-from searches.study.leaderboard import configuration, is_lossless
+from searches.study.leaderboard import configuration, is_lossless, leading
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
 from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
@@ -70,13 +72,14 @@ def study_notes(
         scan_seconds: the mean time to scan a mask; None if none was scanned.
     """
     trials = finished(study)
-    notes = [_trial_counts(trials)]
+    notes = [_trial_counts(trials), *left_out(study)]
     if stability is not None:
         notes.append(
             f"{stability.share:.0%} of resampled text sets choose the same scanned mask. "
             f"Two choices share {stability.overlap:.2f} of what they skip; random masks share {stability.chance:.2f}."
         )
-    seconds = [trial.user_attrs.get(MEASURING_SECONDS, trial.user_attrs["seconds"]) for trial in _measured(trials)]
+    measured = [trial.user_attrs for trial in _measured(trials)]
+    seconds = [attributes[MEASURING_SECONDS] for attributes in measured if MEASURING_SECONDS in attributes]
     if scan_seconds is not None and seconds:
         cost = SCANNED_MASKS * scan_seconds / statistics.fmean(seconds)
         notes.append(
@@ -99,6 +102,8 @@ def study_notes(
         notes.append(f"Optuna, MLflow and Hydra took {overhead_seconds(trials):.2f} seconds per trial.")
     if drifted := sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials):
         notes.append(f"The machine's speed changed on {drifted} prompts, which were measured again.")
+    if finals is not None and finals.left_out:
+        notes.append(finals.left_out)
     if finals is not None and finals.drifted:
         unsteady = f"; it changed again on {finals.unsteady}" if finals.unsteady else ""
         notes.append(
@@ -263,3 +268,18 @@ def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
             f"| {figures['acceptance_rate']:.2f} | {figures['tokens_per_round']:.2f} |"
         )
     return lines
+
+
+def trial_line(trial: FrozenTrial) -> str:
+    """Return one line on a finished trial: its configuration and its speedup, or why it was not measured to the end."""
+    outcome = trial.user_attrs.get("reason") or f"{trial.value or 1.0:.2f} x"
+    return f"trial {trial.number}, {configuration(trial).label()}: {outcome}"
+
+
+def leader_line(study: optuna.Study) -> str:
+    """Return the leader of a running study, with its speedup and interval on tune prompts."""
+    if (leader := leading(study)) is None:
+        return "no drafting"
+    low, high = (leader.user_attrs["measurement"][name] for name in ("speedup_low", "speedup_high"))
+    drafters = re.sub(r" \([^)]*\)", "", configuration(leader).label().removeprefix("cascade: "))
+    return f"{drafters} (trial {leader.number}) {leader.value:.2f} x ({low:.2f} to {high:.2f})"

@@ -129,6 +129,7 @@ def resumed_rows(
     prefix: str,
     without: Collection[str] = (),
     drop_failed: bool = False,
+    before: PromptSet | None = None,
 ) -> Iterator[Row]:
     """Yield one row per prompt, in order; only rows that are not in the log are measured.
 
@@ -143,6 +144,7 @@ def resumed_rows(
         prefix: distinguishes these rows in the log from others of the same prompts.
         without: as for :meth:`Bench.compare`.
         drop_failed: whether a configuration that the engine cannot run is left out of the rows from then on.
+        before: prompts that drafters which learn decode before the logged ones.
 
     Raises:
         BackendError: the engine cannot run plain decoding, or a configuration that may not be left out.
@@ -150,6 +152,7 @@ def resumed_rows(
     known, missing = (
         PromptSet(tuple(item for item in prompts if (f"{prefix} {item.id}" in log) is logged)) for logged in (True, False)
     )
+    known = PromptSet((*(before or ()), *known))
     if drop_failed:
         measured = surviving_rows(bench, configs, missing, seed, without, known)
     else:

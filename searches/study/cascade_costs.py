@@ -18,6 +18,7 @@ from searches.space.choices import DraftCost
 
 _VERIFY_COST = "verify_cost"
 _DRAFT_COST = "draft_cost"
+_REPEATS = 5
 
 Configs = Sequence[SpeculativeConfig]
 
@@ -29,8 +30,7 @@ class CostTimer:
     Args:
         target: the target.
         sampling: of the target's tokens.
-        contexts: numbers of tokens before the timed ones, rising. Drafting is timed at all of them, verification at the
-            first.
+        contexts: numbers of tokens before the timed ones, rising.
         seed: of the random tokens.
     """
 
@@ -39,9 +39,13 @@ class CostTimer:
     contexts: Sequence[int]
     seed: int
 
-    def verify_costs(self) -> tuple[float, ...]:
-        """Return the costs of verifying 1, 2, ... drafted tokens."""
-        return in_steps(time_verification(self.target, self.contexts[0], sampling=self.sampling, seed=self.seed))
+    def verify_costs(self) -> Costs:
+        """Return the costs of verifying 1, 2, ... drafted tokens, of each context if there are several."""
+        costs = [
+            in_steps(time_verification(self.target, context, sampling=self.sampling, repeats=_REPEATS, seed=self.seed))
+            for context in self.contexts
+        ]
+        return costs[0] if len(costs) == 1 else tuple(zip(self.contexts, costs, strict=True))
 
     def draft_costs(self, members: Configs, known: dict[str, float]) -> Costs:
         """Return the cost of one drafted token for each member of a cascade; new measurements are added to ``known``."""

@@ -5,7 +5,9 @@ are measured once more before the verdict.
 
 A finalist is dropped when its paired interval lies wholly below the leader's speed; this is tested after every few prompts.
 Measuring ends when all prompts were decoded and one finalist is left, when all that are left are significantly slower than
-plain decoding, or when the repeats are used up. A finalist that the engine cannot run is dropped, too.
+plain decoding, or when the repeats are used up. With ``measure.indifference`` it also ends once the winner is clear: faster
+than plain decoding with the confidence of these repeated tests, and no other finalist more than that share faster. It ends
+early if time runs out, after one block of prompts at least. A finalist that the engine cannot run is dropped, too.
 
 Finalists tie with the fastest if they cannot be distinguished from it and seem about as fast. The simplest of them wins: no
 model before a model, fewer skips, shorter drafts. A configuration beats plain decoding if the whole interval of its held-out
@@ -15,6 +17,7 @@ wins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,15 +33,19 @@ from searches.app.resume_log import ResultLog
 from searches.backends.figures import sample_figures
 from searches.study.bench import BASELINE, Bench, Row, logged_seconds, resumed_rows
 from searches.study.drift import drifted_rows
-from searches.study.leaderboard import LeaderboardEntry, contenders, is_lossless
+from searches.study.leaderboard import FINISHED, LeaderboardEntry, contenders, drafters, is_lossless
 from searches.study.objective import MeasureSettings
 from searches.study.remeasure import held_out_seed, remeasure_drifted
 from searches.tracking.names import FIGURES
 
 _LOG = "finals-{}.jsonl"
+_AFFORDABLE = "finalists_of_{}_trials"
+"""User attribute of a study: how many configurations the finals after so many trials had time for."""
 _BLOCK = 6  # prompts between two tests for slower finalists
 _GROWTH = 1.25  # rows at the next test, as a multiple of those at the last one
 _DROP_CONFIDENCE = 0.999  # well above the verdict's, as the test is repeated
+_ENOUGH_PROMPTS = 16  # that finalists should be measured on
+_OTHER_WORK = 1.2  # seconds of measuring, prefills and comparisons included, for each second of decoding
 _TIE = 0.01  # share of speed that simplicity may cost; with few prompts, intervals alone would allow a tenth
 _SIMPLEST = (
     *("none", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip"),
@@ -105,6 +112,7 @@ class Finals:
         seconds: that measuring took.
         drifted: number of rows that drifted by more than ``measure.drift`` and were measured again.
         unsteady: number of these that drifted again.
+        left_out: what was not measured because time ran out, as a sentence; empty if nothing.
     """
 
     finalists: tuple[Finalist, ...]
@@ -112,6 +120,7 @@ class Finals:
     seconds: float
     drifted: int = 0
     unsteady: int = 0
+    left_out: str = ""
 
     @property
     def winner(self) -> Finalist:
@@ -129,8 +138,9 @@ def measure_finals(
     settings: MeasureSettings,
     seed: int,
     folder: Path | None = None,
-    on_prompt: Callable[[], None] = lambda: None,
+    on_prompt: Callable[[], object] = lambda: None,
     also: Sequence[LeaderboardEntry] = (),
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Finals:
     """Measure the contenders of a study, and further ones, on held-out prompts; see :func:`measure_held_out`.
 
@@ -143,11 +153,20 @@ def measure_finals(
         folder: keeps rows as they are measured, so that an interrupted call resumes; None keeps nothing.
         on_prompt: called after each prompt.
         also: further entries, with the speedups of the configurations that they were made from.
+        seconds_left: returns the seconds that the finals may still take. If they are few, fewer configurations are measured.
     """
-    entries = {str(i): entry for i, entry in enumerate([*contenders(study, settings.finalists), *also])}
+    chosen, left_out = [*contenders(study, settings.finalists), *also], ""
+    name = _AFFORDABLE.format(len(study.get_trials(deepcopy=False, states=FINISHED)))
+    if name not in study.user_attrs:  # an interrupted call resumes with the same finalists
+        study.set_user_attr(name, _affordable(chosen, seconds_left()))
+    if (affordable := study.user_attrs[name]) < len(chosen):
+        left_out = f"{affordable} of {len(chosen)} finalists were measured, because time was short."
+        chosen = _distinct_first(chosen)[:affordable]
+    entries = {str(i): entry for i, entry in enumerate(chosen)}
     configs = {name: entry.config for name, entry in entries.items()}
     speedups = {name: entry.speedup for name, entry in entries.items()}
-    finals, _ = measure_held_out(configs, speedups, bench, prompts, settings, seed, folder, on_prompt)
+    finals, _ = measure_held_out(configs, speedups, bench, prompts, settings, seed, folder, on_prompt, True, seconds_left)
+    finals = replace(finals, left_out=" ".join(filter(None, (left_out, finals.left_out))))
     if folder is None:
         return finals
     # Finals of fewer trials, with other finalists, belong to the same search.
@@ -162,8 +181,9 @@ def measure_held_out(
     settings: MeasureSettings,
     seed: int,
     folder: Path | None = None,
-    on_prompt: Callable[[], None] = lambda: None,
+    on_prompt: Callable[[], object] = lambda: None,
     drop_slower: bool = True,
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> tuple[Finals, list[Row]]:
     """Measure configurations on held-out prompts.
 
@@ -178,6 +198,7 @@ def measure_held_out(
         folder: keeps rows as they are measured, so that an interrupted call resumes; None keeps nothing.
         on_prompt: called after each prompt.
         drop_slower: whether configurations that are significantly slower than the leader are dropped.
+        seconds_left: returns the seconds that measuring may still take; rows of an interrupted call cost none.
 
     Returns:
         The results and the rows that they were computed from.
@@ -190,12 +211,17 @@ def measure_held_out(
     asked += [bench.conditions, *([] if drop_slower else ["all to the end"])]
     log = ResultLog(None if folder is None else folder / _LOG.format(digest(asked)[:12]))
     rows: list[Row] = []
-    left, dropped, tested = dict(configs), set[str](), 0
+    left, dropped, tested, ended = dict(configs), set[str](), 0, ""
     for repeat in range(settings.held_out_repeats):
         measured = resumed_rows(
             bench, left, prompts, held_out_seed(seed, repeat), log, str(repeat), dropped, drop_failed=True
         )
-        for number, row in enumerate(measured, 1):
+        for number, item in enumerate(prompts, 1):
+            is_logged = f"{repeat} {item.id}" in log
+            if not is_logged and len(rows) >= min(_BLOCK, len(prompts)) and seconds_left() <= 0:
+                ended = f"Time ran out after {len(rows)} of {len(prompts) * settings.held_out_repeats} held-out decodings."
+                break
+            row = next(measured)
             left = {name: config for name, config in left.items() if name in row}  # without those that failed
             rows.append(row)
             on_prompt()
@@ -205,13 +231,17 @@ def measure_held_out(
                 tested = len(rows)
                 dropped |= {name for name in left if _is_slower_than_leader(rows, left, name)}
                 left = {name: config for name, config in left.items() if name not in dropped}
-        if drop_slower and _is_settled(rows, left):
+                if settings.indifference is not None and _is_clear(rows, left, settings.indifference):
+                    ended = "clear"
+                    break
+        if ended or (drop_slower and _is_settled(rows, left)):
             break
-    again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log)
+    again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log, lambda: seconds_left() <= 0)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
     finalists, baseline = judge_rows(rows, configs, expected, left), _with_figures(Measurement.of(rows, BASELINE, BASELINE))
     unsteady = sum(drifted for place, drifted in enumerate(drifted_rows(rows, settings.drift)) if place in again)
-    return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady), rows
+    left_out = "" if ended == "clear" else ended
+    return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady, left_out), rows
 
 
 def judge_rows(
@@ -261,6 +291,42 @@ def _is_settled(rows: Sequence[Row], left: Collection[str]) -> bool:
     """Return whether more repeats would change nothing: none can win, or one is left, significantly faster or slower."""
     slower = all(_is_slower(rows, BASELINE, name) for name in left)
     return slower or (len(left) == 1 and all(_is_slower(rows, name, BASELINE) for name in left))
+
+
+def _is_clear(rows: Sequence[Row], left: Collection[str], indifference: float) -> bool:
+    """Return whether one configuration surely is faster than plain decoding, and none surely more than a little slower.
+
+    If all are slower than plain decoding, that is clear, too.
+    """
+    if all(_is_slower(rows, BASELINE, name) for name in left):
+        return True
+    measured = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in left}
+    leader = max(left, key=lambda name: measured[name].speedup)
+    if not _is_slower(rows, leader, BASELINE):
+        return False
+    others = (Measurement.of(rows, leader, name) for name in left if name != leader)
+    return all(other.interval()[1] <= 1 + indifference for other in others)
+
+
+def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:
+    """Return how many configurations can be measured on enough prompts, at the speed of the search; one at least."""
+    prompts = max((len(entry.seconds) for entry in entries), default=0)
+    if not prompts or seconds == math.inf:
+        return len(entries)
+    spent, count = 0.0, 0
+    for entry in entries:
+        own, plain = (sum(times[i] / times[2] for times in entry.seconds.values()) / len(entry.seconds) for i in (0, 1))
+        spent += own + (0.0 if count else plain)
+        if count and _OTHER_WORK * spent * _ENOUGH_PROMPTS > seconds:
+            break
+        count += 1
+    return count
+
+
+def _distinct_first(entries: Sequence[LeaderboardEntry]) -> list[LeaderboardEntry]:
+    """Return the first entry of each kind of drafters, then the others."""
+    kinds = [drafters(entry) for entry in entries]
+    return sorted(entries, key=lambda entry: kinds.index(drafters(entry)) != entries.index(entry))
 
 
 def _is_slower(rows: Sequence[Row], other: str, name: str) -> bool:

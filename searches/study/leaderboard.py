@@ -102,6 +102,14 @@ def ranking(study: optuna.Study) -> list[LeaderboardEntry]:
     return sorted(eligible, key=functools.cmp_to_key(_compare), reverse=True)
 
 
+def leading(study: optuna.Study) -> FrozenTrial | None:
+    """Return the latest whole measurement of the fastest configuration; None before there is one."""
+    for entry in ranking(study)[:1]:
+        trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        return next(t for t in reversed(trials) if "measurement" in t.user_attrs and configuration(t) == entry.config)
+    return None
+
+
 def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
     """Return the configurations to measure on held-out prompts, fastest first.
 
@@ -113,17 +121,18 @@ def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
     ranked = ranking(study)
     chosen = ranked[:count]
     for entry in ranked[count:]:
-        is_new = _drafters(entry) not in map(_drafters, chosen)
+        is_new = drafters(entry) not in map(drafters, chosen)
         if len(chosen) < count + _OTHER_DRAFTERS and is_new and _is_near(entry, ranked[0]):
             chosen.append(entry)
-    alike = (entry for entry in ranked if _drafters(entry) == _drafters(ranked[0]))
+    alike = (entry for entry in ranked if drafters(entry) == drafters(ranked[0]))
     default = min(alike, key=lambda entry: entry.first, default=None)
     if default is not None and default not in chosen and _is_near(default, ranked[0]):
         chosen.append(default)
     return chosen
 
 
-def _drafters(entry: LeaderboardEntry) -> tuple[str, ...]:
+def drafters(entry: LeaderboardEntry) -> tuple[str, ...]:
+    """Return the kind of an entry's drafter, and those of a cascade's members."""
     config = entry.config
     return config.kind, *(member.kind for member in config.members)
 

@@ -20,9 +20,9 @@ from layerskip.measure.measurement import Sample, pair_speedup
 from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.app.memory import within_memory
-from searches.backends.backend import BackendError
+from searches.backends.backend import CANDIDATE, BackendError
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench
+from searches.study.bench import BASELINE, Bench, Row
 from searches.study.drift import drifted_rows, drifted_since
 from searches.study.leaderboard import FINISHED, LeaderboardEntry, configuration, leaderboard, ranking
 from searches.study.pruning import BoundEstimator, SpeedupBound
@@ -33,7 +33,6 @@ MEASURING_SECONDS = "measuring_seconds"
 OUT_OF_MEMORY = "out of memory"
 Refusal = Callable[[optuna.Trial, SpeculativeConfig], None]
 
-_CANDIDATE = "candidate"
 _SEED_STEP = 10_000_019  # between the seeds of two trials, each of which counts up prompt by prompt
 _KNOWN = "measured often enough"
 _REPLICATES = 2  # whole measurements, or failures, of a configuration that does not lead; samplers repeat configurations
@@ -63,6 +62,8 @@ class MeasureSettings:
         finalists: configurations that are measured on held-out prompts; the best with other drafters and the first
             with the leader's drafter are added.
         warming: other tune prompts that drafters decode before each trial, unmeasured, if they learn from prompt to prompt.
+        indifference: the finals end once no finalist can be more than this share faster than the leader; None measures to
+            the end.
     """
 
     max_new_tokens: int = 48
@@ -75,12 +76,15 @@ class MeasureSettings:
     held_out_repeats: int = 1
     finalists: int = 5
     warming: int = 6
+    indifference: float | None = None
 
     def __post_init__(self) -> None:
         check_number("measure.drift", self.drift)
+        if self.indifference is not None:
+            check_number("measure.indifference", self.indifference)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "drift" and (value is not None or not field.name.endswith("prompts")):
+            if field.name not in ("drift", "indifference") and (value is not None or not field.name.endswith("prompts")):
                 check_whole(f"measure.{field.name}", value, 0 if field.name in ("survivor_repeats", "warming") else 1)
 
 
@@ -96,6 +100,11 @@ class Objective:
         on_prompt: called after each prompt.
         bounds: bounds suggestions, so that those that cannot win are pruned; None decodes all.
         first_prompt: place of the first tune prompt of trials.
+
+    Attributes:
+        first: the prompts that every trial decodes.
+        warming: prompts that drafters which learn decode before, unmeasured.
+        compared: rows of configurations that were measured together, in place of the measurement of their first trial.
     """
 
     def __init__(
@@ -110,14 +119,15 @@ class Objective:
         first_prompt: int = 0,
     ) -> None:
         self.bounds = bounds
+        self.compared: dict[SpeculativeConfig, list[Row]] = {}
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
-        self._first = prompts.take(settings.prompts, first_prompt)
+        self.first = prompts.take(settings.prompts, first_prompt)
         self._survivors = prompts.take(settings.survivor_prompts, first_prompt)
-        self._first_ids = frozenset(item.id for item in self._first)
+        self._first_ids = frozenset(item.id for item in self.first)
         measured = self._first_ids.union(item.id for item in self._survivors)
         others = [item for item in prompts.take(None) if item.id not in measured]
-        self._warming = PromptSet(tuple(others[: settings.warming]))
+        self.warming = PromptSet(tuple(others[: settings.warming]))
 
     def __call__(self, trial: optuna.Trial, refuse: Refusal = lambda *_: None) -> float:
         """Measure a trial that ``refuse`` does not end by an error, report its speedup prompt by prompt, and return it.
@@ -153,7 +163,7 @@ class Objective:
             if bound.cannot_win:
                 self._record(trial, config, not_run, bound.reason(), time.monotonic() - start)
                 raise optuna.TrialPruned(bound.reason())
-        reason, begun = None, time.monotonic()
+        reason, begun, is_compared = None, time.monotonic(), config in self.compared
         try:
             reason = self._measure(trial, config, rows)
         except BackendError as error:
@@ -167,8 +177,9 @@ class Objective:
             reason = OUT_OF_MEMORY
         if reason == OUT_OF_MEMORY:
             release_memory()  # only here: the handled error refers to the memory
-        trial.set_user_attr(MEASURING_SECONDS, time.monotonic() - begun)
-        measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
+        if not is_compared:
+            trial.set_user_attr(MEASURING_SECONDS, time.monotonic() - begun)
+        measurement = Measurement.of(rows, BASELINE, CANDIDATE)
         self._record(trial, config, measurement, reason, time.monotonic() - start)
         if reason is not None:
             raise optuna.TrialPruned(reason)
@@ -186,10 +197,15 @@ class Objective:
 
         Returns the reason for stopping early, or None for a trial that was measured to the end.
         """
+        if config in self.compared:  # measured, and timed, with others
+            rows += map(dict, self.compared.pop(config))
+            for number, row in enumerate(rows):
+                trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
+            return None
         settings, few = self.settings, len(self._first_ids)
         survives = config.kind != "none"  # every other trial measures plain decoding, too
         more = [item for item in self._survivors if survives and item.id not in self._first_ids]
-        prompts = every = PromptSet((*self._first, *more))
+        prompts = every = PromptSet((*self.first, *more))
         remeasured: set[int] = set()  # places of rows
         for repeat in range(settings.repeats + settings.survivor_repeats):
             if repeat >= settings.repeats and not (survives and self._is_level(trial.study, config, rows)):
@@ -197,11 +213,11 @@ class Objective:
             # No two trials share a seed, else replicates would repeat the same draws.
             seed, begin = self.seed + _SEED_STEP * (trial.number + 1) + len(rows), len(rows)
             # One comparison for all prompts, as some drafters learn from prompt to prompt.
-            for number, row in enumerate(self.bench.compare({_CANDIDATE: config}, prompts, 1, seed, (), self._warming), 1):
+            for number, row in enumerate(self.bench.compare({CANDIDATE: config}, prompts, 1, seed, (), self.warming), 1):
                 rows.append(row)
                 self.on_prompt()
                 # One step for each prompt of each repeat: the pruner compares trials at the same step.
-                trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][_CANDIDATE]), repeat * len(every) + number - 1)
+                trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][CANDIDATE]), repeat * len(every) + number - 1)
                 is_last, is_first_look = number == len(prompts), repeat == 0 and number == few
                 slower = not is_last and trial.should_prune() and self._is_slower(trial.study, config, rows)
                 if slower or is_last or is_first_look:
@@ -221,7 +237,7 @@ class Objective:
     def _is_level(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
         """Return whether a trial is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
         own = LeaderboardEntry(config)
-        own.add(Measurement.of(rows, BASELINE, _CANDIDATE).table())
+        own.add(Measurement.of(rows, BASELINE, CANDIDATE).table())
         leader = next(iter(ranking(study)), LeaderboardEntry(config))
         common = own.seconds.keys() & leader.seconds.keys() or own.seconds.keys()
         return own.speedup_on(common) >= (1 - _LEVEL) * max(1.0, leader.speedup_on(common))
@@ -233,7 +249,7 @@ class Objective:
         The pruner compares on how many prompts the leader is ahead, not by how much. A lookup that is far ahead on few
         prompts may still be faster over all.
         """
-        if Measurement.of(rows, BASELINE, _CANDIDATE).interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0:
+        if Measurement.of(rows, BASELINE, CANDIDATE).interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0:
             return True
         leader = next(iter(ranking(study)), None)
         if leader is None or leader.config == config:
@@ -244,7 +260,7 @@ class Objective:
             if own and plain:
                 seconds = row[BASELINE].decode_seconds * own / plain  # at the machine's present speed
                 against_leader.append(row | {BASELINE: dataclasses.replace(row[BASELINE], decode_seconds=seconds)})
-        measured = Measurement.of(against_leader, BASELINE, _CANDIDATE)
+        measured = Measurement.of(against_leader, BASELINE, CANDIDATE)
         return bool(against_leader) and measured.interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0
 
     def _remeasure_drifted(
@@ -272,9 +288,9 @@ class Objective:
             if (drifted or all_drifted) and begin + place not in remeasured:
                 remeasured.add(begin + place)
                 trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
-                earlier = (*self._warming, *prompts.items[:place])[-self.settings.warming or None :]
+                earlier = (*self.warming, *prompts.items[:place])[-self.settings.warming or None :]
                 one = PromptSet((prompts.items[place],))
-                (row,) = self.bench.compare({_CANDIDATE: config}, one, 1, seed + place, (), PromptSet(earlier))
+                (row,) = self.bench.compare({CANDIDATE: config}, one, 1, seed + place, (), PromptSet(earlier))
                 rows[begin + place] = row
 
     @defer_interrupt()

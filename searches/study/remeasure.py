@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from layerskip import PromptSet, SpeculativeConfig
 from searches.app.resume_log import ResultLog
@@ -21,6 +21,7 @@ def remeasure_drifted(
     settings: MeasureSettings,
     seed: int,
     log: ResultLog,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> dict[int, Row]:
     """Measure once more the rows with drift, and return the new ones by their places.
 
@@ -34,14 +35,16 @@ def remeasure_drifted(
         settings: the tolerated drift.
         seed: of the study.
         log: takes the new rows.
+        is_over: returns whether time has run out; then no row is measured.
     """
     again: dict[int, Row] = {}
     for place, drifted in enumerate(drifted_rows(rows, settings.drift)):
-        if drifted:
-            repeat, number = divmod(place, len(prompts))
+        repeat, number = divmod(place, len(prompts))
+        name = f"{repeat} {prompts.items[number].id} again"
+        if drifted and (name in log or not is_over()):
             item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warming) : number])
             measured = surviving_rows(bench, configs, PromptSet((item,)), held_out_seed(seed, repeat) + number, (), before)
-            again[place] = logged_row(measured, log, f"{repeat} {item.id} again")
+            again[place] = logged_row(measured, log, name)
     return again
 
 

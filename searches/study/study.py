@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import statistics
 import time
 import uuid
 import warnings
@@ -30,7 +32,7 @@ from searches.app.interrupt import defer_interrupt
 from searches.app.time_ledger import TimeLedger, record_shared_seconds, total_seconds_here
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import FINISHED, ranking
-from searches.study.objective import Objective, Refusal
+from searches.study.objective import MEASURING_SECONDS, Objective, Refusal
 from searches.study.requeue import DUPLICATE_OF, finish_trial, repair
 from searches.workers.alone import ALONE, Alone, Workers
 from searches.workers.slots import Slot, take_slot
@@ -52,11 +54,13 @@ class StudySettings:
         n_trials: number of finished trials at the end, including those of earlier runs.
         storage: a database URL or the path of a journal file; None puts a journal file, or an SQLite database for several
             workers, into the study's folder. Several processes can work on a study in a database at the same time.
-        max_seconds: no trial starts later than this after the start of the run; None sets no limit.
+        max_seconds: of the whole search, those of interrupted runs included. Each stage ends at its share, and says what it
+            left out; None sets no limit.
         remeasure: number of trials after which the leader is measured again.
         workers: number of worker processes to start on this machine, ``auto`` for one per visible GPU; None for this
             process alone.
         devices: ``mixed`` lets devices of other types join the study, with results of their own; None refuses them.
+        threads: of the processor; None chooses it by a short measurement, unless ``OMP_NUM_THREADS`` sets it.
     """
 
     name: str | None = None
@@ -66,12 +70,15 @@ class StudySettings:
     remeasure: int = 8
     workers: int | str | None = None
     devices: str | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         check_whole("study.n_trials", self.n_trials)
         check_whole("study.remeasure", self.remeasure)
         if self.max_seconds is not None:
             check_number("study.max_seconds", self.max_seconds, or_zero=True)
+        if self.threads is not None:
+            check_whole("study.threads", self.threads)
         if self.workers not in (None, "auto"):
             check_whole("study.workers", self.workers)
         if self.devices not in (None, "mixed"):
@@ -165,23 +172,25 @@ def run_trials(
     starts: Sequence[SpeculativeConfig] = (),
     ledgers: Sequence[TimeLedger] = (),
     crew: Workers = ALONE,
+    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> None:
     """Run trials until the study has enough finished ones.
 
     Args:
         study: with its sampler and pruner.
         objective: measures a trial.
-        settings: the number of trials and the time limit.
+        settings: the number of trials.
         on_trial: called after each finished trial.
         starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
             that measurements of the leader come in between.
         ledgers: count shared artifacts that trials make.
         crew: the workers of the study.
+        seconds_left: returns the seconds in which further trials must end; none starts that would not.
 
     Raises:
         KeyboardInterrupt: the running trial is marked as failed; :func:`~searches.study.requeue.repair` queues it again.
     """
-    start = ended = time.monotonic()
+    ended = time.monotonic()
     remaining, duplicates = iter(starts), 0
 
     def queue() -> None:
@@ -189,7 +198,7 @@ def run_trials(
         while not _waiting(study) and (config := next(remaining, None)) is not None:
             study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
 
-    while settings.max_seconds is None or time.monotonic() - start <= settings.max_seconds:
+    while seconds_left() > _usual_seconds(study):
         slot = take_slot(crew, study, settings.n_trials, partial(repair, study, crew))
         if slot is None:
             break
@@ -199,6 +208,12 @@ def run_trials(
             duplicates = duplicates + 1 if done is not None and DUPLICATE_OF in done.user_attrs else 0
             if done is not None and done.state in FINISHED:
                 on_trial(done)
+
+
+def _usual_seconds(study: optuna.Study) -> float:
+    """Return the mean seconds of the trials that were measured, each apart; 0 without any."""
+    measured = [trial.user_attrs[MEASURING_SECONDS] for trial in finished(study) if MEASURING_SECONDS in trial.user_attrs]
+    return statistics.fmean(measured) if measured else 0.0
 
 
 def _run_trial(

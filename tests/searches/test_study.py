@@ -19,6 +19,7 @@ from optuna.trial import TrialState
 
 import layerskip
 from layerskip import PromptSet, Target
+from layerskip.rules import as_tuples
 from tests.accelerator import DEVICE
 from tests.browser import CHROMIUM, Browser
 from tests.searches.conftest import Launch
@@ -140,19 +141,19 @@ def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(
     result = launch("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     _check_complete(outputs, "killed", 9)
-    (profile,) = (outputs / "profiles").glob("*.json")
-    step, *others = json.loads(profile.read_text(encoding="utf-8"))["profile"]["verify_seconds"]
     study = journal_study(outputs, "killed")
     stored = [trial.user_attrs["config"] for trial in study.trials if "config" in trial.user_attrs]
     configs = [layerskip.SpeculativeConfig.from_dict(config) for config in stored]
     cascades = [config for config in configs if config.kind == "cascade"]
     assert cascades  # all of them have the costs that were measured once
-    assert all(found.verify_cost == pytest.approx([seconds / step for seconds in others], abs=0.006) for found in cascades)
+    assert {found.verify_cost for found in cascades} == {as_tuples(study.user_attrs["verify_cost"])}
     costs = study.user_attrs["draft_cost"].values()
     for found in cascades:
         priced = [not member.lookup for member in found.members]
-        assert len(found.draft_cost) == (2 if any(priced) else 0)
-        assert all(cost in (costs if model else (0.0,)) for cost, model in zip(found.draft_cost, priced, strict=False))
+        at_contexts = [each for _, each in found.draft_cost]  # prompts of bytes differ much in length
+        assert len(at_contexts) == (len(found.verify_cost) if any(priced) else 0)
+        for each in at_contexts:
+            assert all(cost in (costs if model else (0.0,)) for cost, model in zip(each, priced, strict=True))
 
 
 def test_incomplete_runs_and_journal_lines_are_repaired(done: Path, tiny_folder: Path, launch: Launch) -> None:
@@ -238,7 +239,7 @@ def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_p
     costs = [config["verify_cost"] for config in configs if config["kind"] == "cascade"]
     assert costs
     assert all(found == study.user_attrs["verify_cost"] for found in costs)
-    assert all(cost > 0.1 for cost in costs[0])
+    assert all(cost > 0.1 for _, each in costs[0] for cost in each)
 
 
 def test_a_multirun_runs_one_study_per_job(tiny_folder: Path, tmp_path: Path) -> None:

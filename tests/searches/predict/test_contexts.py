@@ -95,18 +95,28 @@ def test_a_profile_is_measured_at_the_contexts_of_the_prompts(
     assert sorted(asked.get("contexts", [asked["context"]]) for asked in stored) == [[192, 1984, 8000], [256]]
 
 
-def test_cascades_of_a_study_have_costs_at_the_contexts_of_its_profile(
+def test_cascades_of_a_study_have_costs_at_the_contexts_of_its_prompts(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("layerskip.costs.draft_timing.time_drafting", lambda _, __, context, *___, **____: context / 1000)
+    timed: list[int] = []
+
+    def time_verification(_: Target, context: int, **__: Any) -> tuple[float, ...]:
+        timed.append(context)
+        return _profile(context).verify_seconds
+
+    monkeypatch.setattr("searches.study.cascade_costs.time_verification", time_verification)
     measuring, space = SimpleNamespace(max_new_tokens=8), SearchSpace(layers=12)
     plan = SimpleNamespace(target=tiny_target, sampling=Sampling(), seed=0, measuring=measuring, space=space)
-    study, profile = optuna.create_study(), replace(_profile(192), others=(_profile(2000),))
-    sweep: Any = SimpleNamespace(plan=plan, study=study, tune=PromptSet.of(["one"]), crew=ALONE)
-    predictor: Any = SimpleNamespace(profile=profile)
-    found = Sweep._space_with_costs(sweep, predictor)
-    assert found.verify_cost == ((192, (1.22, 1.44, 1.66)), (2000, (1.1, 1.2, 1.3)))
+    tune = PromptSet.of(["one " * 40, "word " * 500])
+    sweep: Any = SimpleNamespace(plan=plan, study=optuna.create_study(), tune=tune, crew=ALONE)
+    found = Sweep._space_with_costs(sweep)
+    short, long = timed
+    lengths = sorted(len(tiny_target.encode(item.messages())) + 4 for item in tune)
+    assert [abs(context - length) <= 32 for context, length in zip(timed, lengths, strict=True)] == [True, True]
+    assert found.verify_cost == tuple((context, _profile(context).verify_cost) for context in timed)
     members = SpeculativeConfig("prompt_lookup"), SpeculativeConfig("layer_skip", mask="layers:1")
     assert found.draft_cost is not None
-    assert found.draft_cost(members) == ((192, (0.0, 0.192)), (2000, (0.0, 2.0)))
-    assert Sweep._space_with_costs(sweep, predictor).verify_cost == found.verify_cost  # of a resumed study
+    assert found.draft_cost(members) == ((short, (0.0, short / 1000)), (long, (0.0, long / 1000)))
+    assert Sweep._space_with_costs(sweep).verify_cost == found.verify_cost  # of a resumed study
+    assert len(timed) == 2

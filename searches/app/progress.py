@@ -1,0 +1,132 @@
+"""Progress of a program: one bar in a terminal, lines in a log file.
+
+Stages of a search count their steps with :func:`counting`. Within a :class:`Progress`, its bar or its lines show them; a
+program without one has a bar for each stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from tqdm import tqdm
+
+_SILENCE = 15.0  # seconds without a line, after which one says what is going on
+_BEAT = 1.0  # seconds between two updates
+_running: list[Progress] = []
+
+
+class Progress:
+    """Progress of a program with several stages; a context in which it is shown.
+
+    Args:
+        seconds: that the program may take; None for no limit.
+
+    Attributes:
+        started: when the program started, on the clock of ``time.monotonic``, earlier runs included.
+        leader: describes the best result so far; empty before there is one.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.started, self.leader = time.monotonic(), ""
+        self._seconds, self._stage, self._count, self._spoken = seconds, "", "", time.monotonic()
+        self._ended, self._lock = threading.Event(), threading.RLock()
+        parts = "{n:.0f} of {total:.0f} s" if seconds else "{elapsed}"
+        self._bar = tqdm(total=seconds, disable=None, dynamic_ncols=True, bar_format=f"{{desc}} {{bar}} {parts}{{postfix}}")
+        self._beats = threading.Thread(target=self._beat, name="progress", daemon=True)
+
+    def __enter__(self) -> Progress:
+        _running.append(self)
+        self._beats.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _running.remove(self)
+        self._ended.set()
+        self._beats.join()
+        self._bar.close()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start, those of earlier runs included."""
+        return time.monotonic() - self.started
+
+    def begin(self, stage: str) -> None:
+        """Name the stage that begins."""
+        with self._lock:
+            self._stage, self._count = stage, ""
+        self._show()
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        with self._lock:
+            if self._bar.disable:
+                print(line, flush=True)
+            else:
+                tqdm.write(line)  # above the bar
+            self._spoken = time.monotonic()
+
+    def step(self, line: str) -> None:
+        """Print what was finished, and in a log file the time, the leader and the seconds that are left, too."""
+        self.say(self._with_state(f"{self._stage}: {line}") if self._bar.disable else line)
+
+    @contextlib.contextmanager
+    def counting(self, total: int, unit: str, done: int = 0) -> Iterator[Callable[[], object]]:
+        """Yield a function that counts one of ``total`` steps, of which some are done."""
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            self._count = f"{done} of {total} {unit}"
+
+        self._count = f"{done} of {total} {unit}"
+        try:
+            yield count
+        finally:
+            self._count = ""
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT):
+            self._show()
+
+    def _show(self) -> None:
+        """Draw the bar, or print a line after a long silence."""
+        with self._lock:
+            now = ", ".join(filter(None, (self._stage, self._count))) or "loading"
+            if not self._bar.disable:
+                self._bar.n = self.spent if self._seconds is None else min(self._seconds, self.spent)
+                self._bar.set_description_str(now, refresh=False)
+                self._bar.set_postfix_str(self.leader and f"leader {self.leader}")
+            elif time.monotonic() - self._spoken >= _SILENCE:
+                self.say(self._with_state(now))
+
+    def _with_state(self, line: str) -> str:
+        left = f"{max(0.0, self._seconds - self.spent):.0f} s left" if self._seconds else ""
+        return f"[{self.spent:4.0f} s] " + "; ".join(filter(None, (line, self.leader and f"leader {self.leader}", left)))
+
+
+@contextlib.contextmanager
+def counting(total: int, unit: str, stage: str) -> Iterator[Callable[[], object]]:
+    """Yield a function that counts one step of a stage of the running program, or of a bar of its own.
+
+    Args:
+        total: the number of steps.
+        unit: of a step, such as ``prompts``.
+        stage: named by a bar of its own.
+    """
+    if _running:
+        with _running[-1].counting(total, unit) as count:
+            yield count
+    else:
+        with tqdm(total=total, unit=unit, desc=stage, disable=None) as bar:
+            yield bar.update
+
+
+def say(line: str) -> None:
+    """Print a line, above the bar of the running program if there is one."""
+    if _running:
+        _running[-1].say(line)
+    else:
+        print(line, flush=True)

@@ -1,0 +1,125 @@
+"""The machine of a search: what it is, whether others use it, and the number of threads that decodes fastest on it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from layerskip import Target
+from layerskip.costs.verify_timing import VerifyPass
+from layerskip.device.clock import now
+from layerskip.device.memory import total_bytes
+from layerskip.models.environment import machine
+from layerskip.models.loading import dtype_reason
+
+_TEST_SECONDS = 1.0
+_BUSY = 0.9  # share of the cores' time below which others use them
+_CONTEXT = 64  # tokens before the passes that are timed
+_VERIFIED = 8  # tokens of the longer one
+_ROUNDS = 5
+_GAIN = 1.05  # that fewer threads must bring, since timing few passes is noisy
+_THREADS_SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def describe(target: Target, dtype: str) -> str:
+    """Return one line on the processor or GPU, its instruction set, threads and memory, and the data type with its reason.
+
+    Args:
+        target: the loaded target.
+        dtype: as configured.
+    """
+    about = machine(target)
+    where = str(about["device_name"])
+    if about["device"] == "cpu":
+        isa = torch.backends.cpu.get_cpu_capability()
+        where += f" ({isa}, {cores()} cores, threads: {about['threads']})"
+    on_card = target.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(target.device).total_memory if on_card else total_bytes()
+    reason = dtype_reason(dtype, target.device)
+    return f"machine: {where}, {memory / 2**30:.0f} GiB of memory; {target.dtype}, because {reason}"
+
+
+def busy_line() -> str | None:
+    """Return a warning if other programs use the processor; None if they do not. Takes a second.
+
+    One thread for each core computes for a while. Without others, these threads get all the time of all cores.
+    """
+    share = _share_of_cores(cores(), _TEST_SECONDS)
+    if share >= _BUSY:
+        return None
+    load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return (
+        f"busy: this program gets {share:.0%} of the time of {cores()} cores{load}; "
+        "figures are noisy, intervals will be wide"
+    )
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _share_of_cores(threads: int, seconds: float) -> float:
+    data, end = bytes(2**20), time.monotonic() + seconds
+
+    def compute() -> None:
+        while time.monotonic() < end:
+            hashlib.sha256(data)  # releases the interpreter's lock
+
+    begun, used = time.monotonic(), time.process_time()
+    workers = [threading.Thread(target=compute, daemon=True) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return (time.process_time() - used) / (threads * (time.monotonic() - begun))
+
+
+def set_threads(target: Target, wanted: int | None) -> str | None:
+    """Set the number of threads of the CPU, and return a line if a measurement chose fewer than torch's own number.
+
+    Passes over one token and over several are timed with all threads, all but one, and half of them. Barriers wait for the
+    slowest thread, so one busy core slows all threads down.
+
+    Args:
+        target: the loaded target.
+        wanted: number of threads; None measures, unless an environment variable sets it or the target is on another device.
+    """
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+        return None
+    usual = torch.get_num_threads()
+    counts = sorted({usual, usual - 1, usual // 2} - {0}, reverse=True)
+    if target.device.type != "cpu" or len(counts) < 2 or any(os.environ.get(name) for name in _THREADS_SET):
+        return None
+    seconds = _time_threads(target, counts)
+    best = min(counts, key=lambda count: seconds[count] * (1.0 if count == usual else _GAIN))
+    torch.set_num_threads(best)
+    if best == usual:
+        return None
+    return (
+        f"threads: {best}, because {usual} take {seconds[usual] / seconds[best]:.2f} times as long; study.threads sets them"
+    )
+
+
+@torch.inference_mode()
+def _time_threads(target: Target, counts: Sequence[int]) -> dict[int, float]:
+    """Return the median seconds of a short and a longer pass for each number of threads, in random order."""
+    passes, order = VerifyPass(target, _CONTEXT, _VERIFIED), random.Random(0)
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(_ROUNDS):
+        for count in order.sample(counts, len(counts)):
+            torch.set_num_threads(count)
+            passes.chain(0)  # threads are started with the first pass
+            start = now(target.device)
+            passes.chain(0)
+            passes.chain(_VERIFIED)
+            seconds[count].append(now(target.device) - start)
+    return {count: statistics.median(times) for count, times in seconds.items()}
