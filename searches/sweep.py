@@ -258,8 +258,8 @@ class Sweep:
     def _export_leader(self) -> None:
         """Export the leader provisionally, and name it in the progress."""
         path = self.folder / "best.json"
-        publish_provisional(self.plan, self.study, self.tune, self.budget.spent, path, self.tracker.run_id)
-        if not self.progress.leader:
+        seconds, run_id = self.budget.spent, self.tracker.run_id
+        if publish_provisional(self.plan, self.study, self.tune, seconds, path, run_id) and not self.progress.leader:
             say(f"wrote {path}, provisional until the finals")
         self.progress.leader = leader_line(self.study)
 

@@ -271,3 +271,15 @@ def test_a_bridge_of_another_mask_or_model_is_refused(tiny_target: Target, tmp_p
     other = Target(build("llama", 1, num_hidden_layers=3))
     with pytest.raises(ExportError, match=r"^config\.bridge: .* was made for another target, .*: its weights are not"):
         Export(described, own).check(other)
+
+
+def test_a_provisional_export_says_so_when_it_is_loaded(
+    export: Export, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "best.json"
+    export.save(path)
+    assert not Export.load(path).is_provisional
+    assert caplog.text == ""
+    replace(export, search={**export.search, "provisional": True}).save(path)
+    assert Export.load(path).is_provisional
+    assert f"{path} is provisional" in caplog.text

@@ -76,8 +76,10 @@ def publish(
 
 def publish_provisional(
     plan: Plan, study: optuna.Study, prompts: PromptSet, seconds: float, path: Path, run_id: str
-) -> None:
+) -> bool:
     """Write the export of a running study's leader, marked as provisional; a confirmed one of the same study stays.
+
+    Returns whether it was written.
 
     Args:
         plan: of the study.
@@ -88,12 +90,13 @@ def publish_provisional(
         run_id: of the study's MLflow run.
     """
     if path.exists() and not json.loads(path.read_text(encoding="utf-8")).get("search", {}).get(PROVISIONAL):
-        return
+        return False
     config, evidence = SpeculativeConfig(), {}
     if (leader := leading(study)) is not None and leader.value is not None and leader.value > 1:
         config, evidence = configuration(leader), leader.user_attrs["measurement"]
     search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds, "mlflow_run_id": run_id}
     _export_of(config, evidence, plan, prompts, search | {PROVISIONAL: True}).save(path)
+    return True
 
 
 def _log(finals: Finals, winner: int | None, results: Mapping[str, float], tracker: Tracker, folder: Path) -> None:

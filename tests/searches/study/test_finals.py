@@ -294,3 +294,52 @@ def test_a_lossy_configuration_wins_only_if_allowed(allowed: bool) -> None:
     finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=2, held_out_repeats=1), 0)
     assert finals.winner.config == (lossy if allowed else exact)
     assert ("output LOSSY" in report.verdict(finals)) == allowed
+
+
+def test_finals_end_once_the_winner_is_clear() -> None:
+    """The two that tie are measured no further with indifference, since neither can be much faster than the other."""
+    long, short, slow = lookup(8), lookup(4), lookup(6)
+    bench = Known({long: 1.5, short: 1.5, slow: 1.2})
+    study = run_known(bench, long, short, slow)
+    bench.asked.clear()
+    settings = MeasureSettings(finalists=3, held_out_repeats=3, indifference=0.03)
+    finals = measure_finals(study, bench, HELD_OUT, settings, 0)
+    assert len(bench.asked) == 3 * 12
+    assert finals.winner.config == short
+    assert finals.left_out == ""
+
+
+def test_finals_without_a_clear_winner_go_on() -> None:
+    level = lookup(4)
+    bench = Known({level: 1.0}, drift=lambda call: 1 + 0.1 * (call % 3))
+    study = run_known(bench, level)
+    bench.asked.clear()
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1, indifference=0.03), 0)
+    assert len(bench.asked) == 24
+    assert finals.winner.config == SpeculativeConfig()
+
+
+def test_finals_without_time_measure_one_block_and_resume_with_the_same_rows(tmp_path: Path) -> None:
+    first, second = lookup(4), lookup(6)
+    bench = Known({first: 1.5, second: 1.4})
+    study = run_known(bench, first, second)
+    bench.asked.clear()
+    left = iter([1e9] * 9)  # seconds: for the choice of finalists and the rows after the first block
+    settings = MeasureSettings(finalists=2, held_out_repeats=1)
+    finals = measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path, seconds_left=lambda: next(left, 0.0))
+    assert len(bench.asked) == 2 * 12 + 2  # the slower one is dropped after twelve
+    assert finals.left_out == "Time ran out after 14 of 24 held-out decodings."
+    assert finals.winner.config == first
+    bench.asked.clear()
+    assert measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path, seconds_left=lambda: 0.0) == finals
+    assert bench.asked == []
+
+
+def test_finals_with_little_time_measure_few_finalists_of_different_kinds(tmp_path: Path) -> None:
+    first, second, other = lookup(4), lookup(6), SpeculativeConfig("token_recycling")
+    bench = Known({first: 1.5, second: 1.49, other: 1.48})
+    study = run_known(bench, first, second, other)
+    settings = MeasureSettings(finalists=3, held_out_repeats=1)
+    finals = measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path, seconds_left=lambda: 1.2 * 16 * 2.5)
+    assert {finalist.config for finalist in finals.finalists} == {first, other}
+    assert finals.left_out == "2 of 3 finalists were measured, because time was short."

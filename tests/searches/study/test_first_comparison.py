@@ -1,0 +1,81 @@
+"""The first comparison of a study on a bench with known speedups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from layerskip import PromptSet, SpeculativeConfig
+from layerskip.measure.measurement import Sample
+from searches.space.search_space import SearchSpace
+from searches.study.budget import Budget
+from searches.study.first_comparison import cheap_arms, compare_arms
+from searches.study.leaderboard import ranking
+from searches.study.objective import Objective
+from searches.study.study import StudySettings, run_trials
+from searches.workers.alone import ALONE
+from tests.searches.known import PROMPTS, SETTINGS, Known
+
+SPACE = SearchSpace(6, kinds=["none", "prompt_lookup", "token_recycling", "cascade", "layer_skip"])
+
+
+def _budget(seconds: float | None = None, spent: float = 0.0) -> Budget:
+    return Budget(optuna.create_study(), seconds, time.monotonic() - spent)
+
+
+def _compare(
+    bench: Known, folder: Path, budget: Budget | None = None, prompts: PromptSet = PROMPTS
+) -> dict[SpeculativeConfig, list[Any]]:
+    arms = cheap_arms(SPACE)
+    return compare_arms(arms, bench, prompts, PromptSet(()), 0, folder, budget or _budget(), ALONE)
+
+
+def test_the_arms_are_those_that_need_no_preparation() -> None:
+    lookup, recycling, cascade = cheap_arms(SPACE)
+    assert (lookup.kind, recycling.kind) == ("prompt_lookup", "token_recycling")
+    assert [member.kind for member in cascade.members] == ["prompt_lookup", "token_recycling"]
+    assert cascade.members[1] == recycling
+    assert cheap_arms(SearchSpace(6, kinds=["none", "layer_skip"])) == []
+
+
+def test_arms_share_plain_decoding_and_become_trials_that_decode_nothing(tmp_path: Path) -> None:
+    lookup, recycling, cascade = arms = cheap_arms(SPACE)
+    bench = Known({lookup: 1.2, recycling: 1.4, cascade: 1.7})
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(bench, SPACE, PROMPTS, SETTINGS, seed=0)
+    objective.compared = _compare(bench, tmp_path, prompts=objective.first)
+    assert bench.calls == len(objective.first)  # one row a prompt
+    run_trials(study, objective, StudySettings(n_trials=3), lambda trial: None, arms)
+    assert bench.calls == len(objective.first)
+    assert [entry.config for entry in ranking(study)] == [cascade, recycling, lookup]
+    assert [round(entry.speedup, 6) for entry in ranking(study)] == [1.7, 1.4, 1.2]
+    assert ranking(study)[0].seconds.keys() == {item.id for item in objective.first}
+
+
+def test_rows_of_a_killed_comparison_are_not_measured_again(tmp_path: Path) -> None:
+    class Killed(Known):
+        def compare(self, configs: Mapping[str, SpeculativeConfig], *rest: Any, **more: Any) -> Iterator[dict[str, Sample]]:
+            for number, row in enumerate(super().compare(configs, *rest, **more)):
+                if number == 5:
+                    raise KeyboardInterrupt
+                yield row
+
+    with pytest.raises(KeyboardInterrupt):
+        _compare(Killed({}), tmp_path)
+    bench = Known({})
+    rows = _compare(bench, tmp_path)
+    assert sorted({prompt for _, prompt in bench.asked}) == sorted(item.id for item in PROMPTS.items[5:])
+    assert all(len(found) == len(PROMPTS) for found in rows.values())
+
+
+def test_the_comparison_ends_at_its_share_but_not_before_three_prompts(tmp_path: Path) -> None:
+    budget = _budget(100.0, spent=60.0)
+    rows = _compare(Known({}), tmp_path, budget)
+    assert {len(found) for found in rows.values()} == {3}
+    again = _compare(Known({}), tmp_path, budget)
+    assert {len(found) for found in again.values()} == {3}

@@ -1,0 +1,91 @@
+"""The machine's line, busy cores and the choice of threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from layerskip import Target
+from searches.study import machine
+from tests.searches.programs import environment
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Four threads, which no environment variable sets."""
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(4)
+    yield 4
+    torch.set_num_threads(before)
+
+
+def test_the_machine_is_one_line(tiny_target: Target) -> None:
+    line = machine.describe(tiny_target, "float32")
+    assert line.startswith("machine: ")
+    assert torch.backends.cpu.get_cpu_capability() in line or tiny_target.device.type != "cpu"
+    assert line.endswith("float32, because target.dtype=float32 asks for it")
+
+
+@pytest.mark.parametrize(("isa", "dtypes"), [("avx2", {"float32"}), ("unknown", {"float32", "bfloat16"})])
+def test_the_data_type_follows_the_instruction_set_that_torch_may_use(isa: str, dtypes: set[str]) -> None:
+    script = "import torch; from layerskip.models.loading import _dtype; print(_dtype('auto', torch.device('cpu')))"
+    command, variables = [sys.executable, "-c", script], environment() | {"ATEN_CPU_CAPABILITY": isa}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().removeprefix("torch.") in dtypes
+
+
+def test_other_programs_on_all_cores_are_noticed() -> None:
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(2 * machine.cores())]
+    try:
+        line = machine.busy_line()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert line is not None
+    assert line.startswith("busy: ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({4: 1.0, 3: 1.1, 2: 1.5}, 4),
+        ({4: 1.0, 3: 0.98, 2: 1.5}, 4),
+        ({4: 3.0, 3: 1.1, 2: 1.5}, 3),
+        ({4: 3.0, 3: 2.0, 2: 1.0}, 2),
+    ],
+)
+def test_fewer_threads_are_chosen_where_they_are_clearly_faster(
+    seconds: dict[int, float], chosen: int, tiny_target: Target, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tiny_target.device.type != "cpu":
+        pytest.skip("threads of the processor")
+    asked: list[Any] = []
+    monkeypatch.setattr(machine, "_time_threads", lambda _, counts: asked.append(list(counts)) or seconds)
+    line = machine.set_threads(tiny_target, None)
+    assert (asked, torch.get_num_threads()) == ([[4, 3, 2]], chosen)
+    assert (line is None) == (chosen == threads)
+
+
+def test_a_number_of_threads_that_is_set_is_kept(tiny_target: Target, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_time_threads", lambda *_: pytest.fail("measured"))
+    assert machine.set_threads(tiny_target, 3) is None
+    assert torch.get_num_threads() == 3
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "2")
+    assert machine.set_threads(tiny_target, None) is None
+    assert torch.get_num_threads() == 3
+
+
+def test_threads_are_really_timed(tiny_target: Target, threads: int) -> None:
+    timed = machine._time_threads(tiny_target, [2, 1])
+    assert timed.keys() == {1, 2}
+    assert all(seconds > 0 for seconds in timed.values())
