@@ -32,7 +32,7 @@ def worst_code(jobs: Sequence[Job]) -> int:
 
 def table(jobs: Sequence[Job]) -> str:
     """Return a table in Markdown with the overrides that differ between jobs and with the outcomes."""
-    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    common = set.intersection(*(set(job.overrides) for job in jobs))
     rows = ["| job | exit code | outcome |", "|---|---|---|"]
     for job in jobs:
         cells = " ".join(each for each in job.overrides if each not in common), str(job.code), job.outcome

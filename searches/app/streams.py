@@ -27,15 +27,18 @@ class _Lossy(io.FileIO):
     error: OSError | None = None
 
     def write(self, data: ReadableBuffer) -> int:
-        """Write data; return the number of bytes that were written or dropped."""
+        """Write or drop all of the data; return the number of bytes."""
+        rest = memoryview(data).cast("B")
         try:
-            while (count := super().write(data)) is None:  # another program made the terminal non-blocking
-                select.select([], [self], [])
-            return count
+            while rest:
+                count = super().write(rest)
+                if count is None:  # another program made the terminal or the pipe non-blocking
+                    select.select([], [self], [])
+                rest = rest[count or 0 :]
         except OSError as error:
             if error.errno != errno.EPIPE and self.error is None:
                 self.error = error
-            return memoryview(data).nbytes
+        return memoryview(data).nbytes
 
 
 def tolerate_loss() -> None:
