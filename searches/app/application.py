@@ -31,7 +31,7 @@ from searches.app.checks import InputError, check_output_paths
 from searches.app.composition import CONF, prepare_overrides, store_drafters
 from searches.app.defaults import fill_defaults
 from searches.app.interrupt import error_chain, guard_exit, interrupt_code, interruptible, is_interrupt, resend_interrupt
-from searches.app.jobs import Job, table, worst_code
+from searches.app.jobs import FINISHED, Job, JobFailed, launched_jobs, table, worst
 from searches.app.streams import lost_output, tolerate_loss
 
 BAD_INPUT = 2
@@ -53,19 +53,6 @@ def instantiate_part(config: DictConfig, part: str, **more: Any) -> Any:
         raise InputError(f"{part}: {_one_line(reason)}") from error
 
 
-class JobFailed(Exception):
-    """The failure of a job that a launcher ran elsewhere; it carries everything that ends the command that started it.
-
-    Args:
-        code: the exit code of the job.
-        line: what the job printed, in one line.
-    """
-
-    def __init__(self, code: int, line: str) -> None:
-        super().__init__(code, line)  # the arguments alone are pickled
-        self.code, self.line = code, line
-
-
 def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = True, is_printed: bool = False) -> NoReturn:
     """Compose ``conf/<config_name>.yaml`` with the command line, run a task with it, and end the process.
 
@@ -80,7 +67,7 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
     def guarded(config: DictConfig) -> None:
         # Errors are handled in here, because Hydra prints its own message first. It lets SystemExit pass.
         _set_up()
-        code, line, interrupted = 0, "finished", False
+        code, line, interrupted = 0, FINISHED, False
         try:
             with interruptible():
                 check_output_paths(config)
@@ -111,10 +98,12 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except (Exception, KeyboardInterrupt) as error:
+        jobs += launched_jobs(error)
         code, _ = _report(error, resumable)
     if len(jobs) > 1:
         print(table(jobs))
-    code = _with_output(code or worst_code(jobs), is_printed or not jobs)  # without a job, Hydra printed its help
+    code = worst([code, *(job.code for job in jobs)])
+    code = _with_output(code, is_printed or not jobs)  # without a job, Hydra printed its help
     guard_exit(code)
     sys.exit(code)
 
