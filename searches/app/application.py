@@ -80,9 +80,10 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         except (Exception, KeyboardInterrupt) as error:
             interrupted = is_interrupt(error)
             code, line = _report(error, resumable)
-        if code and _is_launched():
-            # A launcher carries exceptions alone. With SystemExit, submitit waits and Ray starts again.
-            raise JobFailed(code, line)
+        if _is_launched():
+            if code:  # a launcher carries exceptions alone; with SystemExit, submitit waits and Ray starts again
+                raise JobFailed(code, line)
+            return
         jobs.append(Job(tuple(HydraConfig.get().overrides.task), code, line))
         if code and (interrupted or HydraConfig.get().mode != RunMode.MULTIRUN):
             sys.exit(code)
