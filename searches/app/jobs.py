@@ -65,6 +65,6 @@ def table(jobs: Sequence[Job]) -> str:
     common = set.intersection(*(set(job.overrides) for job in jobs))
     rows = ["| job | exit code | outcome |", "|---|---|---|"]
     for job in jobs:
-        cells = " ".join(each for each in job.overrides if each not in common), str(job.code), job.outcome
+        cells = " ".join(each.lstrip("+") for each in job.overrides if each not in common), str(job.code), job.outcome
         rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows)

@@ -91,5 +91,5 @@ def test_the_worst_code(codes: list[int], last: int) -> None:
 
 
 def test_a_table_shows_the_overrides_that_differ() -> None:
-    jobs = [Job(("target=local", "seed=0", f"sampler={name}"), 0, "finished") for name in ("tpe", "random")]
+    jobs = [Job(("target=local", "seed=0", f"++sampler={name}"), 0, "finished") for name in ("tpe", "random")]
     assert table(jobs).splitlines()[2:] == ["| sampler=tpe | 0 | finished |", "| sampler=random | 0 | finished |"]
