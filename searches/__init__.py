@@ -4,6 +4,14 @@ import logging
 import os
 import sys
 
+from searches.app.interrupt import guard_imports
+from searches.app.streams import hold_descriptors, tolerate_loss
+
+if sys.argv[:1] == ["-m"]:  # Python looks for the program to run in this package
+    guard_imports()
+    hold_descriptors()
+    tolerate_loss()
+
 # No telemetry and no advice at start. Hydra must not catch errors.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -13,7 +21,7 @@ os.environ["HYDRA_FULL_ERROR"] = "1"
 # Report an unreachable server after seconds; MLflow's default is minutes.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-if not sys.stderr.isatty():
+if sys.stderr is None or not sys.stderr.isatty():
     os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries
 # Transformers imports torchao where it is installed, which then reports the kernels that this machine cannot load.
 for _name in ("torchao", "torch.utils._pytree"):

@@ -7,4 +7,4 @@ from searches.app.application import run
 from searches.training.datastores import datastore
 
 if __name__ == "__main__":
-    run("datastore", datastore)
+    run("datastore", datastore, is_printed=True)

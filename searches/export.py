@@ -11,4 +11,4 @@ from searches.exporting.program import export
 
 if __name__ == "__main__":
     sys.argv[1:] = command_line(sys.argv[1:])
-    run("export", export, resumable=False)
+    run("export", export, resumable=False, is_printed=True)

@@ -1,7 +1,7 @@
 """Start and end of every program: Hydra composes the configuration, and errors become exit codes.
 
-Bad input ends with one line and exit code 2, Ctrl-C with 130. Unexpected errors keep their traceback and exit code 1, which
-no verdict shares. A result that was not confirmed ends with 4.
+Bad input ends with one line and exit code 2, Ctrl-C with 130, SIGTERM with 143, SIGHUP with 129. Unexpected errors keep
+their traceback and exit code 1, which no verdict shares. A result that was not confirmed ends with 4.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from layerskip.models.cache import CacheOverflow
 from searches.app.checks import InputError, check_output_paths
 from searches.app.composition import CONF, prepare_overrides, store_drafters
 from searches.app.defaults import fill_defaults
-from searches.app.interrupt import INTERRUPTED, error_chain, is_interrupt, resend_interrupt
+from searches.app.interrupt import error_chain, guard_exit, interrupt_code, interruptible, is_interrupt, resend_interrupt
+from searches.app.jobs import FINISHED, Job, JobFailed, launched_jobs, table, worst
+from searches.app.streams import lost_output, tolerate_loss
 
 BAD_INPUT = 2
 NOT_CONFIRMED = 4
@@ -51,55 +53,75 @@ def instantiate_part(config: DictConfig, part: str, **more: Any) -> Any:
         raise InputError(f"{part}: {_one_line(reason)}") from error
 
 
-class JobFailed(Exception):
-    """The failure of a job that a launcher ran elsewhere; it carries everything that ends the command that started it.
-
-    Args:
-        code: the exit code of the job.
-        line: what the job printed, in one line.
-    """
-
-    def __init__(self, code: int, line: str) -> None:
-        super().__init__(code, line)  # the arguments alone are pickled
-        self.code, self.line = code, line
-
-
-def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = True) -> NoReturn:
+def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = True, is_printed: bool = False) -> NoReturn:
     """Compose ``conf/<config_name>.yaml`` with the command line, run a task with it, and end the process.
 
-    ``resumable`` states whether the same command continues after an interruption.
+    Args:
+        config_name: names the configuration.
+        task: the body of the program.
+        resumable: whether the same command continues after an interruption.
+        is_printed: whether the result is what the program prints, which is then lost on a full disk.
     """
+    jobs: list[Job] = []
 
     def guarded(config: DictConfig) -> None:
         # Errors are handled in here, because Hydra prints its own message first. It lets SystemExit pass.
         _set_up()
+        code, line, interrupted = 0, FINISHED, False
         try:
-            check_output_paths(config)
-            task(fill_defaults(config))
+            with interruptible():
+                check_output_paths(config)
+                task(fill_defaults(config))
         except SystemExit as end:
             # submitit itself ends a job with a negative code before it submits the job again.
-            if _is_launched() and isinstance(end.code, int) and end.code > 0:
-                raise JobFailed(end.code, f"error: the job ended with exit code {end.code}") from None
-            raise
+            if not (isinstance(end.code, int) and end.code > 0):
+                raise
+            code, line, interrupted = end.code, f"error: the job ended with exit code {end.code}", is_interrupt(end)
         except (Exception, KeyboardInterrupt) as error:
+            interrupted = is_interrupt(error)
             code, line = _report(error, resumable)
-            if _is_launched():  # a launcher carries exceptions alone; with SystemExit, submitit waits and Ray starts again
-                raise JobFailed(code, line) from None
+        if _is_launched():
+            if code:  # a launcher carries exceptions alone; with SystemExit, submitit waits and Ray starts again
+                raise JobFailed(code, line)
+            return
+        jobs.append(Job(tuple(HydraConfig.get().overrides.task), code, line))
+        if code and (interrupted or HydraConfig.get().mode != RunMode.MULTIRUN):
             sys.exit(code)
 
     _set_up()
     store_drafters()
     program = hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(guarded)
+    code = 0
     try:
-        sys.argv[1:] = prepare_overrides(config_name, sys.argv[1:])
-        program()
+        with interruptible():
+            sys.argv[1:] = prepare_overrides(config_name, sys.argv[1:])
+            program()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except (Exception, KeyboardInterrupt) as error:
-        sys.exit(_report(error, resumable)[0])
-    sys.exit(0)
+        jobs += launched_jobs(error)
+        code, _ = _report(error, resumable)
+    if len(jobs) > 1:
+        print(table(jobs))
+    code = worst([code, *(job.code for job in jobs)])
+    code = _with_output(code, is_printed or not jobs)  # without a job, Hydra printed its help
+    guard_exit(code)
+    sys.exit(code)
+
+
+def _with_output(code: int, is_printed: bool) -> int:
+    """Return the exit code of a program, with what became of its output: a full disk loses a result that is printed."""
+    lost = lost_output()
+    if lost is None:
+        return code
+    is_error = is_printed and not code
+    print(f"{'error: ' if is_error else ''}standard output: incomplete: {os.strerror(lost.errno or 0)}", file=sys.stderr)
+    return BAD_INPUT if is_error else code
 
 
 def _set_up() -> None:
     """Set the filters and hooks of a process that runs a task, which a launcher may have started."""
+    tolerate_loss()
     # Optuna marks grouped TPE and the Wilcoxon pruner as experimental.
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     # The best trial may have fewer steps than others, since trials race.
@@ -124,7 +146,7 @@ def _report(error: BaseException, resumable: bool) -> tuple[int, str]:
         code, line = error.code, error.line
     elif is_interrupt(error):
         kept = "the same command continues from here" if resumable else "nothing is kept"
-        code, line = INTERRUPTED, f"interrupted; {kept}"
+        code, line = interrupt_code(error), f"interrupted; {kept}"
     elif (reason := explain(error)) is not None:
         code, line = BAD_INPUT, f"error: {reason}"
     elif _is_of_launcher(error):

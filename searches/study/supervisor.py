@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from searches.app.checks import InputError
-from searches.app.interrupt import INTERRUPTED
+from searches.app.interrupt import INTERRUPTED, interrupt_code
 from searches.study.leaderboard import incumbent
 from searches.study.opening import JOINED, storage_url
 from searches.study.storage import open_database
@@ -80,7 +80,7 @@ def supervise(config: DictConfig) -> None:
     """Start the workers of a study and wait for their end.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C. All workers have ended, and their trials are queued again.
+        KeyboardInterrupt: a signal. All workers have ended, and their trials are queued again.
         SystemExit: no worker has finished the study; with the exit code of the first that failed.
     """
     settings: StudySettings = instantiate(config.study)
@@ -88,12 +88,11 @@ def supervise(config: DictConfig) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     found = places(settings.workers, str(config.target.get("device")))
     overrides = [each for each in HydraConfig.get().overrides.task if not _OWN.match(each)]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     crowd = Crowd(overrides, found, Path(config.outputs), settings)
     try:
         crowd.watch()
-    except BaseException:
-        crowd.stop()
+    except BaseException as error:
+        crowd.stop(interrupt_code(error) - 128)
         raise
     codes = crowd.codes()
     if 0 not in codes:
@@ -138,11 +137,11 @@ class Crowd:
         if self._study is None:
             self._find_study()
 
-    def stop(self) -> None:
-        """Interrupt all workers and wait for them; a second Ctrl-C kills them."""
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """Send all workers the signal that interrupts them, and wait for their end; a further Ctrl-C kills them."""
         for process in self._processes:
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(number)
         try:
             for process in self._processes:
                 process.wait()

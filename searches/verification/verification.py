@@ -27,7 +27,7 @@ from layerskip.models.environment import machine
 from searches.app.application import NOT_CONFIRMED
 from searches.app.checks import InputError, check_flag, check_number, check_seed, check_whole
 from searches.app.exported import load_exported_target
-from searches.app.interrupt import INTERRUPTED
+from searches.app.interrupt import interrupt_code
 from searches.app.record_header import program_sources, record_header
 from searches.app.resume_log import ResultLog
 from searches.backends.selection import closing, described, exported_backend
@@ -184,11 +184,11 @@ def _measure(
         print(f"measuring {asked}{resumed}", flush=True)
         with tqdm(total=len(prompts) * settings.most_repeats, unit="prompt", disable=None) as bar:
             return measure_claim(bench, export.config, claim, prompts, settings, seed, log, rows, bar.update)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if rows:
             print("\n".join(table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.most_repeats)))
         print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(interrupt_code(error))
 
 
 def measure_claim(

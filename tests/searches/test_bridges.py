@@ -18,7 +18,8 @@ from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.measure.measurement import Sample
 from layerskip.models.trained_module import save_trained
 from layerskip.scan.scan import Scanner
-from searches.app.application import INTERRUPTED, run
+from searches.app.application import run
+from searches.app.interrupt import INTERRUPTED
 from searches.bridging.bridges import _heads, bridges
 from searches.study.bench import ModelBench
 from searches.training.bridge_trainer import BridgeTrainer

@@ -181,16 +181,19 @@ def test_a_lock_of_a_killed_program_is_removed(tiny_folder: Path, tmp_path: Path
     _check_complete(tmp_path / "outputs", "killed", 1)
 
 
-def test_ctrl_c_prints_a_summary_and_the_same_command_resumes(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_prints_a_summary_and_the_same_command_resumes(
+    number: signal.Signals, tiny_folder: Path, tmp_path: Path, launch: Launch
+) -> None:
     outputs = tmp_path / "outputs"
     overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=200", "study.name=stopped", "space.kinds=[layer_skip]")
     with Fork("searches.layerskip", *overrides, cwd=tmp_path) as process:
         process.wait_for_trials()
         while process.running and len(runs(sqlite(outputs), "trial")) < 2:
             time.sleep(0.3)
-        process.send(signal.SIGINT)
+        process.send(number)
         ended = process.wait(timeout=60)
-    assert ended.returncode == 130, ended.stderr
+    assert ended.returncode == 128 + number, ended.stderr
     assert "Best trials" in ended.stdout
     assert "Traceback" not in ended.stderr
     assert runs(sqlite(outputs), "study")[0].info.status == "KILLED"

@@ -6,11 +6,28 @@ import signal
 import sqlite3
 import sys
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from searches.app.interrupt import defer_interrupt, is_interrupt, resend_interrupt
+from searches.app.interrupt import (
+    Terminated,
+    defer_interrupt,
+    interrupt_code,
+    interruptible,
+    is_interrupt,
+    resend_interrupt,
+)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restores what a test does with signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def ctrl_c() -> None:
@@ -110,7 +127,12 @@ def test_another_error_in_a_finaliser_is_shown_and_interrupts_nothing(monkeypatc
     assert (shown, sent) == ([dropped], [])
 
 
-def test_a_ctrl_c_in_a_finaliser_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dropped", "number"), [(KeyboardInterrupt(), signal.SIGINT), (Terminated(signal.SIGTERM), signal.SIGTERM)]
+)
+def test_a_signal_in_a_finaliser_is_sent_again(
+    dropped: BaseException, number: signal.Signals, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent, done = [], threading.Event()
 
     def send(thread: int, number: int) -> None:
@@ -118,6 +140,51 @@ def test_a_ctrl_c_in_a_finaliser_is_sent_again(monkeypatch: pytest.MonkeyPatch) 
         done.set()
 
     monkeypatch.setattr(signal, "pthread_kill", send)
-    resend_interrupt(SimpleNamespace(exc_type=KeyboardInterrupt))  # type: ignore[arg-type]
+    resend_interrupt(SimpleNamespace(exc_type=type(dropped), exc_value=dropped))  # type: ignore[arg-type]
     assert done.wait(10)
-    assert sent == [(threading.main_thread().ident, signal.SIGINT)]
+    assert sent == [(threading.main_thread().ident, number)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_a_program_waits_for_a_write_and_comes_once(number: signal.Signals, handlers: None) -> None:
+    written = []
+
+    @defer_interrupt()
+    def write() -> None:
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)
+        written.append("whole")
+
+    with interruptible():
+        with pytest.raises(Terminated) as end:
+            write()
+        signal.raise_signal(signal.SIGHUP)  # while the program ends
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()  # a further Ctrl-C ends that at once
+    assert written == ["whole"]
+    assert interrupt_code(end.value) == 128 + number
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_or_has_a_handler_keeps_it(handlers: None) -> None:
+    seen = []
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))  # submitit
+    with interruptible(), defer_interrupt():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+    assert seen == [signal.SIGTERM]
+
+
+def test_only_the_main_thread_handles_signals() -> None:
+    found = []
+
+    def begin() -> None:
+        with interruptible():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]

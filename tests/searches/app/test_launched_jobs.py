@@ -18,6 +18,8 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from searches.app.application import run
+from searches.app.checks import InputError
+from searches.app.interrupt import Terminated
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
 SEEN: list[Any] = []
@@ -69,7 +71,7 @@ def _see(config: DictConfig) -> None:
 def _fail_as_worker_1(config: DictConfig) -> None:
     _see(config)
     if config.worker == 1:
-        raise [ArithmeticError("two\nlines"), KeyboardInterrupt()][config.seed]
+        raise [ArithmeticError("two\nlines"), KeyboardInterrupt(), Terminated(15)][config.seed]
 
 
 def test_each_job_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +85,7 @@ def test_each_job_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["outputs={}/file"], 2, "error: outputs: {}/file is not a folder"),
         (["outputs={}", "seed=0"], 1, "lines"),
         (["outputs={}", "seed=1"], 130, "interrupted; the same command continues from here"),
+        (["outputs={}", "seed=2"], 143, "interrupted; the same command continues from here"),
     ],
 )
 def test_the_command_ends_with_the_code_and_the_line_of_its_job(
@@ -101,6 +104,20 @@ def test_the_command_ends_with_the_code_and_the_line_of_its_job(
     # A defect has its traceback where the job ran.
     assert stderr.count("Traceback") == (code == 1)
     assert "Error executing job with overrides" in stderr  # says which job
+
+
+def _refuse_or_fail(config: DictConfig) -> None:
+    if config.worker == 0:
+        raise InputError("seed: is refused")
+    raise ArithmeticError("a defect")
+
+
+def test_the_worst_job_decides_and_a_table_lists_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _launch(_refuse_or_fail, f"outputs={tmp_path}", monkeypatch=monkeypatch) == 1
+    rows = ["| worker=0 | 2 | error: seed: is refused |", "| worker=1 | 1 | ArithmeticError: a defect |"]
+    assert capsys.readouterr().out.splitlines()[2:] == rows
 
 
 def test_a_launcher_without_its_cluster_ends_with_one_line(

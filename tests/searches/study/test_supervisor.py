@@ -30,11 +30,10 @@ _WAITING = "touch began; while [ ! -e end ]; do sleep 0.02; done"
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """Restores what a supervisor and a worker do with signals."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Restores what a worker does with Ctrl-C."""
+    handler = signal.getsignal(signal.SIGINT)
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture
@@ -72,17 +71,20 @@ def test_the_code_of_the_first_worker_that_failed_is_passed_on(
         assert f"worker {number}: error: of worker={number}\nworker {number}: ended with exit code {code}\n" in done.stderr
 
 
-def test_a_supervisor_that_is_terminated_interrupts_its_workers(
-    database: str, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["TERM", "HUP", "INT"])
+def test_a_supervisor_that_is_interrupted_interrupts_its_workers(
+    name: str, database: str, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    number = signal.Signals[f"SIG{name}"]
+
     def look(_: float) -> None:
         wait_until(Path("began").exists)
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
 
-    _worker(f"trap 'touch interrupted; exit {INTERRUPTED}' INT; {_WAITING}")
+    _worker(f"trap 'touch interrupted; exit {INTERRUPTED}' {name}; {_WAITING}")
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(sleep=look))
     done = launch("layerskip", "study.workers=1", "target.device=cpu", f"study.storage={database}", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (INTERRUPTED, "interrupted; the same command continues from here\n")
+    assert (done.returncode, done.stderr) == (128 + number, "interrupted; the same command continues from here\n")
     assert Path("interrupted").exists()
 
 

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from layerskip import ConfigError, SpeculativeConfig, Target, generate, load_target
 from layerskip.bridges.fit import Calibration
-from searches.app.application import INTERRUPTED
 from searches.app.checks import InputError
+from searches.app.interrupt import INTERRUPTED
 from searches.training import bridge_training
 from searches.training.bridge_trainer import BridgeTrainer
 from searches.training.bridge_training import bridge_shape

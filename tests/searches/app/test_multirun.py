@@ -1,0 +1,95 @@
+"""A job of a multirun that fails ends no other one, and the command ends with the worst exit code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from omegaconf import DictConfig
+
+from searches.app.application import run
+from searches.app.checks import InputError
+from searches.app.jobs import Job, table, worst
+
+
+def _refuse() -> NoReturn:
+    raise InputError("study.n_trials: 0|1 is less than 2")
+
+
+def _crash() -> NoReturn:
+    raise ArithmeticError("a defect")
+
+
+def _end(
+    tasks: Sequence[Callable[[], object]], folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+) -> tuple[int | str | None, list[int]]:
+    """Run a job for each task; return the exit code of the command and the seeds of the jobs that began."""
+    begun: list[int] = []
+
+    def task(config: DictConfig) -> None:
+        begun.append(config.seed)
+        tasks[config.seed]()
+
+    seeds = f"seed={','.join(map(str, range(len(tasks))))}"
+    monkeypatch.setattr(sys, "argv", ["layerskip", "-m", seeds, f"outputs={folder}", *more])
+    with pytest.raises(SystemExit) as end:
+        run("layerskip", task)
+    return end.value.code, begun
+
+
+def test_other_jobs_run_and_a_table_lists_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [_refuse, lambda: sys.exit(3), _crash, lambda: None, lambda: sys.exit(4)]
+    assert _end(tasks, tmp_path, monkeypatch) == (1, [0, 1, 2, 3, 4])
+    shown = capsys.readouterr()
+    assert (
+        shown.out
+        == """\
+| job | exit code | outcome |
+|---|---|---|
+| seed=0 | 2 | error: study.n_trials: 0\\|1 is less than 2 |
+| seed=1 | 3 | error: the job ended with exit code 3 |
+| seed=2 | 1 | ArithmeticError: a defect |
+| seed=3 | 0 | finished |
+| seed=4 | 4 | error: the job ended with exit code 4 |
+"""
+    )
+    assert shown.err.startswith("error: study.n_trials: 0|1 is less than 2\nTraceback")
+    assert shown.err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_jobs(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [_crash, lambda: signal.raise_signal(number), lambda: None]
+    assert _end(tasks, tmp_path, monkeypatch) == (128 + number, [0, 1])
+    line = "interrupted; the same command continues from here"
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-1] == f"| seed=1 | {128 + number} | {line} |"
+    assert shown.err.splitlines()[-1] == line
+
+
+@pytest.mark.parametrize("more", [[], ["worker=1"]])
+def test_a_single_job_has_no_table(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _end([_refuse], tmp_path, monkeypatch, *more) == (2, [0])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("codes", "last"), [([0], 0), ([0, 3], 3), ([3, 4], 4), ([4, 2], 2), ([2, 1, 4], 1), ([1, 130, 143, 0], 143)]
+)
+def test_the_worst_code(codes: list[int], last: int) -> None:
+    assert worst(codes) == last
+
+
+def test_a_table_shows_the_overrides_that_differ() -> None:
+    jobs = [Job(("target=local", "seed=0", f"++sampler={name}"), 0, "finished") for name in ("tpe", "random")]
+    assert table(jobs).splitlines()[2:] == ["| sampler=tpe | 0 | finished |", "| sampler=random | 0 | finished |"]
