@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LONGEST_NAME = 200  # bytes; file systems take 255, with the mark
 _PROBE_BYTES = 2**16  # a disk that interrupted a write has no room for them
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # in messages of Rust libraries, which may have removed their file
 
@@ -33,6 +34,12 @@ def write_json(path: Path, value: Any) -> None:
         partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def beside(path: Path, mark: str) -> Path:
+    """Return a hidden file in the folder of a path, named after both; a long name is replaced by its digest."""
+    name = path.name if len(os.fsencode(path.name)) <= _LONGEST_NAME else digest(path.name)[:16]
+    return path.with_name(f".{name}.{mark}")
+
+
 @contextmanager
 def atomic_write(path: Path, mark: str = "partial") -> Iterator[Path]:
     """Yield a temporary path to write to, and move it to ``path`` on success. A failure leaves ``path`` unchanged.
@@ -46,7 +53,7 @@ def atomic_write(path: Path, mark: str = "partial") -> Iterator[Path]:
         OSError: the disk is full, even if the library that writes raises another error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{mark}")
+    partial = beside(path, mark)
     try:
         with report_full_disk(path, partial):
             yield partial

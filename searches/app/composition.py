@@ -17,17 +17,30 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from layerskip.config import kinds
+from layerskip.rules import check_text
 from searches.app.defaults import allow_unlisted, fill_defaults
 
 _CHOICE = re.compile(r"[+~]?\w+(@[\w.]+)?=[\w-]+$")
 _TEXT = re.compile(r"(?P<start>\+{0,2}(?P<field>[\w.]+)=)(?P<value>.+)", re.DOTALL)
 _ITEM = re.compile(r"""'(\\.|[^'\\])*'(?=,|$)|"(\\.|[^"\\])*"(?=,|$)|[^,]+""")  # of a list; commas in quotes belong to it
 _PATHS = (
-    *("outputs", "record", "config", "export", "output", "model", "corpus", "begin_like", "warm_start", "cross_draft"),
+    *(
+        "outputs",
+        "record",
+        "config",
+        "export",
+        "output",
+        "inspect",
+        "model",
+        "corpus",
+        "begin_like",
+        "warm_start",
+        "cross_draft",
+    ),
     *("path", "folder", "python", "head", "draft", "draft_folder", "draft_head", "eagle_head", "medusa_head", "bridge"),
-    *("datastore", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
+    *("cross_draft", "datastore", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
 )
-"""Fields that hold a path, or a name of the user's choice; those of rows, such as ``contenders.eagle.head``, by their end."""
+"""Fields that hold a path, or a name of the user's choice; ``head`` also stands for ``contenders.eagle.head``."""
 _PATH_LISTS = ("datastores", "eagle_heads", "medusa_heads", "drafts", "cross_drafts", "paths")
 _ORDER = (
     *("prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip"),
@@ -57,13 +70,13 @@ def prepare_overrides(name: str, overrides: Sequence[str]) -> list[str]:
 
 
 def literal(text: str) -> str:
-    """Return a text as Hydra reads it literally: quoted, with quotes, interpolations and the backslashes before them escaped."""
+    """Return a text as Hydra reads it literally: quoted, with escaped quotes and interpolations."""
     escaped = re.sub(r"(\\*)('|\$\{|$)", lambda match: match[1] * 2 + ("\\" + match[2] if match[2] else ""), text)
     return f"'{escaped}'"
 
 
 def _quote_path(override: str, several: bool) -> str:
-    """Return an override with its value quoted if that is a path, or paths, that Hydra would refuse or read as something else.
+    """Return an override, its value quoted if that is a path, or paths, that Hydra would refuse or read as something else.
 
     Args:
         override: of any field.
@@ -75,6 +88,7 @@ def _quote_path(override: str, several: bool) -> str:
     start, field, value = match["start"], match["field"], match["value"]
     last, read = field.rpartition(".")[2], _read(value)
     if field in _PATHS or last in _PATHS:
+        check_text(field, value)
         if several and not isinstance(read, Sweep):
             return start + _quoted_items(value)
         return start + (value if several else _quoted(value))
@@ -88,7 +102,9 @@ def _quoted_items(values: str) -> str:
 
 
 def _quoted(value: str) -> str:
-    return value if isinstance(_read(value), (str, NoneType)) else literal(value)
+    read = _read(value)
+    is_kept = isinstance(read, (str, NoneType)) or (type(read) is int and str(read) == value)
+    return value if is_kept else literal(value)
 
 
 def _read(value: str) -> Any:

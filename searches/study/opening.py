@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial
 from layerskip import SpeculativeConfig, Target
 from layerskip.files import digest
 from layerskip.models.environment import machine
-from searches.app.checks import InputError
+from searches.app.checks import InputError, check_folder
 from searches.app.urls import sqlite_url, without_password
 from searches.study.finals import Finalist, Finals
 from searches.study.storage import locked, open_database, open_journal
@@ -77,6 +77,7 @@ def place(outputs: Path, name: str, settings: StudySettings, device: str, shared
     """Return the name of a study in its storage, and its folder; devices of mixed types have a study and a folder each."""
     if shared and settings.devices == "mixed":
         name = f"{name}/{re.sub('[^A-Za-z0-9]+', '-', device).strip('-')}"
+    check_folder("study.name", str(outputs / name))
     return name, outputs / name
 
 

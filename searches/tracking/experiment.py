@@ -61,9 +61,10 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(f"tracking.uri: cannot open {without_password(uri)}: {reason}") from error
     if experiment.lifecycle_stage != LifecycleStage.ACTIVE:
+        place = shlex.quote(without_password(uri))
         raise InputError(
             f"tracking.experiment: {name} was deleted; name another, or restore it: "
-            f"MLFLOW_TRACKING_URI={shlex.quote(without_password(uri))} mlflow experiments restore -x {experiment.experiment_id}"
+            f"MLFLOW_TRACKING_URI={place} mlflow experiments restore -x {experiment.experiment_id}"
         )
     return client, uri, str(experiment.experiment_id)
 
