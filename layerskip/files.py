@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNUSABLE = (*DISK_FULL, errno.EROFS, errno.ENAMETOOLONG, errno.EIO, errno.ESTALE)
+"""Errors of a file system, which no program causes."""
 _LONGEST_NAME = 200  # bytes; file systems take 255, with the mark
 _PROBE_BYTES = 2**16  # a disk that interrupted a write has no room for them
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # in messages of Rust libraries, which may have removed their file

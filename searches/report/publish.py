@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,7 @@ def publish(
         Retry("tracking.uri: the store")(partial(_log, finals, winner, results, tracker, folder))
     print(text)
     print(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
-    print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
+    print(f"  mlflow ui --backend-store-uri {shlex.quote(without_password(tracker.uri))}")
 
 
 def _log(finals: Finals, winner: int | None, results: Mapping[str, float], tracker: Tracker, folder: Path) -> None:
