@@ -112,3 +112,9 @@ def test_hidden_states_that_do_not_fit_lose_only_the_present_text(
     assert len(again) == 1
     again.fill(tiny_target, texts, 10**6)
     assert len(again) == 2
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "ö" * 125])
+def test_a_long_name_is_written(name: str, tmp_path: Path) -> None:
+    write_json(tmp_path / name, 1)
+    assert os.listdir(tmp_path) == [name]

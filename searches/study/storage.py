@@ -32,6 +32,7 @@ from searches.workers.retrying_storage import RetryingStorage
 _JOURNAL = b'{"op_code":'
 _REMEDY = "restore it, or keep the lines before to repeat the rest"
 _LOCK_SECONDS = 10  # that SQLite waits for another process's transaction, before a line is printed
+_PATIENCE = 600.0  # seconds that a database may be away for
 _ATTEMPTS = 20
 _CREATED_BY_OTHERS = ("already exists", "duplicate key", "UNIQUE constraint")
 _PROXY_PORT = 13000  # Optuna's default
@@ -145,7 +146,9 @@ class _DatabaseRetry(Retry):
     def __init__(self, url: str) -> None:
         file = sqlite_file(url)
         # Of a file, nothing but a lock passes by itself.
-        super().__init__(f"study.storage: {'the database' if file is None else f'{file}, which another program locked,'}")
+        super().__init__(
+            f"study.storage: {'the database' if file is None else f'{file}, which another program locked,'}", _PATIENCE
+        )
         self._place = file or without_password(url)
 
     def __call__(self, call: Callable[[], Result]) -> Result:
