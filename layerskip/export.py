@@ -117,7 +117,10 @@ class Export:
             if type(fields["target"].get(name)) is not kind:
                 raise ExportError(f"target.{name}: is missing or not a {kind.__name__}, in {path}")
             if kind is str:
-                check_text(f"target.{name}", fields["target"][name])
+                try:
+                    check_text(f"target.{name}", fields["target"][name])
+                except ConfigError as error:
+                    raise ExportError(f"{error}, in {path}") from None
         try:
             config = resolve_attachments(SpeculativeConfig.from_dict(fields["config"]), Path(path))
             sampling = Sampling.from_dict(fields.get("sampling", {}))

@@ -67,7 +67,7 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
 def check_text(name: str, value: str) -> None:
     """Raise ``ConfigError`` for a name or path with characters that a terminal obeys or a file cannot hold."""
     if _CONTROLS.search(value):
-        raise ConfigError(f"{name}: {value!r} has characters that cannot be printed; choose another name")
+        raise ConfigError(f"{name}: {value!r} has characters that cannot be printed")
 
 
 def check_number(name: str, value: Any, least: float, most: float) -> None:

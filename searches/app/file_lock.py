@@ -82,7 +82,7 @@ def locked_if_free(file: Path) -> Iterator[bool]:
         yield True
 
 
-def _acquired(file: Path) -> filelock.AcquireReturnProxy:
+def _acquired(file: Path) -> contextlib.AbstractContextManager[object]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # of a fallback to the same file, which says nothing of what to do

@@ -13,7 +13,7 @@ def sqlite_url(file: Path) -> str:
     """Return the URL of an SQLite database in a file, whatever characters its path has.
 
     Raises:
-        InputError: no URL can name the file, as ``?`` in SQLAlchemy 2.0.
+        InputError: no URL can name the file, as with a question mark in SQLAlchemy 2.0.
     """
     path = str(file.resolve())
     # MLflow also creates the folder that follows "sqlite:///", as it stands there; with the driver's name it does not.
