@@ -15,7 +15,7 @@ from typing import Any
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNUSABLE = (*DISK_FULL, errno.EROFS, errno.ENAMETOOLONG, errno.EIO, errno.ESTALE)
 """Errors of a file system, which no program causes."""
-_LONGEST_NAME = 200  # bytes; file systems take 255, with the mark
+_LONGEST_NAME = 200  # bytes; file systems take 255
 _PROBE_BYTES = 2**16  # a disk that interrupted a write has no room for them
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # in messages of Rust libraries, which may have removed their file
 
@@ -37,9 +37,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def beside(path: Path, mark: str) -> Path:
-    """Return a hidden file in the folder of a path, named after both; a long name is replaced by its digest."""
-    name = path.name if len(os.fsencode(path.name)) <= _LONGEST_NAME else digest(path.name)[:16]
-    return path.with_name(f".{name}.{mark}")
+    """Return a hidden file in the folder of a path, named after both."""
+    return path.with_name(f".{short_name(path.name)}.{mark}")
+
+
+def short_name(name: str) -> str:
+    """Return a name that file systems take with something appended; the end of a long one becomes a digest."""
+    return name if len(os.fsencode(name)) <= _LONGEST_NAME else f"{name[:40]}-{digest(name)[:12]}"
 
 
 @contextmanager
