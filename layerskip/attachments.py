@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.files import beside
 
 _FIELDS = ("bridge", "draft_head", "head")
 _FILES = ("head.json", "head.safetensors", "config.json", "model.safetensors", "pytorch_model.bin")
@@ -37,7 +38,7 @@ def copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig
             raise ConfigError(f"{field}: there is nothing in {source} to export")
         folder = file.parent / f"{file.stem}.{field}-{_digest(files)}"
         if not folder.exists():
-            partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+            partial = beside(folder, str(os.getpid()))
             shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same id
             partial.mkdir(parents=True)
             try:

@@ -20,6 +20,7 @@ from layerskip.files import write_json
 from layerskip.hugging_face import custom_generate
 from layerskip.models.target import Target
 from layerskip.models.trained_module import check_trained, has_trained
+from layerskip.rules import check_text
 
 SCHEMA = "layerskip.export/1"
 PROVISIONAL = "provisional"
@@ -124,6 +125,11 @@ class Export:
         for name, kind in _TARGET_FIELDS.items():
             if type(fields["target"].get(name)) is not kind:
                 raise ExportError(f"target.{name}: is missing or not a {kind.__name__}, in {path}")
+            if kind is str:
+                try:
+                    check_text(f"target.{name}", fields["target"][name])
+                except ConfigError as error:
+                    raise ExportError(f"{error}, in {path}") from None
         try:
             config = resolve_attachments(SpeculativeConfig.from_dict(fields["config"]), Path(path))
             sampling = Sampling.from_dict(fields.get("sampling", {}))

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNUSABLE = (*DISK_FULL, errno.EROFS, errno.ENAMETOOLONG, errno.EIO, errno.ESTALE)
+"""Errors of a file system, which no program causes."""
+_LONGEST_NAME = 200  # bytes; file systems take 255
 _PROBE_BYTES = 2**16  # a disk that interrupted a write has no room for them
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # in messages of Rust libraries, which may have removed their file
 
@@ -33,6 +36,16 @@ def write_json(path: Path, value: Any) -> None:
         partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def beside(path: Path, mark: str) -> Path:
+    """Return a hidden file in the folder of a path, named after both."""
+    return path.with_name(f".{short_name(path.name)}.{mark}")
+
+
+def short_name(name: str) -> str:
+    """Return a name that file systems take with something appended; the end of a long one becomes a digest."""
+    return name if len(os.fsencode(name)) <= _LONGEST_NAME else f"{name[:40]}-{digest(name)[:12]}"
+
+
 @contextmanager
 def atomic_write(path: Path, mark: str = "partial") -> Iterator[Path]:
     """Yield a temporary path to write to, and move it to ``path`` on success. A failure leaves ``path`` unchanged.
@@ -46,7 +59,7 @@ def atomic_write(path: Path, mark: str = "partial") -> Iterator[Path]:
         OSError: the disk is full, even if the library that writes raises another error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{mark}")
+    partial = beside(path, mark)
     try:
         with report_full_disk(path, partial):
             yield partial

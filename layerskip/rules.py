@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
+
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # the last are bytes that are not UTF-8
 
 
 class ConfigError(ValueError):
@@ -59,6 +62,12 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
         raise ConfigError(f"{name}: {value!r} is not a whole number of at least {least}")
     if most is not None and value > most:
         raise ConfigError(f"{name}: {value} is more than {most}")
+
+
+def check_text(name: str, value: str) -> None:
+    """Raise ``ConfigError`` for a name or path with characters that a terminal obeys or a file cannot hold."""
+    if _CONTROLS.search(value):
+        raise ConfigError(f"{name}: {value!r} has characters that cannot be printed")
 
 
 def check_number(name: str, value: Any, least: float, most: float) -> None:

@@ -199,6 +199,7 @@ REFUSED = [
     ({"sampling__temperature": -1}, "sampling.temperature: -1"),
     ({"sampling__heat": 1}, "sampling.heat: "),
     ({"sampling__top_p": "most"}, "sampling.top_p: "),
+    ({"target__name": "a\x1b[31m"}, "target.name: 'a.x1b.31m' has characters that cannot be printed"),
 ]
 
 

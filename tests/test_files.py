@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from layerskip import SkipMask, Target, files, save_draft_checkpoint
 from layerskip.drafters.datastore import Datastore
-from layerskip.files import atomic_write, write_json
+from layerskip.files import atomic_write, short_name, write_json
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
 from layerskip.heads.feature_store import FeatureStore
 from layerskip.models.trained_module import save_trained
@@ -112,3 +112,16 @@ def test_hidden_states_that_do_not_fit_lose_only_the_present_text(
     assert len(again) == 1
     again.fill(tiny_target, texts, 10**6)
     assert len(again) == 2
+
+
+def test_a_short_name_has_room_for_more() -> None:
+    assert short_name("model") == "model"
+    names = [short_name(start + end) for start in ("x" * 250, "ö" * 125, "🗎" * 60) for end in "ab"]
+    assert len(set(names)) == 6
+    assert max(len(name.encode()) for name in names) <= 200
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "ö" * 125])
+def test_a_long_name_is_written(name: str, tmp_path: Path) -> None:
+    write_json(tmp_path / name, 1)
+    assert os.listdir(tmp_path) == [name]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydivsufsort import divsufsort
 
 from layerskip.config import ConfigError
-from layerskip.files import report_full_disk, write_json
+from layerskip.files import beside, report_full_disk, write_json
 from layerskip.models.target import Target
 
 _SCHEMA = "layerskip.datastore/1"
@@ -79,7 +79,7 @@ class Datastore:
         """
         if folder.exists():
             raise ConfigError(f"output: {folder} exists already")
-        partial = folder.with_name(f".{folder.name}.partial")
+        partial = beside(folder, "partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)

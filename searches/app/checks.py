@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
 from layerskip import ConfigError
-from layerskip.rules import check_integer
+from layerskip.rules import check_integer, check_text
 
 _LEAST_FREE_BYTES = 64 * 2**20
 
@@ -89,25 +90,45 @@ def check_output_paths(config: DictConfig) -> None:
     if "outputs" in config:
         if not isinstance(config.outputs, (str, int)):  # YAML reads a folder name of digits as a number
             raise InputError(f"outputs: {config.outputs!r} is not the path of a folder")
-        config.outputs = str(config.outputs)
-        stats = os.statvfs(check_folder("outputs", config.outputs))
-        if stats.f_bavail * stats.f_frsize < _LEAST_FREE_BYTES:
+        if not isinstance(config.outputs, str):
+            config.outputs = str(config.outputs)
+        if _free_bytes(check_folder("outputs", config.outputs)) < _LEAST_FREE_BYTES:
             needed = _LEAST_FREE_BYTES // 2**20
             raise InputError(f"outputs: {config.outputs} has no space left; {needed} MB are needed")
     if config.get("record") is not None:
-        config.record = str(config.record)
+        if not isinstance(config.record, str):
+            config.record = str(config.record)
         if os.path.isdir(config.record):
             raise InputError(f"record: {config.record} is a folder, not a file")
-        check_folder("record", os.path.dirname(os.path.abspath(config.record)))
+        folder = os.path.dirname(os.path.abspath(config.record))
+        check_folder("record", folder if os.path.exists(config.record) else config.record)
 
 
 def check_folder(name: str, folder: str) -> str:
     """Check that a folder exists or can be created, and can be written to; return it, or its nearest parent that exists."""
-    place = os.path.abspath(folder)
+    place, missing = os.path.abspath(folder), list[str]()
     while not os.path.exists(place):
-        place = os.path.dirname(place)
+        place, part = os.path.split(place)
+        missing.append(part)
     if not os.path.isdir(place):
         raise InputError(f"{name}: {place} is not a folder")
     if not os.access(place, os.W_OK):
         raise InputError(f"{name}: {place} cannot be written to")
+    check_text(name, folder)
+    for part in missing:
+        try:
+            os.lstat(os.path.join(place, part))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InputError(f"{name}: {part!r} cannot be the name of a file: {error.strerror}") from error
     return place
+
+
+def _free_bytes(folder: str) -> float:
+    """Return the free space of a folder's file system; infinity if the system does not say."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except (OSError, AttributeError):  # a platform without the call, or a file system without an answer
+        return math.inf
+    return usage.free if usage.total else math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -9,6 +10,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from layerskip import Export, Target, load_target
+from searches.app.composition import literal
+
+_OVERRIDE = re.compile(r"-|~\w|\+{0,2}[A-Za-z]\w*([./@]\w+)*=")  # or an option, such as --cfg
 
 
 def load_exported_target(fields: DictConfig, export: Export) -> Target:
@@ -37,8 +41,6 @@ def load_exported_target(fields: DictConfig, export: Export) -> Target:
 
 def command_line(arguments: Sequence[str]) -> list[str]:
     """Return command-line arguments for Hydra; a leading path becomes the override ``export=``."""
-    if not arguments or "=" in arguments[0] or arguments[0].startswith(("-", "~")):
+    if not arguments or not (os.path.isfile(arguments[0]) or not _OVERRIDE.match(arguments[0])):
         return list(arguments)
-    # Hydra reads a quoted value literally, except for quotes and the backslashes before them.
-    quoted = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), arguments[0])
-    return [f"export='{quoted}'", *arguments[1:]]
+    return [f"export={literal(arguments[0])}", *arguments[1:]]

@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 
 from layerskip import SpeculativeConfig, Target
 from layerskip.attachments import attachment_digests
-from layerskip.files import digest, report_full_disk
+from layerskip.files import digest, report_full_disk, short_name
 from layerskip.heads.portable import save_portable
 from layerskip.heads.published_eagle import is_published
 from layerskip.models.wheels import WHEELS
@@ -36,7 +36,7 @@ def served_folder(target: Target, folder: Path) -> str:
     if target.name not in WHEELS and source.suffix != ".gguf":
         with contextlib.suppress(OSError, ValueError):  # it is in the cache that it was loaded from
             return snapshot_download(target.name, revision=target.revision, local_files_only=True)
-    saved = folder.resolve() / f"{source.name.removesuffix('.gguf')}-{target.digest[:12]}"
+    saved = folder.resolve() / f"{short_name(source.name.removesuffix('.gguf'))}-{target.digest[:12]}"
     return _written(saved, lambda partial: _save(target, partial))
 
 
@@ -54,7 +54,8 @@ def served_head(config: SpeculativeConfig, target: Target, folder: Path) -> str:
     source = Path(config.head)
     if is_published(source):
         return str(source.resolve())
-    saved = folder.resolve() / f"{source.resolve().name}-{digest([attachment_digests(config), target.digest])[:12]}"
+    identity = digest([attachment_digests(config), target.digest])[:12]
+    saved = folder.resolve() / f"{short_name(source.resolve().name)}-{identity}"
     return _written(saved, lambda partial: save_portable(source, partial, target))
 
 

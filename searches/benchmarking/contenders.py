@@ -22,6 +22,7 @@ from layerskip import (
     UnsupportedModel,
     save_draft_checkpoint,
 )
+from layerskip.files import short_name
 from layerskip.measure.measure import Decoder
 from layerskip.rules import Costs
 from searches.app.checks import InputError
@@ -76,7 +77,7 @@ def fill_defaults(config: DictConfig, target: Target) -> None:
         config.draft_mask = f"layers:{first}-{first + max(1, layers // 3) - 1}"
     if config.draft_folder is None:
         name = f"{Path(target.name).name}-{target.digest[:8]}-{target.dtype}-without-{config.draft_mask}"
-        config.draft_folder = str(Path(config.outputs) / "drafts" / re.sub(r"[^\w.-]+", "_", name))
+        config.draft_folder = str(Path(config.outputs) / "drafts" / short_name(re.sub(r"[^\w.-]+", "_", name)))
     skip, early = config.contenders.get("layer_skip"), config.peers.get("transformers_early_exit")
     if skip is not None and skip.mask is None:
         skip.mask = f"layers:{layers // 2}-{layers - 1}"

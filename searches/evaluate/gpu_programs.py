@@ -17,6 +17,7 @@ from typing import Any
 import optuna
 from omegaconf import DictConfig
 
+from searches.app.composition import literal
 from searches.evaluate.gpu_worker import Known, Report, Row
 from searches.study.storage import open_journal
 
@@ -119,4 +120,4 @@ def quoted(value: Any) -> str:
     """Return a value for Hydra's command line, which reads a quoted string literally."""
     if not isinstance(value, str):
         return str(value).lower()
-    return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), value) + "'"
+    return literal(value)

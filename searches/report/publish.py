@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,7 @@ def publish(
         Retry("tracking.uri: the store")(partial(_log, finals, winner, results, tracker, folder))
     say(text)
     say(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
-    say(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
+    say(f"  mlflow ui --backend-store-uri {shlex.quote(without_password(tracker.uri))}")
 
 
 def publish_provisional(

@@ -19,8 +19,8 @@ from optuna.trial import FrozenTrial
 from layerskip import SpeculativeConfig, Target
 from layerskip.files import digest
 from layerskip.models.environment import machine
-from searches.app.checks import InputError
-from searches.app.urls import without_password
+from searches.app.checks import InputError, check_folder
+from searches.app.urls import sqlite_url, without_password
 from searches.study.finals import Finalist, Finals
 from searches.study.storage import locked, open_database, open_journal
 from searches.study.study import StudySettings
@@ -52,7 +52,7 @@ def storage_url(settings: StudySettings, folder: Path) -> str:
             f"study.storage: {settings.storage} is a journal file, which is for one process; "
             "several workers need a database, such as sqlite:///study.db"
         )
-    return settings.storage or f"sqlite:///{(folder / _DATABASE).resolve()}"
+    return settings.storage or sqlite_url(folder / _DATABASE)
 
 
 def is_shared(settings: StudySettings, worker: int | None, folder: Path) -> bool:
@@ -77,6 +77,7 @@ def place(outputs: Path, name: str, settings: StudySettings, device: str, shared
     """Return the name of a study in its storage, and its folder; devices of mixed types have a study and a folder each."""
     if shared and settings.devices == "mixed":
         name = f"{name}/{re.sub('[^A-Za-z0-9]+', '-', device).strip('-')}"
+    check_folder("study.name", str(outputs / name))
     return name, outputs / name
 
 

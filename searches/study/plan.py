@@ -17,7 +17,7 @@ from layerskip.config import kinds
 from layerskip.decoding.tree import tree_model
 from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
-from layerskip.files import digest
+from layerskip.files import digest, short_name
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import uses_packing
 from layerskip.models.positions import max_positions
@@ -252,4 +252,4 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 def default_name(config: DictConfig, flat: dict[str, Any]) -> str:
     """Return a study's name. Commands that measure the same give the same name, and other commands other names."""
     target = Path(config.target.get("name") or config.target.path).name.removesuffix(".gguf")
-    return f"{target}-{flat['sampler'].removesuffix('Sampler').lower()}-seed{config.seed}-{digest(flat)[:6]}"
+    return f"{short_name(target)}-{flat['sampler'].removesuffix('Sampler').lower()}-seed{config.seed}-{digest(flat)[:6]}"

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
+import os
+import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import filelock
 import optuna
 import sqlalchemy
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage, get_storage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
+from layerskip import ConfigError
 from layerskip.device.failures import first_line
 from searches.app.checks import InputError
-from searches.app.resume_log import drop_partial_line
-from searches.app.urls import without_password
+from searches.app.file_lock import locked_if_free
+from searches.app.interrupt import error_chain
+from searches.app.resume_log import damage, drop_partial_line, read_lines
+from searches.app.retry import Result, Retry, is_unreachable
+from searches.app.urls import sqlite_file, without_password
 from searches.workers.retrying_storage import RetryingStorage
 
 _JOURNAL = b'{"op_code":'
-_LOCK_SECONDS = 60  # that a process waits for another one's transaction in an SQLite database
+_REMEDY = "restore it, or keep the lines before to repeat the rest"
+_LOCK_SECONDS = 10  # that SQLite waits for another process's transaction, before a line is printed
+_PATIENCE = 600.0  # seconds that a database may be away for
 _ATTEMPTS = 20
-_CREATED_BY_OTHERS = ("already exists", "duplicate key", "UNIQUE constraint", "database is locked")
+_CREATED_BY_OTHERS = ("already exists", "duplicate key", "UNIQUE constraint")
 _PROXY_PORT = 13000  # Optuna's default
 _PROXY_SECONDS = 10.0
 """Time in which a storage proxy must answer when a study is opened."""
@@ -33,16 +43,48 @@ _PROXY_SECONDS = 10.0
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a study's folder, or refuse it if another process does. The kernel releases it with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / "lock")
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout:
-        raise InputError(f"study.name: another process is running the study in {folder}") from None
-    try:
+    with locked_if_free(folder / "lock") as free:
+        if not free:
+            raise InputError(f"study.name: another process is running the study in {folder}")
         yield
-    finally:
-        lock.release()
+
+
+class _Journal(JournalFileBackend):
+    """A journal file that stays readable: a part of a line, which a full disk or a killed process leaves, is cut off.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        line: the number of the line that was read last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), _JournalLock(path))
+        self._path, self.line = path, 0
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        for self.line, entry in enumerate(super().read_logs(log_number_from), log_number_from + 1):
+            yield entry
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        try:
+            super().append_logs(logs)
+        except OSError as error:  # of a write, it does not name the file
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+
+class _JournalLock(JournalFileOpenLock):
+    """The lock of a journal: a file, since not every file system has symbolic links."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+
+    def acquire(self) -> bool:
+        super().acquire()
+        drop_partial_line(self._path)
+        return True
 
 
 def open_journal(path: Path, alone: bool) -> BaseStorage:
@@ -53,18 +95,29 @@ def open_journal(path: Path, alone: bool) -> BaseStorage:
         alone: whether no other process may write it, so that an existing lock was left by a killed process.
 
     Raises:
+        ConfigError: a line before the last is damaged.
         InputError: the file cannot be written or is no journal of Optuna.
     """
-    path = path.resolve()  # Optuna's lock is a link to the path
+    path = path.resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_journal(path)
-        drop_partial_line(path)
+        read_lines(path, "study.storage", _check_entry, _REMEDY)
         if alone:
             path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
-        return JournalStorage(JournalFileBackend(str(path)))
-    except (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        journal = _Journal(path)
+    except OSError as error:
         raise InputError(f"study.storage: cannot write {path}: {error.strerror}") from error
+    try:
+        return JournalStorage(journal)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(damage(path, "study.storage", journal.line, _REMEDY)) from error
+
+
+def _check_entry(line: bytes) -> None:
+    entry = json.loads(line)
+    if not (isinstance(entry["op_code"], int) and isinstance(entry["worker_id"], str)):
+        raise TypeError
 
 
 def _check_journal(path: Path) -> None:
@@ -79,6 +132,38 @@ def _check_journal(path: Path) -> None:
         )
 
 
+class _DatabaseRetry(Retry):
+    """Repetition of calls to a database. What ends them is no defect of the program: it is said in one line.
+
+    Args:
+        url: of the database.
+
+    Raises:
+        OSError: its disk is full.
+        InputError: it could not be reached for too long, or its file is damaged or cannot be written.
+    """
+
+    def __init__(self, url: str) -> None:
+        file = sqlite_file(url)
+        # Of a file, nothing but a lock passes by itself.
+        super().__init__(
+            f"study.storage: {'the database' if file is None else f'{file}, which another program locked,'}", _PATIENCE
+        )
+        self._place = file or without_password(url)
+
+    def __call__(self, call: Callable[[], Result]) -> Result:
+        try:
+            return super().__call__(call)
+        except Exception as error:
+            origin = next((link for link in error_chain(error) if isinstance(link, sqlite3.DatabaseError)), None)
+            if "disk is full" in str(origin):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._place)) from error
+            if type(origin) in (sqlite3.OperationalError, sqlite3.DatabaseError) or is_unreachable(error):
+                reason = first_line(origin or error.__cause__ or error)
+                raise InputError(f"study.storage: cannot use {self._place}: {reason}; the same command continues") from error
+            raise
+
+
 def open_database(url: str) -> BaseStorage:
     """Open the storage of a study in a database, which may be lost for a while later; refuse one that cannot be reached."""
     if url.startswith("grpc://"):
@@ -87,9 +172,10 @@ def open_database(url: str) -> BaseStorage:
     url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     is_file = url.startswith("sqlite")
     options = {"pool_pre_ping": True} | ({"connect_args": {"timeout": _LOCK_SECONDS}} if is_file else {})
+    create, retry = partial(RDBStorage, url, engine_kwargs=options), _DatabaseRetry(url)
     for attempt in range(_ATTEMPTS):
         try:
-            storage = RDBStorage(url, engine_kwargs=options)
+            storage = Retry.__call__(retry, create) if is_file else create()
             break
         except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError, ImportError) as error:
             # Of workers that start at the same time, one creates the tables.
@@ -100,7 +186,7 @@ def open_database(url: str) -> BaseStorage:
             time.sleep(0.1)
     if is_file:
         _begin_at_once(storage)
-    return RetryingStorage(get_storage(storage))
+    return RetryingStorage(get_storage(storage), retry)
 
 
 def _begin_at_once(storage: RDBStorage) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import shlex
+import sqlite3
 import uuid
 from pathlib import Path
 
@@ -13,9 +16,9 @@ from mlflow.tracking import MlflowClient
 
 from searches.app.checks import InputError
 from searches.app.file_lock import exclusive
-from searches.app.urls import without_password
+from searches.app.urls import sqlite_file, sqlite_url, without_password
 
-_SQLITE, _DRAFT = "sqlite:///", ".new"
+_ARTIFACTS, _DRAFT = "mlartifacts", ".new"
 
 
 def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowClient, str, str]:
@@ -32,11 +35,12 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
     Raises:
         InputError: the store cannot be opened, or the experiment was deleted.
     """
-    artifacts = None
+    is_own = uri is None
     if uri is None:
         folder.mkdir(parents=True, exist_ok=True)
-        uri, artifacts = f"{_SQLITE}{(folder / 'mlflow.db').resolve()}", (folder / "mlartifacts").resolve().as_uri()
+        uri = sqlite_url(folder / "mlflow.db")
     file = _file_of(uri)
+    artifacts = None if file is None else (file.parent / _ARTIFACTS).resolve().as_uri()  # by default, in the working folder
     try:
         with contextlib.nullcontext() if file is None else exclusive(file):
             if file is not None and not file.exists():
@@ -51,21 +55,46 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
                     experiment = client.get_experiment_by_name(name)  # another process may have created it
                     if experiment is None:
                         raise
+            if is_own and file is not None and artifacts not in (None, experiment.artifact_location):
+                _move_artifacts(file, artifacts)
     except Exception as error:  # whatever the store's driver raises
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(f"tracking.uri: cannot open {without_password(uri)}: {reason}") from error
     if experiment.lifecycle_stage != LifecycleStage.ACTIVE:
+        place = shlex.quote(without_password(uri))
         raise InputError(
             f"tracking.experiment: {name} was deleted; name another, or restore it: "
-            f"MLFLOW_TRACKING_URI={without_password(uri)} mlflow experiments restore -x {experiment.experiment_id}"
+            f"MLFLOW_TRACKING_URI={place} mlflow experiments restore -x {experiment.experiment_id}"
         )
     return client, uri, str(experiment.experiment_id)
 
 
 def _file_of(uri: str) -> Path | None:
     """Return the file of a SQLite store whose folder exists; None for any other store."""
-    file = Path(uri.removeprefix(_SQLITE).partition("?")[0])
-    return file if uri.startswith(_SQLITE) and file.name and file.parent.is_dir() else None
+    file = sqlite_file(uri)
+    return file if file is not None and file.parent.is_dir() else None
+
+
+def _move_artifacts(file: Path, artifacts: str) -> None:
+    """Correct the places of artifacts in the store of an outputs folder that was moved or copied since it was written.
+
+    MLflow stores them as absolute URIs, and would write into the folder of that time.
+
+    Args:
+        file: of the store.
+        artifacts: the URI of the folder that they are in now.
+    """
+    with contextlib.closing(sqlite3.connect(file)) as database, database:
+        rows = database.execute(
+            "SELECT artifact_location FROM experiments WHERE artifact_location LIKE ? AND artifact_location != ?",
+            (f"file:%/{_ARTIFACTS}", artifacts),
+        )
+        for (before,) in set(rows):
+            database.execute("UPDATE experiments SET artifact_location = ? WHERE artifact_location = ?", (artifacts, before))
+            database.execute(
+                "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) WHERE substr(artifact_uri, 1, ?) = ?",
+                (artifacts, len(before) + 1, len(before) + 1, f"{before}/"),
+            )
 
 
 def _create_database(file: Path) -> None:
@@ -74,10 +103,10 @@ def _create_database(file: Path) -> None:
     MLflow creates them by tens of migrations. A process that is killed between two of them leaves a database that MLflow
     cannot open any more.
     """
-    for left in file.parent.glob(f"{file.name}.*{_DRAFT}"):  # by a process that was killed
+    for left in file.parent.glob(f"{glob.escape(file.name)}.*{_DRAFT}"):  # by a process that was killed
         left.unlink(missing_ok=True)
     draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}{_DRAFT}")  # MLflow keeps a connection to each name
-    MlflowClient(f"{_SQLITE}{draft}").get_experiment("0")
+    MlflowClient(sqlite_url(draft)).get_experiment("0")
     try:
         os.link(draft, file)  # another program may have created one since
     except FileExistsError:

@@ -9,7 +9,6 @@ follows a phrase in it.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +49,7 @@ def _build(config: DictConfig, target: Target) -> Datastore:
         raise InputError("output: names no folder for the datastore")
     if Path(config.output).exists():
         raise InputError(f"output: {config.output} exists already")
-    check_folder("output", os.path.dirname(os.path.abspath(config.output)))
+    check_folder("output", str(config.output))
     if config.corpus is None and not config.own:
         raise InputError("corpus: names neither a file nor a folder, and own is false; there is nothing to build from")
     if target.tokenizer is None:

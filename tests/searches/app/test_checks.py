@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from searches.app.checks import (
     check_seed,
     check_whole,
 )
+from tests.disk import fill
 
 _REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: check_seed(True), "seed: True is not a whole number from 0 to 2147483647"),
@@ -74,3 +76,31 @@ def test_a_folder_of_digits_is_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
         check_output_paths(OmegaConf.create({"outputs": ["a"]}))
     with pytest.raises(InputError, match=r"^record: .* is a folder, not a file"):
         check_output_paths(OmegaConf.create({"record": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "ö" * 200])
+def test_names_that_are_too_long_are_refused(name: str, tmp_path: Path) -> None:
+    for path in (tmp_path / name, tmp_path / "new" / name, tmp_path / name / "new"):
+        with pytest.raises(InputError, match=f"^outputs: '{name}' cannot be the name of a file: File name too long$"):
+            check_folder("outputs", str(path))
+    with pytest.raises(InputError, match="^record: "):
+        check_output_paths(OmegaConf.create({"record": str(tmp_path / name)}))
+    assert not list(tmp_path.iterdir())
+    check_folder("outputs", str(tmp_path / name[:100] / name[:100]))
+
+
+def test_a_read_only_file_system_is_refused(small_disk: Path) -> None:
+    (small_disk / "outputs").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for folder in ("outputs", "new"):
+        with pytest.raises(InputError, match="^outputs: .* cannot be written to$"):
+            check_output_paths(OmegaConf.create({"outputs": str(small_disk / folder)}))
+
+
+def test_free_space_is_checked_where_the_system_tells_it(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(small_disk, 1_000_000)
+    config = OmegaConf.create({"outputs": str(small_disk / "new")})
+    with pytest.raises(InputError, match="^outputs: .* has no space left; 64 MB are needed$"):
+        check_output_paths(config)
+    monkeypatch.delattr("os.statvfs")  # as on Windows
+    check_output_paths(config)

@@ -1,4 +1,4 @@
-"""The MLflow store can be opened after a process was killed while it created the store."""
+"""The MLflow store opens after a process was killed while it created it, and stays in its folder, whatever its name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 from unittest.mock import ANY
 
+import pytest
+
+from searches.app.urls import sqlite_url
 from searches.tracking.experiment import open_experiment
+from tests.searches.programs import tracked
 
 _KILLED = """
 import os, pathlib, signal, sys
@@ -33,3 +37,26 @@ def test_a_process_that_is_killed_while_it_creates_the_store_leaves_none_that_do
     (tmp_path / "mlflow.db").rename(tmp_path / "other.db")
     named = f"sqlite:///{tmp_path / 'other.db'}"
     assert open_experiment(named, tmp_path, "e") == (ANY, named, experiment)  # an existing store stays
+
+
+@pytest.mark.parametrize("name", ["q?x", "50%20off", "a%3Fb?c#d [é]'y,=+"])
+def test_everything_is_written_into_the_folder_also_after_it_was_moved_or_copied(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where MLflow writes by default
+    for before, place in ((None, name), (name, f"{name}2"), (f"{name}2", "plain")):
+        folder = tracked(tmp_path / place) if before is None else (tmp_path / before).rename(tmp_path / place)
+        client, uri, experiment = open_experiment(None, folder, "e")
+        assert uri == sqlite_url(folder / "mlflow.db")
+        client.log_text(client.create_run(experiment).info.run_id, "new", f"{len(place)}.txt")
+    runs = client.search_runs([experiment])
+    assert sorted(len(client.list_artifacts(run.info.run_id)) for run in runs) == [1, 1, 1]
+    assert len(list((tmp_path / "plain" / "mlartifacts").rglob("*.txt"))) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_artifacts_of_a_named_store_are_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    client, _, experiment = open_experiment(f"sqlite:///{tracked(tmp_path / 'store')}/mlflow.db", tmp_path / "outputs", "e")
+    client.log_text(client.create_run(experiment).info.run_id, "new", "a.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
