@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import optuna
@@ -11,7 +9,6 @@ import optuna
 from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.attachments import attached_folders
 from layerskip.models.environment import environment
-from searches.app.retry import Retry
 from searches.app.urls import without_password
 from searches.backends.selection import described
 from searches.predict.scan_predictor import ScanPredictor
@@ -62,28 +59,35 @@ def publish(
     page = Page(plan.target.layers, plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
     write_page(folder / PAGE, study, page)
     if log:
-        results = {"search_seconds": seconds, "trials": len(finished(study))}
-        winner = winning_trial(study, finals.winner.config)
-        Retry("tracking.uri: the store")(partial(_log, finals, winner, results, tracker, folder))
+        log_results(finals, study, tracker, folder)
     print(text)
     print(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
     print(f"  mlflow ui --backend-store-uri {without_password(tracker.uri)}")
 
 
-def _log(finals: Finals, winner: int | None, results: Mapping[str, float], tracker: Tracker, folder: Path) -> None:
-    """Log the files and the figures of a finished study, and its winner with the trial that stands for it."""
-    for name in ("report.md", "report.png", PAGE, "best.json"):
-        tracker.log_file(folder / name)
+def log_results(finals: Finals, study: optuna.Study, tracker: Tracker, folder: Path, again: bool = True) -> None:
+    """Log the files and the figures of a finished study, and its winner with the trial that stands for it.
+
+    Args:
+        finals: the results on held-out prompts.
+        study: the finished study.
+        tracker: takes the files and figures.
+        folder: of the study, with the files.
+        again: whether results that were logged completely are logged again.
+    """
+    files: list[tuple[Path, str | None]] = [(folder / name, None) for name in ("report.md", "report.png", PAGE, "best.json")]
     for place in attached_folders(folder / "best.json"):
-        for path in sorted(place.iterdir()):
-            tracker.log_file(path, place.name)
+        files += [(path, place.name) for path in sorted(place.iterdir())]
     names = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")
     metrics = {f"held_out_{name}": finals.winner.held_out[name] for name in names}
-    tracker.log(tracker.run_id, {**metrics, **results})
-    tracker.conclude(finals.winner.config.label(), verdict(finals), winner)
+    metrics |= {"search_seconds": search_seconds(study, finals), "trials": len(finished(study))}
+    winner = winning_trial(study, finals.winner.config)
+    tracker.conclude(finals.winner.config.label(), verdict(finals), winner, metrics, files, again)
 
 
-def _export(finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet, seconds: float, run_id: str) -> Export:
+def _export(
+    finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet, seconds: float, run_id: str | None
+) -> Export:
     """Return the export of the winner, with its evidence."""
     search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds, "mlflow_run_id": run_id}
     measured = {"prompts_digest": held_out.digest, "max_new_tokens": plan.measuring.max_new_tokens}
