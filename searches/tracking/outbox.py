@@ -67,8 +67,8 @@ class Outbox:
         if self._lost_since is None:
             self._lost_since = start
             print(
-                f"tracking.uri: cannot write to {without_password(self._uri)}: {reason(failure, self._uri)}; the program goes "
-                "on, and writes what is missing when the store is back or at the next start",
+                f"tracking.uri: cannot write to {without_password(self._uri)}: {reason(failure, self._uri)}; "
+                "the program goes on, and what is missing is written when the store is back, or by the same command",
                 flush=True,
             )
         seconds = time.monotonic() - start
@@ -84,6 +84,6 @@ def is_of_store(error: BaseException) -> bool:
 
 def reason(error: BaseException, uri: str) -> str:
     """Return one line that says why a store failed: what the system or the database says, if that is the cause."""
-    causes = [link for link in error_chain(error) if isinstance(link, (OSError, sqlite3.Error))]
-    text = str((causes or [error])[-1]) or type(error).__name__
+    cause = next((link for link in reversed(error_chain(error)) if isinstance(link, (OSError, sqlite3.Error))), error)
+    text = str(cause) or type(cause).__name__
     return text.splitlines()[0].replace(uri, without_password(uri))

@@ -24,7 +24,6 @@ from searches.tracking.run import PARENT, Store, StudyRun, metrics_now
 from searches.tracking.trial_runs import MEASURED, NOT_MEASURED, TrialRuns
 
 _FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
-_BATCH = 999  # metrics per batch: a store takes at most 1000, and this divides into whole fits
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
 _BEST = "best"
 _TRIALS = "trials"  # the metric of the study's run that is written last
@@ -44,7 +43,7 @@ class Tracker:
 
     def __init__(self, uri: str | None, folder: Path, experiment: str) -> None:
         client, self.uri, identifier = open_experiment(uri, folder, experiment)
-        self._store, self._outbox = Store(client, identifier), Outbox(self.uri)
+        self._store, self._outbox = Store(client, identifier, folder / ".tracking"), Outbox(self.uri)
 
     @property
     def run_id(self) -> str | None:
@@ -75,7 +74,9 @@ class Tracker:
         metrics = NOT_MEASURED if role == "study" else {}
         self._run = StudyRun(self._store, name, identity, role, given, own, metrics, parent)
         self._trials = TrialRuns(self._store, self._run)
-        self._send()
+        self._send({"metrics": self._run.log_left} if self._run.left else {})
+        for left in self._store.left(identity):
+            self.nested(left["name"], left["identity"], left["params"], left["role"]).finish()
 
     def nested(self, name: str, identity: str, params: Mapping[str, Any], role: str) -> Tracker:
         """Open a nested run for a part of the study; the arguments are those of :meth:`open_study`."""
@@ -99,8 +100,9 @@ class Tracker:
             metrics: by name.
             step: of the metrics.
         """
-        values, run = metrics_now(metrics, step), self._run
-        self._send({object(): lambda: self._store.log(run.current(), values, {})})
+        self._run.left += metrics_now(metrics, step)
+        self._send({"metrics": self._run.log_left})
+        self._run.keep_left()  # for the next start, as the training that they are of may have ended by then
 
     def log_fits(self, fits: Sequence[Mapping[str, Any]]) -> None:
         """Log fits of bridges: metrics with one step per fit, and a table of the fits in ``fits.json``.
@@ -118,8 +120,7 @@ class Tracker:
         values = [metric for step, fit in new for metric in metrics_now({name: fit[name] for name in _FIT_METRICS}, step)]
         if new:
             client.log_text(run_id, json.dumps(fits, indent=1), "fits.json")  # first: logged fits are not looked at again
-        for first in range(0, len(values), _BATCH):
-            client.log_batch(run_id, metrics=values[first : first + _BATCH])
+        self._store.log(run_id, values)
 
     def conclude(
         self,
@@ -165,12 +166,12 @@ class Tracker:
         if trial is not None:
             for best in self._store.search(f"{of_study}trial_number = '{trial}'"):
                 client.set_tag(best.info.run_id, _BEST, "true")
-        client.log_batch(run_id, metrics=metrics)  # last: they show that nothing is missing
+        self._store.log(run_id, metrics)  # last: they show that nothing is missing
 
     def log_text(self, text: str, name: str) -> None:
         """Log a text as an artifact of the study's run."""
         self._run.texts[name] = text
-        self._send()
+        self._send({})
 
     def log_file(self, path: Path) -> None:
         """Log a file as an artifact of the study's run."""
@@ -205,13 +206,13 @@ class Tracker:
         self._outbox.finish(patience)
 
     def _put(self, writes: Mapping[Hashable, Callable[[], object]]) -> None:
-        """Keep writes of the study's run, after all that makes the run complete."""
+        """Keep writes of the study's run for the outbox, after the one that makes the run."""
         self._run.check_again()
         for key, write in {"run": self._run.log_texts, **writes}.items():
             self._outbox.put((self._run.identity, key), write)
 
-    def _send(self, writes: Mapping[Hashable, Callable[[], object]] | None = None) -> None:
-        self._put(writes or {})
+    def _send(self, writes: Mapping[Hashable, Callable[[], object]]) -> None:
+        self._put(writes)
         self._outbox.send()
 
     @defer_interrupt()

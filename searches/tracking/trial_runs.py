@@ -71,7 +71,7 @@ class TrialRuns:
 
     def _tags(self, trial: FrozenTrial, config: SpeculativeConfig) -> dict[str, str]:
         measurement = trial.user_attrs.get("measurement", {})
-        tags = {
+        tags: dict[str, str] = {
             PARENT: self._study.current(),
             "study": self._study.name,
             "study_id": self._study.identity,
@@ -82,7 +82,7 @@ class TrialRuns:
             "config": config.label(),
             "losslessness": measurement.get("losslessness", {}).get("verdict", "unchecked"),
         }
-        return tags | ({"reason": trial.user_attrs["reason"]} if "reason" in trial.user_attrs else {})
+        return tags | {name: trial.user_attrs[name] for name in ("reason",) if name in trial.user_attrs}
 
     def _tidy(self) -> None:
         """Delete incomplete and doubled runs, and nest the others below the run of the study."""
