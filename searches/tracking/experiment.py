@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import uuid
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mlflow.tracking import MlflowClient
 
 from searches.app.checks import InputError
 from searches.app.file_lock import exclusive
+from searches.app.interrupt import error_chain
 from searches.app.urls import without_password
 
 _SQLITE, _DRAFT = "sqlite:///", ".new"
@@ -32,7 +34,7 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
     Raises:
         InputError: the store cannot be opened, or the experiment was deleted.
     """
-    artifacts = None
+    artifacts, field = None, "tracking.uri" if uri is not None else "outputs"
     if uri is None:
         folder.mkdir(parents=True, exist_ok=True)
         uri, artifacts = f"{_SQLITE}{(folder / 'mlflow.db').resolve()}", (folder / "mlartifacts").resolve().as_uri()
@@ -51,15 +53,23 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
                     experiment = client.get_experiment_by_name(name)  # another process may have created it
                     if experiment is None:
                         raise
+    except InputError:  # names what it is about
+        raise
     except Exception as error:  # whatever the store's driver raises
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"tracking.uri: cannot open {without_password(uri)}: {reason}") from error
+        raise InputError(f"{field}: cannot open {without_password(uri)}: {reason(error, uri)}") from error
     if experiment.lifecycle_stage != LifecycleStage.ACTIVE:
         raise InputError(
             f"tracking.experiment: {name} was deleted; name another, or restore it: "
             f"MLFLOW_TRACKING_URI={without_password(uri)} mlflow experiments restore -x {experiment.experiment_id}"
         )
     return client, uri, str(experiment.experiment_id)
+
+
+def reason(error: BaseException, uri: str) -> str:
+    """Return one line that says why a store failed: what the system or the database says, if that is the cause."""
+    cause = next((link for link in reversed(error_chain(error)) if isinstance(link, (OSError, sqlite3.Error))), error)
+    text = str(cause) or type(cause).__name__
+    return text.splitlines()[0].replace(uri, without_password(uri))
 
 
 def _file_of(uri: str) -> Path | None:

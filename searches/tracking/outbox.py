@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 import traceback
 from collections.abc import Callable, Hashable
 
-from searches.app.interrupt import defer_interrupt, error_chain, is_interrupt
+from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.app.retry import is_unreachable
 from searches.app.urls import without_password
+from searches.tracking.experiment import reason
 
 PATIENCE = 10.0  # seconds after the beginning of an outage for which the end of a program waits
 _QUICK = 1.0  # seconds of a failed attempt that is repeated at once
@@ -80,10 +80,3 @@ def is_of_store(error: BaseException) -> bool:
     """Return whether an error comes from a tracking store, its artifacts, or the way to it; others are defects."""
     frames = traceback.walk_tb(error.__traceback__)
     return is_unreachable(error) or any(str(frame.f_globals.get("__name__")).startswith("mlflow.") for frame, _ in frames)
-
-
-def reason(error: BaseException, uri: str) -> str:
-    """Return one line that says why a store failed: what the system or the database says, if that is the cause."""
-    cause = next((link for link in reversed(error_chain(error)) if isinstance(link, (OSError, sqlite3.Error))), error)
-    text = str(cause) or type(cause).__name__
-    return text.splitlines()[0].replace(uri, without_password(uri))

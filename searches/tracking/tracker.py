@@ -18,8 +18,8 @@ from mlflow.entities import Metric, RunTag
 from optuna.trial import FrozenTrial
 
 from searches.app.interrupt import defer_interrupt, is_interrupt
-from searches.tracking.experiment import open_experiment
-from searches.tracking.outbox import PATIENCE, Outbox, is_of_store, reason
+from searches.tracking.experiment import open_experiment, reason
+from searches.tracking.outbox import PATIENCE, Outbox, is_of_store
 from searches.tracking.run import PARENT, Store, StudyRun, metrics_now
 from searches.tracking.trial_runs import MEASURED, NOT_MEASURED, TrialRuns
 

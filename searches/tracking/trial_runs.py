@@ -60,7 +60,7 @@ class TrialRuns:
             tags = self._tags(trial, config)
             name = f"{trial.number} {tags['config']}"[:_NAME]
             run_id = self._begun[trial.number] = self._store.create(name, tags, _milliseconds(trial.datetime_start))
-        self._store.log(run_id, metrics_now(_metrics(trial)), parameters(config) | self._study.params)
+        self._store.log(run_id, metrics_now(_metrics(trial)), {**parameters(config), **self._study.params})
         if "table" in trial.user_attrs:
             client.log_table(run_id, trial.user_attrs["table"], "prompts.json")
         if ENGINE_LOG in trial.user_attrs:
@@ -71,7 +71,7 @@ class TrialRuns:
 
     def _tags(self, trial: FrozenTrial, config: SpeculativeConfig) -> dict[str, str]:
         measurement = trial.user_attrs.get("measurement", {})
-        tags: dict[str, str] = {
+        tags = {
             PARENT: self._study.current(),
             "study": self._study.name,
             "study_id": self._study.identity,
@@ -82,7 +82,9 @@ class TrialRuns:
             "config": config.label(),
             "losslessness": measurement.get("losslessness", {}).get("verdict", "unchecked"),
         }
-        return tags | {name: trial.user_attrs[name] for name in ("reason",) if name in trial.user_attrs}
+        if "reason" in trial.user_attrs:
+            tags["reason"] = trial.user_attrs["reason"]
+        return tags
 
     def _tidy(self) -> None:
         """Delete incomplete and doubled runs, and nest the others below the run of the study."""

@@ -1,4 +1,4 @@
-"""The MLflow store can be opened after a process was killed while it created the store."""
+"""The MLflow store can be opened after a process was killed while it created the store, or is refused by its field."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from unittest.mock import ANY
 
+import pytest
+
+from searches.app.checks import InputError
 from searches.tracking.experiment import open_experiment
 
 _KILLED = """
@@ -33,3 +36,12 @@ def test_a_process_that_is_killed_while_it_creates_the_store_leaves_none_that_do
     (tmp_path / "mlflow.db").rename(tmp_path / "other.db")
     named = f"sqlite:///{tmp_path / 'other.db'}"
     assert open_experiment(named, tmp_path, "e") == (ANY, named, experiment)  # an existing store stays
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_store_that_does_not_open_is_blamed_on_the_field_that_chose_it(is_named: bool, tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("no database " * 100, encoding="utf-8")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    field = "tracking.uri" if is_named else "outputs"
+    with pytest.raises(InputError, match=f"^{field}: cannot open {uri}: file is not a database$"):
+        open_experiment(uri if is_named else None, tmp_path, "e")

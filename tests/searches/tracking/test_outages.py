@@ -7,8 +7,9 @@ import http.server
 import sqlite3
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sqlalchemy import event
 from searches.app.checks import InputError
 from searches.evaluate.scale_services import TrackingServer, fill, small_disk
 from searches.study import study
+from searches.tracking import outbox
 from searches.tracking.tracker import Tracker
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick, runs, sqlite, tracked
@@ -172,6 +174,41 @@ def test_a_store_that_fails_is_completed_when_it_is_back_or_at_the_next_start(
         _check_complete(sqlite(tmp_path))
 
 
+def test_a_benchmark_ends_without_its_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = _open(tracked(tmp_path))
+    record = {"date": "2026-11-28", "environment": {}, "target": {"name": "a model", "dtype": "float32"}, "results": {}}
+    with _without_experiment(tmp_path):
+        tracker.log_benchmark(record, {}, tmp_path / "benchmark.json")
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert printed.startswith("tracking.uri: the benchmark is incomplete in the store: ")
+
+
+def test_a_store_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock, attempts = [0.0], [0]
+
+    def advance(seconds: float) -> None:
+        clock[0] += seconds
+
+    def hang() -> None:
+        advance(20.0)
+        attempts[0] += 1
+        raise ConnectionResetError
+
+    monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=advance))
+    box = outbox.Outbox("http://me:secret@there")
+    box.put("a write", hang)
+    for _ in range(1000):
+        box.send()
+        advance(1.0)
+    assert attempts[0] == 5  # a tenth of the seconds
+    box.finish(patience=10.0)  # of an outage that has lasted longer
+    assert attempts[0] == 6
+    box.finish(patience=2000.0)
+    assert clock[0] >= 2000.0
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert "***" in printed and "secret" not in printed
+
+
 class _Unavailable(http.server.BaseHTTPRequestHandler):
     """Answers as a proxy does whose server is away."""
 
@@ -219,13 +256,13 @@ def test_a_server_that_is_killed_refuses_and_fails_is_completed_when_it_is_back(
         server.close()
 
 
-@pytest.mark.parametrize("fault", [_without_experiment, _deleted_run, _locked])
+@pytest.mark.parametrize(("fault", "more"), [(_without_experiment, ()), (_deleted_run, ()), (_locked, ("worker=0",))])
 def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
-    fault: Fault, tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, more: Sequence[str], tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs, stack = tracked(tmp_path / "outputs"), contextlib.ExitStack()
     kinds = "space.kinds=[none,prompt_lookup]"
-    overrides = quick(tiny_folder, outputs, "tracking.experiment=own", "study.name=it", "study.n_trials=2", kinds)
+    overrides = quick(tiny_folder, outputs, "tracking.experiment=own", "study.name=it", "study.n_trials=2", kinds, *more)
 
     def run_trials(*arguments: Any) -> None:
         stack.enter_context(fault(outputs))
