@@ -35,14 +35,16 @@ class Outbox:
         """Keep a write, which can be repeated, in the place of an earlier one of the same key."""
         self._writes[key] = write
 
-    def send(self) -> None:
-        """Try all writes, unless the store has failed a moment ago and that took long."""
-        if time.monotonic() >= self._next_attempt:
-            self._attempt()
+    def send(self, patience: float | None = None) -> None:
+        """Try all writes.
 
-    def finish(self, patience: float = 0.0) -> None:
-        """Try all writes, again and again while the store cannot be reached, but no longer than ``patience`` seconds."""
-        while self._attempt() and time.monotonic() < (self._lost_since or 0.0) + patience:
+        Args:
+            patience: seconds of an outage for whose end is waited; None tries once, and leaves a store alone for a while
+                that took long to fail.
+        """
+        if patience is None and time.monotonic() < self._next_attempt:
+            return
+        while self._attempt() and time.monotonic() < (self._lost_since or 0.0) + (patience or 0.0):
             time.sleep(_PAUSE)
 
     @defer_interrupt()

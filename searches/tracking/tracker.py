@@ -192,28 +192,24 @@ class Tracker:
                 if not leave():
                     self.finish("KILLED" if is_interrupt(error) else "FAILED")
             raise
-        self.finish(patience=PATIENCE if self._run.parent is None else 0.0)
+        self.finish(patience=PATIENCE if self._run.parent is None else None)
 
-    def finish(self, status: str = "FINISHED", patience: float = 0.0) -> None:
-        """Close the study's run.
+    def finish(self, status: str = "FINISHED", patience: float | None = None) -> None:
+        """Close the study's run as ``FINISHED``, ``KILLED`` (interrupted) or ``FAILED``.
 
         Args:
-            status: ``FINISHED``, ``KILLED`` (interrupted) or ``FAILED``.
-            patience: seconds after the beginning of an outage until which a store that cannot be reached is waited for.
+            status: how the study ended.
+            patience: seconds of an outage for whose end is waited; None waits for none.
         """
         run = self._run
-        self._put({"status": lambda: self._store.client.set_terminated(run.current(), status)})
-        self._outbox.finish(patience)
+        self._send({"status": lambda: self._store.client.set_terminated(run.current(), status)}, patience)
 
-    def _put(self, writes: Mapping[Hashable, Callable[[], object]]) -> None:
-        """Keep writes of the study's run for the outbox, after the one that makes the run."""
+    def _send(self, writes: Mapping[Hashable, Callable[[], object]], patience: float | None = None) -> None:
+        """Write to the study's run, after it was found or made."""
         self._run.check_again()
         for key, write in {"run": self._run.log_texts, **writes}.items():
             self._outbox.put((self._run.identity, key), write)
-
-    def _send(self, writes: Mapping[Hashable, Callable[[], object]]) -> None:
-        self._put(writes)
-        self._outbox.send()
+        self._outbox.send(patience)
 
     @defer_interrupt()
     def log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:

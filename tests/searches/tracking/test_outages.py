@@ -201,9 +201,9 @@ def test_a_store_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch, c
         box.send()
         advance(1.0)
     assert attempts[0] == 5  # a tenth of the seconds
-    box.finish(patience=10.0)  # of an outage that has lasted longer
+    box.send(patience=10.0)  # of an outage that has lasted longer
     assert attempts[0] == 6
-    box.finish(patience=2000.0)
+    box.send(patience=2000.0)
     assert clock[0] >= 2000.0
     (printed,) = capsys.readouterr().out.splitlines()
     assert "***" in printed and "secret" not in printed
