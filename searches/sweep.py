@@ -33,7 +33,7 @@ from searches.predict.preparation import prepare_predictor
 from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
 from searches.report.live import LiveView
-from searches.report.publish import publish, publish_provisional
+from searches.report.publish import log_results, publish, publish_provisional
 from searches.report.study_report import leader_line, summary, trial_line
 from searches.space.bridge_spec import bridge_specs
 from searches.space.search_space import SearchSpace
@@ -284,6 +284,9 @@ class Sweep:
         finals = share_finals(crew, trials, work)
         if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
             publish(finals, *parts, log=False)
+        with crew.claim("mirror"):  # a store that was away for the worker with the finals may be back
+            self.tracker.reconcile(trials)
+            log_results(finals, study, self.tracker, self.folder, again=False)
         return finals
 
     def _measure_finalists(self, predictions: Predictions, check: Callable[[], None]) -> Finals:

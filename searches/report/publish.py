@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from layerskip.attachments import attached_folders
 from layerskip.export import PROVISIONAL
 from layerskip.models.environment import environment
 from searches.app.progress import say
-from searches.app.retry import Retry
 from searches.app.urls import without_password
 from searches.backends.selection import described
 from searches.predict.scan_predictor import ScanPredictor
@@ -67,16 +65,14 @@ def publish(
     page = Page(plan.target.layers, plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
     write_page(folder / PAGE, study, page)
     if log:
-        results = {"search_seconds": seconds, "trials": len(finished(study))}
-        winner = winning_trial(study, finals.winner.config)
-        Retry("tracking.uri: the store")(partial(_log, finals, winner, results, tracker, folder))
+        log_results(finals, study, tracker, folder)
     say(text)
     say(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
     say(f"  mlflow ui --backend-store-uri {shlex.quote(without_password(tracker.uri))}")
 
 
 def publish_provisional(
-    plan: Plan, study: optuna.Study, prompts: PromptSet, seconds: float, path: Path, run_id: str
+    plan: Plan, study: optuna.Study, prompts: PromptSet, seconds: float, path: Path, run_id: str | None
 ) -> bool:
     """Write the export of a running study's leader, marked as provisional; a confirmed one of the same study stays.
 
@@ -100,20 +96,29 @@ def publish_provisional(
     return True
 
 
-def _log(finals: Finals, winner: int | None, results: Mapping[str, float], tracker: Tracker, folder: Path) -> None:
-    """Log the files and the figures of a finished study, and its winner with the trial that stands for it."""
-    for name in ("report.md", "report.png", PAGE, "best.json"):
-        tracker.log_file(folder / name)
+def log_results(finals: Finals, study: optuna.Study, tracker: Tracker, folder: Path, again: bool = True) -> None:
+    """Log the files and the figures of a finished study, and its winner with the trial that stands for it.
+
+    Args:
+        finals: the results on held-out prompts.
+        study: the finished study.
+        tracker: takes the files and figures.
+        folder: of the study, with the files.
+        again: whether results that were logged completely are logged again.
+    """
+    files: list[tuple[Path, str | None]] = [(folder / name, None) for name in ("report.md", "report.png", PAGE, "best.json")]
     for place in attached_folders(folder / "best.json"):
-        for path in sorted(place.iterdir()):
-            tracker.log_file(path, place.name)
+        files += [(path, place.name) for path in sorted(place.iterdir())]
     names = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")
     metrics = {f"held_out_{name}": finals.winner.held_out[name] for name in names}
-    tracker.log(tracker.run_id, {**metrics, **results})
-    tracker.conclude(finals.winner.config.label(), verdict(finals), winner)
+    metrics |= {"search_seconds": search_seconds(study, finals), "trials": len(finished(study))}
+    winner = winning_trial(study, finals.winner.config)
+    tracker.conclude(finals.winner.config.label(), verdict(finals), winner, metrics, files, again)
 
 
-def _export(finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet, seconds: float, run_id: str) -> Export:
+def _export(
+    finals: Finals, plan: Plan, study: optuna.Study, held_out: PromptSet, seconds: float, run_id: str | None
+) -> Export:
     """Return the export of the winner, with its evidence."""
     search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds, "mlflow_run_id": run_id}
     return _export_of(finals.winner.config, finals.winner.held_out, plan, held_out, search)

@@ -166,7 +166,7 @@ class TrainedBridges:
             record |= {"helps": bridged > empty, "empty": empty, "bridged": bridged}
             if run is not None:
                 metrics = {"agreement_empty": empty, "agreement_bridged": bridged, "training_seconds": seconds}
-                run.log(run.run_id, metrics | trainer.start_metrics, step=trainer.step)
+                run.log(metrics | trainer.start_metrics, step=trainer.step)
             save_bridges(folder, trainer.bridges, self._target, record | self._options, calibration.digest)
         return seconds - trainer.earlier_seconds
 

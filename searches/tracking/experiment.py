@@ -16,6 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from searches.app.checks import InputError
 from searches.app.file_lock import exclusive
+from searches.app.interrupt import error_chain
 from searches.app.urls import sqlite_file, sqlite_url, without_password
 
 _ARTIFACTS, _DRAFT = "mlartifacts", ".new"
@@ -36,6 +37,7 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
         InputError: the store cannot be opened, or the experiment was deleted.
     """
     is_own = uri is None
+    field = "outputs" if is_own else "tracking.uri"
     if uri is None:
         folder.mkdir(parents=True, exist_ok=True)
         uri = sqlite_url(folder / "mlflow.db")
@@ -57,9 +59,10 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
                         raise
             if is_own and file is not None and artifacts not in (None, experiment.artifact_location):
                 _move_artifacts(file, artifacts)
+    except InputError:  # names what it is about
+        raise
     except Exception as error:  # whatever the store's driver raises
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"tracking.uri: cannot open {without_password(uri)}: {reason}") from error
+        raise InputError(f"{field}: cannot open {without_password(uri)}: {reason(error, uri)}") from error
     if experiment.lifecycle_stage != LifecycleStage.ACTIVE:
         place = shlex.quote(without_password(uri))
         raise InputError(
@@ -67,6 +70,13 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
             f"MLFLOW_TRACKING_URI={place} mlflow experiments restore -x {experiment.experiment_id}"
         )
     return client, uri, str(experiment.experiment_id)
+
+
+def reason(error: BaseException, uri: str) -> str:
+    """Return one line that says why a store failed: what the system or the database says, if that is the cause."""
+    cause = next((link for link in reversed(error_chain(error)) if isinstance(link, (OSError, sqlite3.Error))), error)
+    text = str(cause) or type(cause).__name__
+    return text.splitlines()[0].replace(uri, without_password(uri))
 
 
 def _file_of(uri: str) -> Path | None:

@@ -1,7 +1,7 @@
 """MLflow runs that mirror a study: one run per study and one nested run per finished trial, without duplicates.
 
-The study is the source of truth. A trial's run is written from the study in one batch after the trial has finished. Runs
-that a killed process left out or incomplete are written when the study is resumed.
+The study is the source of truth. A trial's run is written from the study after the trial has finished. Once the store was
+opened, none of its errors ends a program: what a store does not take is written later, or when the study is resumed.
 """
 
 from __future__ import annotations
@@ -9,45 +9,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.entities import Metric, RunTag
 from optuna.trial import FrozenTrial
 
-from layerskip import SpeculativeConfig
 from searches.app.interrupt import defer_interrupt, is_interrupt
-from searches.app.retry import Retry, is_unreachable
-from searches.tracking.experiment import open_experiment
-from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, FIGURES, PREDICTED
-from searches.tracking.parameters import parameters
+from searches.tracking.experiment import open_experiment, reason
+from searches.tracking.outbox import PATIENCE, Outbox, is_of_store
+from searches.tracking.run import PARENT, Store, StudyRun, metrics_now
+from searches.tracking.trial_runs import MEASURED, NOT_MEASURED, TrialRuns
 
-_METRICS = (
-    "tokens_per_second",
-    "baseline_tokens_per_second",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    "acceptance_rate",
-    "tokens_per_round",
-    "draft_share",
-    "peak_memory_bytes",
-    "prefill_seconds",
-    "decode_seconds",
-)
-_NOT_MEASURED = dict.fromkeys((*_METRICS, PREDICTED), math.nan)
-"""Metrics of a run without figures. MLflow's parallel coordinates omit NaN, and draw a missing metric as the largest."""
 _FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
-_BATCH = 999  # metrics per batch: a store takes at most 1000, and this divides into whole fits
-_PARAMS = 100  # parameters per batch: a store takes no more
-_LARGEST = 1e300  # stores turn larger numbers into others
-_NAME = 250  # characters of a run's name: a store takes no more
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
 _BEST = "best"
+_TRIALS = "trials"  # the metric of the study's run that is written last
 
 
 class Tracker:
@@ -63,12 +42,23 @@ class Tracker:
     """
 
     def __init__(self, uri: str | None, folder: Path, experiment: str) -> None:
-        self._client, self.uri, self._experiment = open_experiment(uri, folder, experiment)
+        client, self.uri, identifier = open_experiment(uri, folder, experiment)
+        self._store, self._outbox = Store(client, identifier, folder / ".tracking"), Outbox(self.uri)
 
-    @defer_interrupt()
+    @property
+    def run_id(self) -> str | None:
+        """The identifier of the study's run; None if the store was not reached."""
+        return self._run.id
+
     def open_study(
-        self, name: str, identity: str, params: Mapping[str, Any], tags: Mapping[str, Any], role: str = "study"
-    ) -> str:
+        self,
+        name: str,
+        identity: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, Any],
+        role: str = "study",
+        parent: StudyRun | None = None,
+    ) -> None:
         """Create the run of a study, or resume it.
 
         Args:
@@ -77,134 +67,43 @@ class Tracker:
             params: flat settings; repeated on every trial's run, because MLflow's filters drop parent runs.
             tags: of the study's run only.
             role: the tag of the run's purpose, if it is not a study.
+            parent: the run that this one is nested below.
         """
-        self._study, self._identity = name, identity
-        self._params = {key: str(value)[:500] for key, value in params.items()}
-        runs = self._search(f"tags.study_id = '{identity}' and tags.role = '{role}'")
-        if runs:
-            self.run_id = runs[0].info.run_id
-            self._client.update_run(self.run_id, status="RUNNING")
-        else:
-            own = {"study": name, "study_id": identity, "role": role} | {key: str(value) for key, value in tags.items()}
-            self.run_id = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
-            self.log(self.run_id, _NOT_MEASURED if role == "study" else {}, self._params)
-        self._recorded: set[int] = set()
-        self._waiting: dict[int, FrozenTrial] = {}
-        return str(self.run_id)
+        given = {key: str(value)[:500] for key, value in params.items()}
+        own = {key: str(value) for key, value in tags.items()}
+        metrics = NOT_MEASURED if role == "study" else {}
+        self._run = StudyRun(self._store, name, identity, role, given, own, metrics, parent)
+        self._trials = TrialRuns(self._store, self._run)
+        self._send({"metrics": self._run.log_left} if self._run.left else {})
+        for left in self._store.left(identity):
+            self.nested(left["name"], left["identity"], left["params"], left["role"]).finish()
 
     def nested(self, name: str, identity: str, params: Mapping[str, Any], role: str) -> Tracker:
         """Open a nested run for a part of the study; the arguments are those of :meth:`open_study`."""
         child = copy.copy(self)
-        child.open_study(name, identity, params, {"mlflow.parentRunId": self.run_id}, role)
+        child.open_study(name, identity, params, {}, role, self._run)
         return child
 
     def reconcile(self, trials: Sequence[FrozenTrial]) -> None:
-        """Delete incomplete and doubled runs of trials, and write those that are missing; nobody else may write any.
-
-        Waits for a store that cannot be reached.
-        """
-        Retry("tracking.uri: the store")(partial(self._reconcile, trials))
-
-    def _reconcile(self, trials: Sequence[FrozenTrial]) -> None:
-        self._recorded = set()
-        for run in self._search(f"tags.study_id = '{self._identity}' and tags.role = 'trial'"):
-            number = int(run.data.tags["trial_number"])
-            if run.info.status == "RUNNING" or number in self._recorded:
-                self._client.delete_run(run.info.run_id)
-            else:
-                self._recorded.add(number)
-        for trial in trials:
-            self._write(trial)
-        self._waiting = {}
+        """Delete incomplete and doubled runs of trials, and write those that are missing; nobody else may write any."""
+        self._trials.check_again()
+        self._send({("trial", trial.number): partial(self._trials.write, trial) for trial in trials})
 
     def record(self, trial: FrozenTrial) -> None:
-        """Write the run of a finished trial, unless it exists; do it later if the store cannot be reached."""
-        self._waiting[trial.number] = trial
-        try:
-            for waiting in list(self._waiting.values()):
-                self._write(waiting)
-                del self._waiting[waiting.number]
-        except Exception as error:
-            if not is_unreachable(error):
-                raise
-            print(f"tracking.uri: cannot be reached; {len(self._waiting)} runs are written later", flush=True)
-
-    @defer_interrupt()
-    def _write(self, trial: FrozenTrial) -> None:
         """Write the run of a finished trial, unless it exists."""
-        if trial.number in self._recorded:
-            return
-        config = SpeculativeConfig.from_dict(trial.user_attrs["config"])
-        measurement = trial.user_attrs.get("measurement", {})
-        tags = {
-            "mlflow.parentRunId": self.run_id,
-            "study": self._study,
-            "study_id": self._identity,
-            "role": "trial",
-            "trial_number": str(trial.number),
-            "trial_state": trial.state.name,
-            "mask": config.mask,
-            "config": config.label(),
-            "losslessness": measurement.get("losslessness", {}).get("verdict", "unchecked"),
-        }
-        if "reason" in trial.user_attrs:
-            tags["reason"] = trial.user_attrs["reason"]
-        name = f"{trial.number} {tags['config']}"[:_NAME]
-        run = self._client.create_run(self._experiment, _milliseconds(trial.datetime_start), tags, run_name=name)
-        metrics = _NOT_MEASURED | {name: measurement[name] for name in _METRICS if name in measurement}
-        metrics |= trial.user_attrs.get(FIGURES, {})
-        if trial.user_attrs.get(PREDICTED) is not None:
-            metrics[PREDICTED] = trial.user_attrs[PREDICTED]
-        metrics["seconds"] = trial.user_attrs["seconds"]
-        metrics[DRIFTED] = trial.user_attrs.get(DRIFTED, 0)
-        for position, rate in enumerate(measurement.get("acceptance_by_position", ())):
-            metrics[f"acceptance_at_{position + 1:02d}"] = rate
-        self.log(run.info.run_id, metrics, parameters(config) | self._params)
-        if "table" in trial.user_attrs:
-            self._client.log_table(run.info.run_id, trial.user_attrs["table"], "prompts.json")
-        if ENGINE_LOG in trial.user_attrs:
-            self._client.log_text(run.info.run_id, trial.user_attrs[ENGINE_LOG], "engine.log")
-        failed = str(trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
-        status = "FAILED" if failed else "FINISHED"
-        self._client.set_terminated(run.info.run_id, status, _milliseconds(trial.datetime_complete))
-        self._recorded.add(trial.number)
+        self._send({("trial", trial.number): partial(self._trials.write, trial)})
 
-    @defer_interrupt()
-    def log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
-        """Write the runs of a benchmark: one run, and one nested run per contender."""
-        tags = {"role": "benchmark", "date": record["date"]} | {k: str(v) for k, v in record["environment"].items()}
-        self.run_id = self._client.create_run(self._experiment, tags=tags, run_name="benchmark").info.run_id
-        params = {key: str(record["target"][key]) for key in ("name", "dtype")}
-        for name, result in record["results"].items():
-            own = {"mlflow.parentRunId": self.run_id, "role": "contender", "contender": name}
-            child = self._client.create_run(self._experiment, tags=own, run_name=name).info.run_id
-            metrics = {metric: result[metric] for metric in _METRICS}
-            metrics |= {} if result["drafter_bytes"] is None else {"drafter_bytes": result["drafter_bytes"]}
-            self.log(child, metrics, params | {"lossless": str(result["lossless"])})
-            self._client.set_terminated(child)
-        for name, text in texts.items():
-            self.log_text(text, name)
-        self.log_file(file)
-        self.finish()
-
-    @defer_interrupt()
-    def log(self, run_id: str, metrics: Mapping[str, float], params: Mapping[str, str] | None = None, step: int = 0) -> None:
-        """Log metrics and parameters together. Infinite values, which stores turn into numbers, become NaN.
+    def log(self, metrics: Mapping[str, float], step: int = 0) -> None:
+        """Log metrics of the study's run.
 
         Args:
-            run_id: of the run.
             metrics: by name.
-            params: by name; None for none.
             step: of the metrics.
         """
-        now = int(time.time() * 1000)
-        values = [Metric(k, float(v) if abs(v) < _LARGEST else math.nan, now, step) for k, v in metrics.items()]
-        given = [Param(k, v) for k, v in (params or {}).items()]
-        self._client.log_batch(run_id, metrics=values, params=given[:_PARAMS])
-        for first in range(_PARAMS, len(given), _PARAMS):
-            self._client.log_batch(run_id, params=given[first : first + _PARAMS])
+        self._run.left += metrics_now(metrics, step)
+        self._send({"metrics": self._run.log_left})
+        self._run.keep_left()  # for the next start, as the training that they are of may have ended by then
 
-    @defer_interrupt()
     def log_fits(self, fits: Sequence[Mapping[str, Any]]) -> None:
         """Log fits of bridges: metrics with one step per fit, and a table of the fits in ``fits.json``.
 
@@ -212,45 +111,72 @@ class Tracker:
             fits: all fits so far, always in the same order: ``fit_seconds``, ``agreement_empty``, ``agreement_bridged`` and
                 fields that describe the fit. Logged fits are not logged again. An empty one keeps its step.
         """
-        logged = {metric.step for metric in self._client.get_metric_history(self.run_id, _FIT_METRICS[0])}
+        self._send({"fits": partial(self._log_fits, self._run, fits)})
+
+    def _log_fits(self, run: StudyRun, fits: Sequence[Mapping[str, Any]]) -> None:
+        client, run_id = self._store.client, run.current()
+        logged = {metric.step for metric in client.get_metric_history(run_id, _FIT_METRICS[0])}
         new = [(step, fit) for step, fit in enumerate(fits) if fit and step not in logged]
-        now = int(time.time() * 1000)
-        values = [Metric(name, float(fit[name]), now, step) for step, fit in new for name in _FIT_METRICS]
-        for first in range(0, len(values), _BATCH):
-            self._client.log_batch(self.run_id, metrics=values[first : first + _BATCH])
+        values = [metric for step, fit in new for metric in metrics_now({name: fit[name] for name in _FIT_METRICS}, step)]
         if new:
-            self._client.log_text(self.run_id, json.dumps(fits, indent=1), "fits.json")
+            client.log_text(run_id, json.dumps(fits, indent=1), "fits.json")  # first: logged fits are not looked at again
+        self._store.log(run_id, values)
 
-    @defer_interrupt()
-    def tag(self, tags: Mapping[str, Any]) -> None:
-        """Set tags of the study's run."""
-        self._client.log_batch(self.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
-
-    @defer_interrupt()
-    def conclude(self, winner: str, sentence: str, trial: int | None) -> None:
+    def conclude(
+        self,
+        winner: str,
+        sentence: str,
+        trial: int | None,
+        metrics: Mapping[str, float],
+        files: Sequence[tuple[Path, str | None]] = (),
+        again: bool = True,
+    ) -> None:
         """Write the result of a finished study: tags and the description of its run, and the tag ``best`` of the winner's.
 
         Args:
             winner: its configuration.
             sentence: the verdict.
             trial: the number of the trial that stands for the winner; None if no trial does. Earlier winners lose the tag.
+            metrics: of the study's run, with the number of ``trials``.
+            files: artifacts of the study's run, and the folders for them.
+            again: whether a complete result of as many trials is replaced.
         """
-        self.tag({"winner": winner, "verdict": sentence, _NOTE: sentence})
-        for run in self._search(f"tags.study_id = '{self._identity}' and tags.{_BEST} = 'true'"):
-            self._client.delete_tag(run.info.run_id, _BEST)
-        if trial is not None:
-            for run in self._search(f"tags.study_id = '{self._identity}' and tags.trial_number = '{trial}'"):
-                self._client.set_tag(run.info.run_id, _BEST, "true")
+        values = metrics_now(metrics)
+        tags = {"winner": winner, "verdict": sentence, _NOTE: sentence}
+        self._send({"result": partial(self._conclude, self._run, tags, trial, values, files, again)})
 
-    @defer_interrupt()
+    def _conclude(
+        self,
+        run: StudyRun,
+        tags: Mapping[str, str],
+        trial: int | None,
+        metrics: Sequence[Metric],
+        files: Sequence[tuple[Path, str | None]],
+        again: bool,
+    ) -> None:
+        client, run_id = self._store.client, run.current()
+        if not again and client.get_run(run_id).data.metrics.get(_TRIALS) in [m.value for m in metrics if m.key == _TRIALS]:
+            return
+        for path, folder in files:
+            client.log_artifact(run_id, str(path), folder)
+        client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        of_study = f"tags.study_id = '{run.identity}' and tags."
+        for best in self._store.search(f"{of_study}{_BEST} = 'true'"):
+            client.delete_tag(best.info.run_id, _BEST)
+        if trial is not None:
+            for best in self._store.search(f"{of_study}trial_number = '{trial}'"):
+                client.set_tag(best.info.run_id, _BEST, "true")
+        self._store.log(run_id, metrics)  # last: they show that nothing is missing
+
     def log_text(self, text: str, name: str) -> None:
         """Log a text as an artifact of the study's run."""
-        self._client.log_text(self.run_id, text, name)
+        self._run.texts[name] = text
+        self._send({})
 
-    @defer_interrupt()
-    def log_file(self, path: Path, folder: str | None = None) -> None:
-        """Log a file as an artifact of the study's run, in a folder of its artifacts."""
-        self._client.log_artifact(self.run_id, str(path), folder)
+    def log_file(self, path: Path) -> None:
+        """Log a file as an artifact of the study's run."""
+        run = self._run
+        self._send({("file", path): lambda: self._store.client.log_artifact(run.current(), str(path))})
 
     @contextlib.contextmanager
     def closing(self, leave: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -266,22 +192,47 @@ class Tracker:
                 if not leave():
                     self.finish("KILLED" if is_interrupt(error) else "FAILED")
             raise
-        Retry("tracking.uri: the store")(self.finish)
+        self.finish(patience=PATIENCE if self._run.parent is None else None)
+
+    def finish(self, status: str = "FINISHED", patience: float | None = None) -> None:
+        """Close the study's run as ``FINISHED``, ``KILLED`` (interrupted) or ``FAILED``.
+
+        Args:
+            status: how the study ended.
+            patience: seconds of an outage for whose end is waited; None waits for none.
+        """
+        run = self._run
+        self._send({"status": lambda: self._store.client.set_terminated(run.current(), status)}, patience)
+
+    def _send(self, writes: Mapping[Hashable, Callable[[], object]], patience: float | None = None) -> None:
+        """Write to the study's run, after it was found or made."""
+        self._run.check_again()
+        for key, write in {"run": self._run.log_texts, **writes}.items():
+            self._outbox.put((self._run.identity, key), write)
+        self._outbox.send(patience)
 
     @defer_interrupt()
-    def finish(self, status: str = "FINISHED") -> None:
-        """Close the study's run as ``FINISHED``, ``KILLED`` (interrupted) or ``FAILED``."""
-        self._client.set_terminated(self.run_id, status)
+    def log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
+        """Write the runs of a benchmark, one run and one nested run per contender, as far as the store takes them."""
+        try:
+            self._log_benchmark(record, texts, file)
+        except Exception as error:
+            if not is_of_store(error):
+                raise
+            print(f"tracking.uri: the benchmark is incomplete in the store: {reason(error, self.uri)}", flush=True)
 
-    def _search(self, query: str) -> list[Run]:
-        runs: list[Run] = []
-        token = None
-        while True:
-            page = self._client.search_runs([self._experiment], query, max_results=1000, page_token=token)
-            runs += page
-            if not (token := page.token):
-                return runs
-
-
-def _milliseconds(moment: Any) -> int | None:
-    return None if moment is None else int(moment.timestamp() * 1000)
+    def _log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
+        client, store = self._store.client, self._store
+        tags = {"role": "benchmark", "date": record["date"]} | {k: str(v) for k, v in record["environment"].items()}
+        run_id = store.create("benchmark", tags)
+        params = {key: str(record["target"][key]) for key in ("name", "dtype")}
+        for name, result in record["results"].items():
+            child = store.create(name, {PARENT: run_id, "role": "contender", "contender": name})
+            metrics = {metric: result[metric] for metric in MEASURED}
+            metrics |= {} if result["drafter_bytes"] is None else {"drafter_bytes": result["drafter_bytes"]}
+            store.log(child, metrics_now(metrics), params | {"lossless": str(result["lossless"])})
+            client.set_terminated(child)
+        for name, text in texts.items():
+            client.log_text(run_id, text, name)
+        client.log_artifact(run_id, str(file))
+        client.set_terminated(run_id)

@@ -134,7 +134,7 @@ def train_bridges(
     if trainer.fit is not None:
         fit = trainer.fit
         print(f"closed form, {fit.rows} positions in {fit.seconds:.1f} s: {format_rates(trainer.evaluate())}", flush=True)
-    tracker.log(tracker.run_id, trainer.start_metrics)
+    tracker.log(trainer.start_metrics)
     trainer.train(tracker)
     accepted = trainer.evaluate()
     print(f"trained, {trainer.step} steps in {trainer.seconds:.0f} s: {format_rates(accepted)}")

@@ -199,7 +199,7 @@ class Trainer(ABC):
         if not ended and self.progress >= 1.0:
             self.save()  # evaluation took the remaining time, which a further run has to know
         metrics = {f"held_out_acceptance_at_{index + 1:02d}": rate for index, rate in enumerate(rates)}
-        tracker.log(tracker.run_id, metrics | {"loss": loss}, step=self.step)
+        tracker.log(metrics | {"loss": loss}, step=self.step)
 
     def save(self) -> None:
         """Write the checkpoint, completely or not at all."""

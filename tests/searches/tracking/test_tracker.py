@@ -14,7 +14,8 @@ from mlflow.tracking import MlflowClient
 from layerskip import SpeculativeConfig
 from layerskip.config import kinds
 from searches.tracking.parameters import parameters
-from searches.tracking.tracker import _METRICS, Tracker
+from searches.tracking.tracker import Tracker
+from searches.tracking.trial_runs import MEASURED
 from tests.searches.known import lookup
 from tests.searches.programs import runs, sqlite, tracked
 from tests.searches.tracking.studies import CASCADE, NOT_RUN, SKIP, SPEEDUPS, compared_study
@@ -27,8 +28,8 @@ def uri(tmp_path: Path) -> str:
     tracker.open_study("a study", "1", {"measure.prompts": 8}, {})
     for trial in compared_study().trials:
         tracker.record(trial)
-    tracker.conclude("no drafting", "The first sentence.", 1)
-    tracker.conclude("cascade", "cascade wins: 1.90 x plain decoding.", 5)
+    tracker.conclude("no drafting", "The first sentence.", 1, {"trials": 6})
+    tracker.conclude("cascade", "cascade wins: 1.90 x plain decoding.", 5, {"trials": 7})
     return uri
 
 
@@ -97,22 +98,22 @@ def test_runs_that_cannot_be_written_are_written_later(
     tracker: Tracker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trials = compared_study().trials[:3]
-    create = tracker._client.create_run
+    create = tracker._store.client.create_run
     for error in (ConnectionRefusedError(), ValueError("a defect")):
 
         def refuse(*_: object, error: Exception = error, **__: object) -> NoReturn:
             raise error
 
-        monkeypatch.setattr(tracker._client, "create_run", refuse)
+        monkeypatch.setattr(tracker._store.client, "create_run", refuse)
         if isinstance(error, ValueError):
             with pytest.raises(ValueError, match="a defect"):
                 tracker.record(trials[2])
         else:
             tracker.record(trials[0])
             tracker.record(trials[1])
-    assert capsys.readouterr().out.splitlines()[-1] == "tracking.uri: cannot be reached; 2 runs are written later"
+    assert capsys.readouterr().out.count("tracking.uri: cannot write to") == 1
     assert runs(tracker.uri, "trial") == []
-    monkeypatch.setattr(tracker._client, "create_run", create)
+    monkeypatch.setattr(tracker._store.client, "create_run", create)
     tracker.record(trials[2])
     assert [run.data.tags["trial_number"] for run in _of_trials(tracker.uri)] == ["0", "1", "2"]
 
@@ -122,7 +123,7 @@ def test_incomplete_and_doubled_runs_are_replaced(tracker: Tracker) -> None:
     for trial in trials[:3]:
         tracker.record(trial)
     incomplete = _of_trials(tracker.uri)[1]
-    tracker._client.update_run(incomplete.info.run_id, status="RUNNING")
+    tracker._store.client.update_run(incomplete.info.run_id, status="RUNNING")
     other = Tracker(None, Path(tracker.uri.removeprefix("sqlite:///")).parent, "own")
     other.open_study("a study", "1", {"measure.prompts": 8}, {})
     assert other.run_id == tracker.run_id
@@ -147,7 +148,7 @@ def test_fits_are_logged_once_each(tracker: Tracker) -> None:
     fits = [{"fit_seconds": n, "agreement_empty": 0.25, "agreement_bridged": 0.5 + n / 10, "mask": f"{n}"} for n in range(3)]
     tracker.log_fits([fits[0], {}, *fits[1:2]])
     tracker.log_fits([fits[0], fits[2], fits[1]])
-    logged = tracker._client.get_metric_history(tracker.run_id, "agreement_bridged")
+    logged = tracker._store.client.get_metric_history(tracker.run_id, "agreement_bridged")
     assert sorted((metric.step, metric.value) for metric in logged) == [(0, 0.5), (1, 0.7), (2, 0.6)]
 
 
@@ -171,7 +172,7 @@ def test_the_run_of_a_study_tells_how_it_ended(
 
 
 def test_a_benchmark_has_a_run_for_each_contender(tracker: Tracker, tmp_path: Path) -> None:
-    result = dict.fromkeys(_METRICS, 2.0) | {"lossless": True, "drafter_bytes": 5}
+    result = dict.fromkeys(MEASURED, 2.0) | {"lossless": True, "drafter_bytes": 5}
     record = {
         "date": "2026-11-28",
         "environment": {"threads": 2},

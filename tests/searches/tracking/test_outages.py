@@ -1,0 +1,284 @@
+"""A tracking store that fails in the middle of a study: the study goes on, and its runs are completed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import sqlite3
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sqlalchemy
+from mlflow.tracking import MlflowClient
+from sqlalchemy import event
+
+from searches.app.checks import InputError
+from searches.evaluate.scale_services import TrackingServer, fill, small_disk
+from searches.study import study
+from searches.tracking import outbox
+from searches.tracking.tracker import Tracker
+from tests.searches.conftest import Launch
+from tests.searches.programs import quick, runs, sqlite, tracked
+from tests.searches.tracking.studies import compared_study
+
+TRIALS = compared_study().trials
+FITS = [{"fit_seconds": 1.0, "agreement_empty": 0.25, "agreement_bridged": 0.5}]
+LOST = "tracking.uri: cannot write to"
+Fault = Callable[[Path], contextlib.AbstractContextManager[object]]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes MLflow's own waits short."""
+    monkeypatch.setattr("searches.tracking.tracker.PATIENCE", 0.0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+
+    def hurry(_connection: object, _cursor: object, statement: str, parameters: object, *_: object) -> tuple[str, object]:
+        return statement.replace("busy_timeout = 20000", "busy_timeout = 0"), parameters
+
+    event.listen(sqlalchemy.Engine, "before_cursor_execute", hurry, retval=True)
+    yield
+    event.remove(sqlalchemy.Engine, "before_cursor_execute", hurry)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    connection = sqlite3.connect(folder / "mlflow.db", isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    yield
+    connection.close()
+
+
+@contextlib.contextmanager
+def _without_experiment(folder: Path) -> Iterator[None]:
+    client = MlflowClient(sqlite(folder))
+    experiment = client.get_experiment_by_name("own")
+    assert experiment is not None
+    client.delete_experiment(experiment.experiment_id)
+    yield
+    client.restore_experiment(experiment.experiment_id)
+
+
+@contextlib.contextmanager
+def _full_artifacts(folder: Path) -> Iterator[None]:
+    fill(folder / "mlartifacts")
+    yield
+    for file in (folder / "mlartifacts").iterdir():
+        if file.is_file():
+            file.unlink()
+
+
+@contextlib.contextmanager
+def _read_only_artifacts(folder: Path) -> Iterator[None]:
+    for option in ("ro", "rw"):
+        subprocess.run(["mount", "-o", f"remount,{option}", folder / "mlartifacts"], check=True)
+        if option == "ro":
+            yield
+
+
+@contextlib.contextmanager
+def _deleted_run(folder: Path) -> Iterator[None]:
+    (study,) = runs(sqlite(folder), "study")
+    MlflowClient(sqlite(folder)).delete_run(study.info.run_id)
+    yield
+
+
+@contextlib.contextmanager
+def _deleted_runs(folder: Path) -> Iterator[None]:
+    (trial, *_), client = runs(sqlite(folder), "trial"), MlflowClient(sqlite(folder))
+    client.delete_run(trial.info.run_id)
+    with _deleted_run(folder):
+        yield
+
+
+FAULTS: dict[Fault, str | None] = {
+    _locked: "database is locked",
+    _without_experiment: "must be in the 'active' state",
+    _full_artifacts: "No space left on device",
+    _read_only_artifacts: "Read-only file system",
+    _deleted_run: None,
+    _deleted_runs: None,
+}
+"""What happens to a store, and the reason that the line names; the store takes writes of deleted runs."""
+
+
+def _open(folder: Path, uri: str | None = None) -> Tracker:
+    tracker = Tracker(uri, folder, "own")
+    tracker.open_study("a study", "1", {"measure.prompts": 8}, {})
+    tracker.log_text("seed: 0", "config.yaml")
+    return tracker
+
+
+def _train(tracker: Tracker, name: str) -> None:
+    part = tracker.nested(name, name, {"rank": 4}, "training")
+    with part.closing():
+        part.log({"loss": 2.0}, step=7)
+
+
+def _finish(tracker: Tracker, file: Path) -> None:
+    with tracker.closing():
+        tracker.reconcile(TRIALS[:4])
+        tracker.log_fits(FITS)
+        tracker.conclude("a winner", "It wins.", 1, {"trials": 4}, [(file, None), (file, "bridge")])
+
+
+def _check_complete(uri: str) -> None:
+    client, (study,), trials, trainings = MlflowClient(uri), *(runs(uri, role) for role in ("study", "trial", "training"))
+    assert (study.info.status, study.data.tags["winner"]) == ("FINISHED", "a winner")
+    assert study.data.params == {"measure.prompts": "8"}
+    assert {run.data.tags["mlflow.parentRunId"] for run in (*trials, *trainings)} == {study.info.run_id}
+    assert {run.info.status for run in (*trials, *trainings)} == {"FINISHED"}
+    assert sorted(int(run.data.tags["trial_number"]) for run in trials) == [0, 1, 2, 3]
+    assert [run.data.tags["trial_number"] for run in trials if run.data.tags.get("best") == "true"] == ["1"]
+    assert {artifact.path for run in trials for artifact in client.list_artifacts(run.info.run_id)} == {"prompts.json"}
+    assert sorted(run.info.run_name for run in trainings) == ["earlier", "later"]
+    assert all(run.data.params == {"rank": "4"} and run.data.metrics == {"loss": 2.0} for run in trainings)
+    assert [metric.step for metric in client.get_metric_history(study.info.run_id, "fit_seconds")] == [0]
+    paths = {artifact.path for artifact in client.list_artifacts(study.info.run_id)}
+    assert paths == {"config.yaml", "fits.json", "best.json", "bridge"}
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_store_that_fails_is_completed_when_it_is_back_or_at_the_next_start(
+    fault: Fault, is_restarted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tracked(tmp_path) / "best.json"
+    file.write_text("{}", encoding="utf-8")
+    with contextlib.ExitStack() as stack:
+        if fault in (_full_artifacts, _read_only_artifacts):
+            try:
+                stack.enter_context(small_disk(tmp_path / "mlartifacts", 2))
+            except InputError as error:
+                pytest.skip(str(error))
+        tracker = _open(tmp_path)
+        tracker.record(TRIALS[0])
+        tracker.record(TRIALS[1])
+        _train(tracker, "earlier")
+        with fault(tmp_path):
+            _train(tracker, "later")
+            tracker.record(TRIALS[2])
+            tracker.record(TRIALS[3])
+            _finish(tracker, file)
+        printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(LOST)]
+        assert len(printed) == (FAULTS[fault] is not None)
+        assert all(str(FAULTS[fault]) in line for line in printed)
+        if is_restarted:
+            tracker = _open(tmp_path)
+        _finish(tracker, file)
+        _check_complete(sqlite(tmp_path))
+
+
+def test_a_benchmark_ends_without_its_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = _open(tracked(tmp_path))
+    record = {"date": "2026-11-28", "environment": {}, "target": {"name": "a model", "dtype": "float32"}, "results": {}}
+    with _without_experiment(tmp_path):
+        tracker.log_benchmark(record, {}, tmp_path / "benchmark.json")
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert printed.startswith("tracking.uri: the benchmark is incomplete in the store: ")
+
+
+def test_a_store_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock, attempts = [0.0], [0]
+
+    def advance(seconds: float) -> None:
+        clock[0] += seconds
+
+    def hang() -> None:
+        advance(20.0)
+        attempts[0] += 1
+        raise ConnectionResetError
+
+    monkeypatch.setattr(outbox, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=advance))
+    box = outbox.Outbox("http://me:secret@there")
+    box.put("a write", hang)
+    for _ in range(1000):
+        box.send()
+        advance(1.0)
+    assert attempts[0] == 5  # a tenth of the seconds
+    box.send(patience=10.0)  # of an outage that has lasted longer
+    assert attempts[0] == 6
+    box.send(patience=2000.0)
+    assert clock[0] >= 2000.0
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert "***" in printed and "secret" not in printed
+
+
+class _Unavailable(http.server.BaseHTTPRequestHandler):
+    """Answers as a proxy does whose server is away."""
+
+    def do_GET(self) -> None:
+        self.send_error(503)
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_a_server_that_is_killed_refuses_and_fails_is_completed_when_it_is_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tracked(tmp_path) / "best.json"
+    file.write_text("{}", encoding="utf-8")
+    server = TrackingServer(sqlite(tmp_path), tmp_path / "served")
+    try:
+        tracker = _open(tmp_path, server.url)
+        tracker.record(TRIALS[0])
+        _train(tracker, "earlier")
+        (tmp_path / "served").rename(tmp_path / "away")
+        (tmp_path / "served").touch()  # artifacts cannot be written: the server answers 500
+        tracker.record(TRIALS[1])
+        assert len(runs(sqlite(tmp_path), "trial")) == 2
+        server.close()
+        tracker.record(TRIALS[2])
+        _train(tracker, "later")
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        with http.server.ThreadingHTTPServer(address, _Unavailable) as proxy:
+            threading.Thread(target=proxy.serve_forever, daemon=True).start()
+            tracker.record(TRIALS[3])
+            _finish(tracker, file)
+            proxy.shutdown()
+        (printed,) = capsys.readouterr().out.splitlines()
+        assert printed.startswith(f"{LOST} {server.url}: ") and "500" in printed
+        (tmp_path / "served").unlink()
+        (tmp_path / "away").rename(tmp_path / "served")
+        server.restart(0.0)
+        _finish(_open(tmp_path, server.url), file)
+        _check_complete(server.url)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(("fault", "more"), [(_without_experiment, ()), (_deleted_run, ()), (_locked, ("worker=0",))])
+def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
+    fault: Fault, more: Sequence[str], tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs, stack = tracked(tmp_path / "outputs"), contextlib.ExitStack()
+    kinds = "space.kinds=[none,prompt_lookup]"
+    overrides = quick(tiny_folder, outputs, "tracking.experiment=own", "study.name=it", "study.n_trials=2", kinds, *more)
+
+    def run_trials(*arguments: Any) -> None:
+        stack.enter_context(fault(outputs))
+        study.run_trials(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("searches.sweep.run_trials", run_trials)
+        first = launch("layerskip", *overrides, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert (outputs / "it" / "best.json").exists()
+    assert first.stdout.count("tracking.uri: ") == 1
+    stack.close()
+    again = launch("layerskip", *overrides, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    (found,), client = runs(sqlite(outputs), "study"), MlflowClient(sqlite(outputs))
+    assert (found.info.status, "winner" in found.data.tags) == ("FINISHED", True)
+    assert [run.data.tags["mlflow.parentRunId"] for run in runs(sqlite(outputs), "trial")] == [found.info.run_id] * 2
+    names = {artifact.path for artifact in client.list_artifacts(found.info.run_id)}
+    assert {"config.yaml", "report.md", "report.png", "report.html", "best.json"} <= names
