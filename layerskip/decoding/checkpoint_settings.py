@@ -18,8 +18,8 @@ from layerskip.models.target import Target, TargetError
 _HARMLESS = {
     # The caller chooses how tokens are drawn, and how many.
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-    *("max_length", "max_new_tokens", "num_return_sequences"),
-    *("early_stopping", "length_penalty", "diversity_penalty", "low_memory"),  # of several beams alone
+    *("max_length", "max_new_tokens"),
+    *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", "low_memory"),  # of several beams alone
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
     *("use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "continuous_batching_config"),
@@ -32,7 +32,7 @@ _HARMLESS = {
 }
 _OFF: dict[str, Any] = {
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale", "encoder_repetition_penalty"), 1),
     "penalty_alpha": 0,
     "repetition_penalty": 1,
 }

@@ -223,8 +223,13 @@ def _one_prompt(
         prompt = target.encode(messages)
         outputs: dict[str, list[int]] = {}
         for name in order:
-            with NotFinite.naming(item.id, name):
-                continuation, sample = _timed(target, item, contenders[name], prompt, task)
+            try:
+                with NotFinite.naming(item.id, name):
+                    continuation, sample = _timed(target, item, contenders[name], prompt, task)
+            except NotFinite:
+                with NotFinite.naming(item.id, reference):  # blames the reference if it fails, too
+                    contenders[reference](prompt, task, lambda _: None)
+                raise
             outputs[name] = continuation.tokens
             samples[name].append(sample)
         for name in contenders:
