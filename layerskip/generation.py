@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from layerskip.config import SpeculativeConfig
+from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
@@ -49,7 +50,7 @@ def generate(
         target: from :func:`layerskip.load_target`.
         prompt: a text, a list of messages, or token ids; see :meth:`Target.encode`.
         config: how to decode; None for plain decoding.
-        sampling: how tokens are chosen; None for greedy.
+        sampling: how tokens are chosen; None for greedy, with the repetition penalty that the checkpoint asks for.
         max_new_tokens: at least 1.
         stop_strings: the output ends with the token that completes one of them, as in transformers.
         callback: called with the tokens of every round as they are committed.
@@ -60,7 +61,9 @@ def generate(
     Raises:
         ConfigError: the configuration does not fit the target.
         UnsupportedModel: the target or the draft model cannot be decoded in this way.
-        TargetError: the prompt is empty or needs a tokenizer, or the draft model cannot be loaded.
+        TargetError: the prompt is empty or needs a tokenizer, the draft model cannot be loaded, or the checkpoint asks for
+            what decoding does not do.
+        NotFinite: the target's logits are NaN or infinite.
     """
     drafter = drafter or build_drafter(config or SpeculativeConfig(), target)
     tokens = target.encode(prompt)
@@ -70,7 +73,7 @@ def generate(
         target,
         drafter,
         tokens,
-        sampling or Sampling(),
+        sampling or default_sampling(target),
         max_new_tokens,
         stops=stops,
         callback=callback,

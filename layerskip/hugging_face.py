@@ -21,6 +21,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -41,6 +42,9 @@ _PROCESSORS: dict[type, tuple[str, str]] = {
 }
 """Supported logits processors in the order in which generate applies them: the field of ``Sampling``, and the attribute."""
 _TRUNCATING = (TopPLogitsWarper, MinPLogitsWarper)
+
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+"""Modes whose output is that of choosing token after token."""
 
 _SUPPORTED_KWARGS = ("attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "cache_position")
 """Arguments that ``generate`` may pass with the tokens; any other could change the output unnoticed."""
@@ -127,8 +131,10 @@ def _refuse(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(generation_config, name, False):
             raise ValueError(f"{name}: is not available in speculative decoding")
-    if (generation_config.num_beams or 1) > 1:
-        raise ValueError(f"num_beams: {generation_config.num_beams}; only 1 is supported")
+    if (mode := generation_config.get_generation_mode()) not in _MODES:
+        raise ValueError(f"generation_config: {mode.value.replace('_', ' ')} is not supported")
+    if generation_config.cache_implementation == "quantized":
+        raise ValueError("cache_implementation: a quantized cache is not supported")
 
 
 def _sampling(processors: LogitsProcessorList, sampled: bool) -> Sampling:

@@ -170,7 +170,9 @@ def config(family: str, **changes: Any) -> PreTrainedConfig:
             fields[name] = [pattern[layer % len(pattern)] for layer in range(layers)]
     if family == "gpt_neo":
         fields["attention_types"] = [[fields["attention_types"], 1]]  # a list and its number of repetitions
-    return AutoConfig.for_model(family, **fields)
+    made = AutoConfig.for_model(family, **fields)
+    made.eos_token_id = fields["eos_token_id"]  # some families replace None by ids that the small vocabulary lacks
+    return made
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

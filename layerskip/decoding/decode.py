@@ -6,16 +6,18 @@ particular drafter: whatever the drafter proposes, the output is the target's ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter, FeatureReader, PlainDecoding, VerifyOutput
 from layerskip.decoding.lossy import accept_lossy
-from layerskip.decoding.sampling import Chooser, Sampling
+from layerskip.decoding.sampling import Chooser, Sampling, largest_logits
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.decoding.tree import TreeModel, tree_depth, tree_model
 from layerskip.decoding.verify import Verdict, verify
@@ -27,7 +29,7 @@ from layerskip.models.forward import forward
 from layerskip.models.positions import check_rope_scaling
 from layerskip.models.prefill import Prefill, run_prefill
 from layerskip.models.skip_view import decoding_view
-from layerskip.models.target import Target
+from layerskip.models.target import NotFinite, Target
 from layerskip.rules import EXACT, AcceptRule
 
 
@@ -75,7 +77,8 @@ def decode(
         callback: called with the committed tokens of every round, in order.
         on_prefill: called once after prefill, with the number of new tokens known by then, which is 1.
         seed: makes sampling repeatable.
-        eos_ids: the tokens that end the sequence; None for those of the target.
+        eos_ids: the tokens that end the sequence, with which the caller replaces all settings of the checkpoint; None for
+            those of the target, whose other settings must then be those of ``sampling``.
         static_shapes: see :func:`~layerskip.models.cache_pool.acquire_cache`.
         accept: the acceptance rule; any rule but the exact one changes the output.
         prefill: a stored prefill of the prompt. The prompt is then not read again, unless the drafter reads hidden states.
@@ -83,7 +86,11 @@ def decode(
     Raises:
         ValueError: the prompt is empty, ``prefill`` has another length, or ``max_new_tokens`` is below 1.
         UnsupportedModel: the model would change its rotary embedding within the text.
+        TargetError: see :func:`~layerskip.decoding.checkpoint_settings.check_settings`.
+        NotFinite: the target gives no distribution.
     """
+    if eos_ids is None:
+        check_settings(target, sampling)
     if not prompt:
         raise ValueError("prompt: is empty")
     if max_new_tokens < 1:
@@ -132,7 +139,7 @@ class _Loop:
         end: _StoppingCriteria,
         accept: AcceptRule,
     ) -> None:
-        self._model, self._view = target.model, decoding_view(target.model)
+        self._name, self._model, self._view = target.name, target.model, decoding_view(target.model)
         self._device, self._drafter, self._cache = target.device, drafter, cache
         self._chooser, self._end, self._accept = chooser, end, accept
         self._reader = drafter if isinstance(drafter, FeatureReader) and drafter.modules else None
@@ -152,8 +159,11 @@ class _Loop:
             logits = run_prefill(self._view, block, cache, features=self._features)
         else:
             logits = known.restore(cache)
-        verdict = verify(Draft.empty(self._device), chooser.distribution(logits, block[-1:]), chooser.generator)
+        distribution = chooser.distribution(logits, block[-1:])
+        largest = [largest_logits(logits, distribution)]
+        verdict = verify(Draft.empty(self._device), distribution, chooser.generator, largest)
         self.context = Context(list(prompt), verdict.last)
+        self._check_finite(verdict.late[0])
         committed = self._end.commit(self.context.tokens, [verdict.next_token])
         if self._end.reason is None:
             self._drafter.start(prompt, cache, chooser)
@@ -183,12 +193,14 @@ class _Loop:
             logits = self._trees.run(block, draft.parents, cache, features)
             distribution = chooser.distribution(logits, block, draft.parents)
         late = self._drafter.observe_logits(VerifyOutput(block, logits))
-        values = [read.values for read in late]
+        values = [largest_logits(logits, distribution), *(read.values for read in late)]
         if self._accept.lossless:
             verdict = verify(draft, distribution, chooser.generator, values)
         else:
             verdict = accept_lossy(draft, distribution, logits, self._accept, chooser.generator, values)
         rows = None if verdict.path is None else [0, *(node + 1 for node in verdict.path)]  # of the block, if a tree
+        largest, *late_values = verdict.late
+        self._check_finite(largest[: verdict.accepted + 1] if rows is None else [largest[row] for row in rows])
         if rows is not None:
             cache.gather(rows)
         cache.length += verdict.accepted + 1
@@ -202,7 +214,7 @@ class _Loop:
                     hidden[: verdict.accepted + 1] if rows is None else hidden[copy_to_device(rows, self._device)]
                 )
             self._drafter.observe(verdict)
-            for read, read_values in zip(late, verdict.late, strict=True):
+            for read, read_values in zip(late, late_values, strict=True):
                 read.receive(verdict, read_values)
         return committed, _count(verdict, len(committed))
 
@@ -213,14 +225,23 @@ class _Loop:
         """
         context, cache = self.context, self._cache
         logits = forward(self._view, context.last, cache, last=1) if self._ahead is None else self._ahead
-        token = self._chooser.choose(self._chooser.distribution(logits, context.last))
-        read = begin_reading(token)
+        distribution = self._chooser.distribution(logits, context.last)
+        token = self._chooser.choose(distribution)
+        read = begin_reading(torch.cat((token, largest_logits(logits, distribution).double())))  # one copy for both
         cache.length += 1
         more = len(context.tokens) + 1 < self._end.max_length
         self._ahead = forward(self._view, token, cache, last=1) if more else None
         context.last = token
-        committed = self._end.commit(context.tokens, read())
+        chosen, largest = read()
+        self._check_finite([largest])
+        committed = self._end.commit(context.tokens, [int(chosen)])
         return committed, Round(0, 0, 1)
+
+    def _check_finite(self, largest: Sequence[float]) -> None:
+        """Raise :class:`NotFinite` unless the largest logits after the last token, and those after it, are finite."""
+        for row, value in enumerate(largest):
+            if not math.isfinite(value):
+                raise NotFinite(self._name, len(self.context.tokens) - 1 + row, value)
 
 
 def _count(verdict: Verdict, committed: int) -> Round:

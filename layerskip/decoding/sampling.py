@@ -24,6 +24,9 @@ from layerskip.decoding.tree import tree_shape
 from layerskip.device.transfer import copy_to_device
 
 
+_COLDEST = 1e-30
+
+
 class SamplingError(ValueError):
     """A sampling parameter is out of range; the message begins with the field."""
 
@@ -107,7 +110,8 @@ class Sampling:
         scores = self.penalise(logits, seen)
         if self.greedy:
             return most_likely(scores)
-        return self._filter(scores / self.temperature).softmax(-1)
+        # Beyond these limits float32 would overflow; within them the distribution is the limit already.
+        return self._filter(scores / min(max(self.temperature, _COLDEST), 1 / _COLDEST)).softmax(-1)
 
     def penalise(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """Return the logits after the repetition penalty, before temperature and filters: ``[n, V]`` float32."""
@@ -141,6 +145,18 @@ def most_likely(logits: Tensor) -> Tensor:
     ``max`` is used because, on a CPU in bfloat16, it is faster than ``argmax``.
     """
     return logits.max(-1).indices
+
+
+def largest_logits(logits: Tensor, distribution: Tensor) -> Tensor:
+    """Return ``[n]``: each row's largest logit, which is finite if and only if the row has a distribution.
+
+    Args:
+        logits: ``[n, V]``.
+        distribution: made of them, in either form.
+    """
+    if distribution.dtype == torch.int64:  # found already; a repetition penalty keeps what is not finite
+        return logits.gather(-1, distribution[:, None])[:, 0]
+    return logits.amax(-1)
 
 
 def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
-from layerskip.models.architecture import UnsupportedModel, architecture, hidden_states
+from layerskip.models.architecture import UnsupportedModel, architecture, check_finite, hidden_states
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only
 from layerskip.models.features import NO_FEATURES, Features
@@ -151,8 +151,9 @@ class TreeModel:
             raise self._refusal(f"a pass over a tree fails ({' '.join(str(error).split())[:200]})") from error
         for leaf in range(len(_PROBE_PARENTS)):
             branch = path_to(leaf, _PROBE_PARENTS)
-            expected = forward(model, block[[0, *(node + 1 for node in branch)]], cache, last=1)[0]
-            if not nearly_equal(found[leaf + 1], expected):
+            expected = forward(model, block[[0, *(node + 1 for node in branch)]], cache, last=1)
+            check_finite(model, expected)
+            if not nearly_equal(found[leaf + 1], expected[0]):
                 raise self._refusal("a branch of a tree gives other logits than the same tokens in a chain")
 
     def _refusal(self, reason: str) -> UnsupportedModel:

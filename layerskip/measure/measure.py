@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from layerskip.config import SpeculativeConfig
+from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.decoding.decode import DecodeResult, decode
 from layerskip.decoding.drafter import CrossPromptState, Drafter
 from layerskip.decoding.sampling import Sampling
@@ -25,7 +26,7 @@ from layerskip.measure.measurement import Measurement, Sample
 from layerskip.measure.timed_drafter import TimedDrafter
 from layerskip.models.graph_capture import capture_seconds
 from layerskip.models.skip_view import decoding_view
-from layerskip.models.target import Target
+from layerskip.models.target import NotFinite, Target
 from layerskip.prompts import PromptError, PromptItem, PromptSet
 from layerskip.rules import EXACT, AcceptRule
 
@@ -113,7 +114,7 @@ def measure(
         target: the model.
         prompts: at least one; plain texts are user messages.
         config: the configuration to measure.
-        sampling: None for greedy decoding.
+        sampling: None for greedy decoding, with the checkpoint's repetition penalty.
         max_new_tokens: per prompt and turn.
         repeats: how often both decode every prompt.
         seed: of the order, and of the draws if tokens are sampled.
@@ -123,7 +124,7 @@ def measure(
         PromptError: there are no prompts.
     """
     contenders = {"baseline": Decoder.of(target, SpeculativeConfig()), "candidate": Decoder.of(target, config)}
-    task = Task(sampling or Sampling(), max_new_tokens, seed)
+    task = Task(sampling or default_sampling(target), max_new_tokens, seed)
     chosen = prompts if isinstance(prompts, PromptSet) else PromptSet.of(prompts)
     if not len(chosen):
         raise PromptError("prompts: are empty")
@@ -190,8 +191,9 @@ def _warm_up(
     item = next(iter(prompts))
     prompt = target.encode(item.messages())
     length = min(WARMUP_TOKENS, task.max_new_tokens)
-    for contender in contenders.values():
-        contender(prompt, Task(task.sampling, length, task.seed), lambda _: None)
+    for name, contender in contenders.items():
+        with NotFinite.naming(item.id, name):
+            contender(prompt, Task(task.sampling, length, task.seed), lambda _: None)
     if task.sampling.greedy:
         return None
     greedy = Sampling(repetition_penalty=task.sampling.repetition_penalty)
@@ -221,7 +223,13 @@ def _one_prompt(
         prompt = target.encode(messages)
         outputs: dict[str, list[int]] = {}
         for name in order:
-            continuation, sample = _timed(target, item, contenders[name], prompt, task)
+            try:
+                with NotFinite.naming(item.id, name):
+                    continuation, sample = _timed(target, item, contenders[name], prompt, task)
+            except NotFinite:
+                with NotFinite.naming(item.id, reference):  # blames the reference if it fails, too
+                    contenders[reference](prompt, task, lambda _: None)
+                raise
             outputs[name] = continuation.tokens
             samples[name].append(sample)
         for name in contenders:

@@ -97,9 +97,6 @@ def check_rewind(model: PreTrainedModel) -> None:
     }
     if kinds:
         raise _refusal(model, f"it has layers of type {', '.join(sorted(kinds))}, whose state cannot rewind")
-    if (layer := rows_depend(model)) is not None:
-        reason = "gives a token another result beside other tokens, so drafting would change the output"
-        raise UnsupportedModel(f"target.quantization: {layer} of {type(model).__name__} {reason}")
     device = input_device(model)
     tokens = torch.arange(_PROBE_LENGTH, device=device) % _config(model).vocab_size
     layers, half = _config(model).num_hidden_layers, _PROBE_LENGTH // 2
@@ -115,11 +112,31 @@ def check_rewind(model: PreTrainedModel) -> None:
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise _refusal(model, f"it does not decode on a key-value cache that can rewind ({reason})") from error
+    check_finite(model, expected)
+    if (layer := rows_depend(model)) is not None:
+        reason = "gives a token another result beside other tokens, so drafting would change the output"
+        raise UnsupportedModel(f"target.quantization: {layer} of {type(model).__name__} {reason}")
     if not written:
         raise _refusal(model, "it does not store keys and values in the cache it is given, so it cannot rewind")
     if not nearly_equal(rewound, expected):
         raise _refusal(model, "its cache does not rewind: rejected tokens change later logits")
     _rewinds.add(model)
+
+
+def check_finite(model: PreTrainedModel, logits: Tensor) -> None:
+    """Check that the logits of a self-check have a finite maximum, else its comparison would blame something else.
+
+    Args:
+        model: for the error.
+        logits: ``[n, V]``.
+
+    Raises:
+        UnsupportedModel: the largest logit of a row is NaN or infinite.
+    """
+    largest = logits.float().amax(-1)
+    if not bool(largest.isfinite().all()):
+        value = float(largest[~largest.isfinite()][0])
+        raise _refusal(model, f"the largest logit after some tokens is {value}; check its weights, or try another target.dtype")
 
 
 @torch.inference_mode()

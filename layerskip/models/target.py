@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,34 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 class TargetError(ValueError):
     """A target that cannot be loaded or used as requested. The message begins with the field."""
+
+
+class NotFinite(TargetError):
+    """Logits without a finite maximum: no token is the most likely one, and no distribution exists.
+
+    Args:
+        model: the name of the target.
+        position: of the last token before them in prompt and output together, from 0.
+        value: the maximum: NaN or an infinity.
+        prompt_id: the prompt; empty if unknown.
+        contender: the configuration that decoded it, by its name in a comparison; empty if unknown.
+    """
+
+    def __init__(self, model: str, position: int, value: float, prompt_id: str = "", contender: str = "") -> None:
+        self.fields = model, position, value
+        self.contender = contender
+        place = f"position {position}" + (f" of prompt {prompt_id}" if prompt_id else "")
+        reason = f"the largest logit of {model} is {value} after {place}"
+        super().__init__(f"target: {reason}; check its weights, or try another target.dtype")
+
+    @classmethod
+    @contextlib.contextmanager
+    def naming(cls, prompt_id: str, contender: str = "") -> Iterator[None]:
+        """Add the prompt and the contender to such an error within the ``with`` block."""
+        try:
+            yield
+        except cls as error:
+            raise cls(*error.fields, prompt_id, contender) from None
 
 
 _SAMPLED_VALUES = 256
@@ -155,11 +184,22 @@ class Target:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The end-of-sequence tokens; some models have several."""
-        for source in (self.model.generation_config, self.model.config, self.tokenizer):
-            ids = getattr(source, "eos_token_id", None)
-            if ids is not None:
-                return frozenset([ids] if isinstance(ids, int) else ids)
+        """The end-of-sequence tokens; some models have several.
+
+        Raises:
+            TargetError: one of them is no token id.
+        """
+        sources = {"generation_config": self.model.generation_config, "config": self.model.config, "tokenizer": self.tokenizer}
+        for name, source in sources.items():
+            found = getattr(source, "eos_token_id", None)
+            if found is None:
+                continue
+            ids = found if isinstance(found, (list, tuple)) else [found]
+            for token in ids:
+                if type(token) is not int or not 0 <= token < self.vocabulary:
+                    expected = f"a whole number from 0 to {self.vocabulary - 1}; correct it in the checkpoint"
+                    raise TargetError(f"target: {name}.eos_token_id={found!r}: {token!r} is not {expected}")
+            return frozenset(ids)
         return frozenset()
 
     def encode(self, prompt: Prompt) -> list[int]:

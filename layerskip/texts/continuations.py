@@ -19,7 +19,7 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.earlier_names import CONTINUATIONS
 from layerskip.files import digest, write_json
 from layerskip.models.environment import machine
-from layerskip.models.target import Target
+from layerskip.models.target import NotFinite, Target
 from layerskip.prompts import PromptItem, PromptSet
 
 ReportCost = Callable[[str, float, float], None]
@@ -118,7 +118,8 @@ def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens
     continuations = []
     for followup in (*item.followups, None):
         prompt = target.encode(messages)
-        tokens = decode(target, NoDraft(), prompt, sampling, max_new_tokens, seed=seed).tokens
+        with NotFinite.naming(item.id):
+            tokens = decode(target, NoDraft(), prompt, sampling, max_new_tokens, seed=seed).tokens
         continuations.append(Continuation(item.id, item.category, tuple(prompt), tuple(tokens), max_new_tokens))
         if followup is not None:
             messages.append({"role": "assistant", "content": target.decode(tokens)})

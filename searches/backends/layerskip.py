@@ -13,9 +13,10 @@ from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from layerskip.models.graph_capture import capture_seconds
+from layerskip.models.target import NotFinite
 from searches.app.checks import InputError
 from searches.app.record_header import program_sources
-from searches.backends.backend import BASELINE, Backend, Load
+from searches.backends.backend import BASELINE, Backend, BackendError, Load
 from searches.tracking.names import STARTUP_SECONDS
 
 
@@ -57,7 +58,10 @@ class LayerskipBackend(Backend):
     ) -> Iterator[dict[str, Sample]]:
         """Decode with each configuration, in a random order for each prompt.
 
-        The arguments are those of :meth:`Backend.compare`, the errors those of :func:`~layerskip.build_drafter`.
+        The arguments are those of :meth:`Backend.compare`, the errors also those of :func:`~layerskip.build_drafter`.
+
+        Raises:
+            NotFinite: plain decoding gives NaN or infinite logits.
         """
         if load.levels != (1,):
             raise InputError("load.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
@@ -65,7 +69,7 @@ class LayerskipBackend(Backend):
             self._compared.update(configs=dict(configs), before=capture_seconds())
         entries = {BASELINE: SpeculativeConfig(), **configs}
         contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
-        return interleave(self.target, prompts, contenders, task, repeats, without, before)
+        return _failing_alone(interleave(self.target, prompts, contenders, task, repeats, without, before))
 
     def figures(self) -> dict[str, float]:
         """Return the seconds of compiling and capturing passes, those of plain decoding included; empty if there were none.
@@ -77,3 +81,13 @@ class LayerskipBackend(Backend):
 
     def close(self) -> None:
         """Do nothing, as nothing was started."""
+
+
+def _failing_alone(rows: Iterator[dict[str, Sample]]) -> Iterator[dict[str, Sample]]:
+    """Yield rows; what a configuration cannot decode, but plain decoding can, becomes a :class:`BackendError`."""
+    try:
+        yield from rows
+    except NotFinite as error:
+        if error.contender == BASELINE:
+            raise
+        raise BackendError(str(error), name=error.contender) from error

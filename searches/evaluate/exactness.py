@@ -23,7 +23,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from layerskip import Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip import SkipMask, SpeculativeConfig, Target
+from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.stats import Round
@@ -55,10 +56,10 @@ def exactness(config: DictConfig) -> dict[str, Any]:
     target: Target = instantiate(config.target)
     masks = random_masks(target.layers, config.masks, config.shares, config.seed)
     outputs, new = Path(config.outputs), config.max_new_tokens
-    # Scans predict single rounds for greedy decoding only.
+    sampling = default_sampling(target)  # scans predict single rounds for greedy decoding only
     with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
-        continuations = continue_prompts(target, prompts, Sampling(), new, 0, outputs / "continuations", bar.update)
-    scanner = Scanner(target, continuations, Sampling(), depth=max(config.lengths))
+        continuations = continue_prompts(target, prompts, sampling, new, 0, outputs / "continuations", bar.update)
+    scanner = Scanner(target, continuations, sampling, depth=max(config.lengths))
     scanner.check()
     identity = [
         program_sources(),

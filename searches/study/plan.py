@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.config import kinds
+from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.decoding.tree import tree_model
 from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
@@ -86,6 +87,7 @@ class Plan:
         prompts: PromptSet = instantiate(config.prompts)
         prompts.split()  # refuses a set that is too small for held-out prompts
         target: Target = instantiate(config.target)
+        check_settings(target, sampling)
         backend, load = make_backend(config, target)
         if load.levels != (1,):  # one prompt measured again would be alone in the engine
             measuring = replace(measuring, drift=math.inf)

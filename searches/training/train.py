@@ -19,7 +19,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from layerskip import PromptSet, Sampling, Target
+from layerskip import PromptSet, Target
+from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.files import digest
 from layerskip.heads.eagle import MOST_BACK, EagleHead, EagleShape, read_modules
 from layerskip.heads.feature_store import FeatureStore, check_readout, extract_features
@@ -89,7 +90,13 @@ def train(config: DictConfig) -> Path | None:
     with exclusive(folder), _tracking(config, folder, identity, target) as tracker:
         with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
             continuations = continue_prompts(
-                target, held_out, Sampling(), int(config.held_out_tokens), config.seed, outputs / "continuations", bar.update
+                target,
+                held_out,
+                default_sampling(target),
+                int(config.held_out_tokens),
+                config.seed,
+                outputs / "continuations",
+                bar.update,
             )
         # Targets that cannot be scanned, and full disks, are refused before the texts are written.
         if kind == "layer_skip":

@@ -62,6 +62,24 @@ def test_half_precision_logits_are_warped_in_float32() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.05}, {"repetition_penalty": 1.4}], ids=str)
+def test_extreme_temperatures_give_their_limits(filters: dict[str, Any]) -> None:
+    logits, prefixes = _logits(6, spread=20.0), _prefixes(6)
+    logits[:, 4] = -float("inf")  # a token that may not be chosen
+    seen = _seen(prefixes)
+    coldest = Sampling(0.0, **filters).distribution(logits, seen)
+    for temperature in (5e-324, 1e-45, 1e-38, 1e-30):
+        found = Sampling(temperature, **filters).distribution(logits, seen)
+        assert torch.equal(found, torch.nn.functional.one_hot(coldest, V).float())
+    for temperature in (1e30, 1e38, 1e39, 1.7e308):
+        found = Sampling(temperature, **filters).distribution(logits, seen)
+        kept = found > 0
+        assert not kept[:, 4].any()
+        torch.testing.assert_close(found, kept / kept.sum(-1, keepdim=True), rtol=1e-6, atol=0)
+        if not filters.keys() & {"top_k", "top_p"}:
+            assert kept.sum(-1).tolist() == [V - 1] * 6
+
+
 @pytest.mark.parametrize("penalty", [1.0, *PENALTIES])
 def test_greedy_takes_the_most_likely_token_after_the_penalty(penalty: float) -> None:
     logits, prefixes = _logits(40, spread=1.0), _prefixes(40)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +156,21 @@ def test_several_tokens_may_end_a_sequence(tmp_path: Path) -> None:
     assert target.eos_ids == {1, 70}
     target.model.generation_config.eos_token_id = 80
     assert target.eos_ids == {80}
+
+
+@pytest.mark.parametrize("source", ["generation_config", "config", "tokenizer"])
+@pytest.mark.parametrize("ends", ["7", -1, 64, 1.0, True, [1, None], [1, "2"], [64]], ids=repr)
+def test_ends_that_are_no_token_ids_are_refused_by_name(source: str, ends: object) -> None:
+    parts: dict[str, Any] = {name: SimpleNamespace(eos_token_id=None) for name in ("generation_config", "tokenizer")}
+    model = build("llama", eos_token_id=None)
+    (model.config if source == "config" else parts[source]).__dict__["eos_token_id"] = ends
+    model.generation_config = parts["generation_config"]
+    target = Target(model, parts["tokenizer"])
+    wrong = ends[-1] if isinstance(ends, list) else ends
+    refusal = re.escape(f"target: {source}.eos_token_id={ends!r}: {wrong!r} is not a whole number from 0 to 63;")
+    for use in (lambda: target.eos_ids, lambda: target.digest, lambda: generate(target, [7, 8], max_new_tokens=2)):
+        with pytest.raises(TargetError, match=refusal):
+            use()
 
 
 def test_generation_ends_at_any_end_token(tiny_folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,19 @@ import pytest
 import torch
 from optuna.trial import TrialState
 
-from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, generate, load_target
 from layerskip.decoding.draft import Draft
 from layerskip.drafters.prompt_lookup import PromptLookup
+from layerskip.models.target import NotFinite
+from searches.app.application import explain
 from searches.backends.layerskip import LayerskipBackend
 from searches.space.search_space import SearchSpace
-from searches.study.bench import Bench, ModelBench
-from searches.study.finals import Finalist, Finals, measure_finals
+from searches.study.bench import BASELINE, Bench, ModelBench
+from searches.study.finals import Finalist, Finals, measure_finals, measure_held_out
 from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings, Objective, OutputChanged
 from searches.study.study import StudySettings, finished, run_trials
+from tests.accelerator import DEVICE
 
 SETTINGS = MeasureSettings(max_new_tokens=8, prompts=2, finalists=2, held_out_repeats=1, drift=1e9)  # too short for drift
 PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
@@ -80,6 +84,48 @@ def test_a_defect_is_raised_and_is_no_finished_trial(tiny_target: Target, monkey
         _run(study, objective, 1)
     assert finished(study) == []
     assert study.trials[0].state == TrialState.FAIL
+
+
+def _damaged(folder: Path, token: int) -> Target:
+    """The tiny Llama, whose logits are NaN after one token."""
+    target = load_target(str(folder), dtype="float32", device=DEVICE)
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight[token] = float("nan")  # type: ignore[operator]
+    return target
+
+
+def test_logits_that_only_a_draft_makes_nan_are_a_result(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = torch.tensor([150], device=DEVICE)  # a token that the target never says
+    monkeypatch.setattr(PromptLookup, "draft", lambda *_: Draft(foreign))
+    target = _damaged(tiny_folder, 150)
+    study, objective = _study(target, LOOKUP, SpeculativeConfig())
+    _run(study, objective, 2)
+    failed, good = finished(study)
+    assert failed.state == TrialState.PRUNED and good.state == TrialState.COMPLETE
+    assert re.match(
+        r"the engine failed: .*: the largest logit of .* is nan after position \d+ of prompt ", failed.user_attrs["reason"]
+    )
+    assert failed.constraints["out_of_memory"] > 0
+    finals, _ = measure_held_out({"0": LOOKUP}, {"0": 2.0}, objective.bench, PROMPTS, SETTINGS, 0, tmp_path)
+    assert finals.winner.config == SpeculativeConfig() and not finals.finalists[0].stayed
+    assert f"left out: {LOOKUP.label()}: " in capsys.readouterr().out
+
+
+def test_logits_of_plain_decoding_that_are_nan_end_the_study(tiny_folder: Path, tiny_target: Target) -> None:
+    outputs = {item.id: generate(tiny_target, item.messages(), max_new_tokens=8).tokens for item in PROMPTS}
+    (first_id, first), (second_id, second), _ = outputs.items()
+    study, objective = _study(_damaged(tiny_folder, first[0]), LOOKUP)
+    with pytest.raises(NotFinite, match=f"^target: .* is nan after position .* of prompt {first_id}; ") as caught:
+        _run(study, objective, 1)
+    assert study.trials[0].state == TrialState.FAIL
+    assert explain(caught.value) == str(caught.value)
+    bench = _bench(_damaged(tiny_folder, next(token for token in second if token not in first)))
+    for seed in range(4):  # either may decode the prompt first
+        with pytest.raises(NotFinite, match=f" of prompt {second_id}; ") as caught:
+            list(bench.compare({"candidate": LOOKUP}, PROMPTS, 1, seed))
+        assert caught.value.contender == BASELINE
 
 
 def test_a_changed_float32_output_stops_the_study(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,161 @@
+"""Logits that are not finite: the target's end decoding by name, -inf of single tokens and a drafter's NaN change nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from layerskip import Sampling, SpeculativeConfig, Target, UnsupportedModel
+from layerskip.config import StopRule
+from layerskip.decoding.decode import decode
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Drafter, NoDraft
+from layerskip.decoding.tree import tree_model
+from layerskip.decoding.verify import verify
+from layerskip.device.tolerance import nearly_equal
+from layerskip.drafters.draft_model import DraftModel
+from layerskip.drafters.eagle import Eagle
+from layerskip.drafters.registry import build_drafter
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.heads.readout import Readout
+from layerskip.models.architecture import architecture
+from layerskip.models.skip_view import decoding_view
+from layerskip.models.target import NotFinite
+from tests.accelerator import DEVICE
+from tests.chi_square import assert_follows
+from tests.families import build
+
+PROMPT = [13, 14, 15, 13, 14, 15, 13]
+GREEDY = Sampling()
+SAMPLINGS = [GREEDY, Sampling(1.0), Sampling(0.8, 5, 0.9, 0.02, 1.2)]
+CONFIGS = [
+    SpeculativeConfig(kind=kind, **fields)  # type: ignore[arg-type]
+    for kind, fields in (
+        ("none", {}), ("prompt_lookup", {}), ("layer_skip", {"mask": "attention:0;mlp:2"}), ("token_recycling", {}),
+        ("lookahead", {}), ("retrieval", {}),
+    )
+]  # fmt: skip
+NAN, INF = math.nan, math.inf
+
+
+def _fill_bias(model: PreTrainedModel, tokens: slice, value: float) -> None:
+    with torch.no_grad():
+        model.get_output_embeddings().bias[tokens] = value  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_a_token_that_makes_the_logits_nan_ends_decoding(config: SpeculativeConfig, static: bool) -> None:
+    target = Target(build("llama", 3, eos_token_id=None), name="mine")
+    drafter = build_drafter(config, target)  # its self-checks come before the damage
+    plain = decode(target, NoDraft(), PROMPT, GREEDY, 16).tokens
+    place = next(i for i, token in enumerate(plain) if i > 1 and token not in PROMPT + plain[:i])
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight[plain[place]] = NAN  # type: ignore[operator]
+    streamed: list[int] = []
+    with pytest.raises(NotFinite, match="^target: the largest logit of mine is nan after position") as caught:
+        decode(target, drafter, PROMPT, GREEDY, 16, callback=streamed.extend, static_shapes=static)
+    assert streamed == plain[: len(streamed)] and len(streamed) <= place + 1
+    if config.kind in ("none", "prompt_lookup"):
+        assert f"after position {len(PROMPT) + place};" in str(caught.value)
+        assert len(streamed) == place + 1
+    for sampling in SAMPLINGS:
+        with pytest.raises(NotFinite, match=f"position {len(PROMPT)};"):
+            decode(target, drafter, [*PROMPT, plain[place]], sampling, 4, static_shapes=static)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "warped"])
+@pytest.mark.parametrize(("tokens", "value"), [(slice(40, 41), NAN), (slice(40, 41), INF), (slice(None), -INF)], ids=str)
+def test_logits_are_named_as_what_they_are(tokens: slice, value: float, sampling: Sampling, static: bool) -> None:
+    target = Target(build("phi", eos_token_id=None))
+    _fill_bias(target.model, tokens, value)
+    with pytest.raises(NotFinite, match=f"is {value} after position {len(PROMPT) - 1};"):
+        decode(target, NoDraft(), PROMPT, sampling, 4, static_shapes=static)
+    with pytest.raises(UnsupportedModel, match=f"^PhiForCausalLM: the largest logit after some tokens is {value}; "):
+        architecture(target.model)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_tokens_without_a_finite_logit_are_never_chosen(config: SpeculativeConfig) -> None:
+    """As those that fill up a vocabulary. No self-check blames the model for them."""
+    target = Target(build("phi", eos_token_id=None))
+    ids = torch.tensor([PROMPT], device=DEVICE)
+    free = decode(target, NoDraft(), PROMPT, GREEDY, 12).tokens
+    _fill_bias(target.model, slice(free[0], free[0] + 1), -INF)
+    _fill_bias(target.model, slice(50, None), -INF)
+    expected: Any = target.model.generate(ids, do_sample=False, max_new_tokens=12)  # type: ignore[operator]
+    drafter = build_drafter(config, target)
+    assert decode(target, drafter, PROMPT, GREEDY, 12).tokens == expected[0, len(PROMPT) :].tolist() != free
+    for sampling in SAMPLINGS[1:]:
+        assert not {free[0], *range(50, 64)} & {*decode(target, drafter, PROMPT, sampling, 12, seed=1).tokens}
+
+
+def _nan_drafter(kind: str, target: Target) -> Drafter:
+    if kind == "draft_model":
+        model = build("llama", 2, num_hidden_layers=2)
+        drafter: Drafter = DraftModel(decoding_view(model), 2, 3, StopRule("threshold", 0.5))
+        damaged: torch.nn.Module = model
+    else:
+        damaged = EagleHead(EagleShape.of(target)).to(DEVICE).eval()
+        siblings = {"eagle": 1, "eagle_tree": 3}[kind]
+        embeddings = target.model.get_input_embeddings()  # type: ignore[operator]
+        drafter = Eagle(damaged, embeddings, Readout(target, None), 3, StopRule(), siblings)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for weight in damaged.parameters():
+            weight.fill_(NAN)
+    return drafter
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle_tree"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "warped"])
+def test_nan_in_a_drafter_changes_nothing(kind: str, sampling: Sampling) -> None:
+    target = Target(build("llama", 3, eos_token_id=None))
+    result = decode(target, _nan_drafter(kind, target), PROMPT, sampling, 12, seed=0)
+    assert len(result.tokens) == 12
+    if sampling.greedy:
+        assert result.tokens == decode(target, NoDraft(), PROMPT, sampling, 12).tokens
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.02}], ids=["plain", "filtered"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_a_temperature_near_zero_decodes_greedily(config: SpeculativeConfig, filters: dict[str, Any]) -> None:
+    target = Target(build("llama", 3, eos_token_id=None))
+    drafter = build_drafter(config, target)
+    greedy = decode(target, NoDraft(), PROMPT, GREEDY, 12).tokens
+    assert decode(target, drafter, PROMPT, Sampling(1e-38, **filters), 12, seed=2).tokens == greedy
+    warmest = decode(target, drafter, PROMPT, Sampling(1e38, **filters), 12, seed=2).tokens
+    assert len(warmest) == 12 and warmest != greedy
+
+
+@pytest.mark.parametrize("parents", [None, (-1, -1)], ids=["chain", "tree"])
+def test_a_draft_from_nan_leaves_the_law_of_the_target(parents: tuple[int, ...] | None) -> None:
+    p = torch.tensor([[0.5, 0.3, 0.2]] * 3)
+    draft = Draft(torch.tensor([0, 0]), parents, torch.full((2, 3), NAN))
+    generator = torch.Generator().manual_seed(0)
+    found = [verify(draft, p, generator).committed[0] for _ in range(4000)]
+    assert_follows(found, dict(enumerate(p[0].tolist())))
+
+
+def test_trees_name_nan_that_only_their_probe_meets() -> None:
+    model = build("llama")
+    probed = (64 // 3 + 17 * 6) % 64
+    assert probed > 7
+    architecture(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[probed] = NAN  # type: ignore[operator]
+    with pytest.raises(UnsupportedModel, match="^LlamaForCausalLM: the largest logit after some tokens is nan"):
+        tree_model(model)
+
+
+def test_infinities_are_equal_in_the_same_places_only() -> None:
+    reference = torch.tensor([1.0, -INF, 3.0])
+    assert nearly_equal(reference + 1e-5, reference)
+    for other in ([1.0, 2.0, -INF], [1.0, INF, 3.0], [1.0, -INF, 4.0], [1.0, NAN, 3.0], [NAN, -INF, 3.0], [1.0, 2.0, 3.0]):
+        assert not nearly_equal(torch.tensor(other), reference)
+        assert not nearly_equal(reference, torch.tensor(other))
+    assert not nearly_equal(torch.tensor([NAN]), torch.tensor([NAN]))
