@@ -24,8 +24,10 @@ from layerskip.models.environment import environment
 from layerskip.rules import contexts_of
 from searches.app.application import instantiate_part
 from searches.app.interrupt import is_interrupt
-from searches.app.progress import Progress, counting, say
+from searches.app.memory import within_memory
+from searches.app.progress import Progress, say
 from searches.app.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
+from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
 from searches.predict.contexts import spread_contexts
 from searches.predict.predictor import Limits
@@ -186,19 +188,21 @@ class Sweep:
             self.arms = cheap_arms(self.space)[: plan.settings.n_trials]
             objective = self._objective(None)
             if len(self.arms) > len(finished(study)):
-                with counting(len(objective.first), "prompts", OPENING) as count:
-                    objective.compared = compare_arms(
-                        self.arms,
-                        self.bench,
-                        objective.first,
-                        objective.warming,
-                        plan.seed,
-                        self.folder,
-                        self.budget,
-                        self.crew,
-                        self.view.after(count),
-                    )
+                objective.compared = self._compared(objective)
         self._run_trials(objective, len(self.arms), self.arms)
+
+    def _compared(self, objective: Objective) -> dict[SpeculativeConfig, list[Row]]:
+        """Return the rows of the first comparison; none if one of them cannot be run beside the others."""
+        prompts, before = objective.first, objective.warming
+        parts = self.plan.seed, self.folder, self.budget, self.crew
+        with self.progress.counting(len(prompts), "prompts") as count:
+            after = self.view.after(count)
+            try:
+                found = within_memory(lambda: compare_arms(self.arms, self.bench, prompts, before, *parts, after))
+            except BackendError as error:
+                say(f"{OPENING}: {error.reason}; each is measured by itself")
+                return {}
+        return found or {}
 
     def predict(self) -> Predictions:
         """Scan masks, measure costs, and choose the configurations to try first."""

@@ -89,17 +89,18 @@ def propose(
 
     search = MaskSearch(predictor, space, settings.budget(space), on_mask, on_screened, limits.is_over)
     for part, best in enumerate(search.explore(also), 1):
-        highest = search.scores[best] * math.exp(_MARGIN)
-        if part >= _PARTS and highest < limits.to_beat:
+        if part >= _PARTS and not limits.is_over() and not _may_win(search, limits):
             limits.report(
-                f"{len(search.scores)} masks screened: the best is expected at {search.scores[best]:.2f} x, at most at "
-                f"{highest:.2f} x; with a leader at {limits.to_beat:.2f} x, none is scanned or tried"
+                f"{len(search.scores)} masks screened: the best is expected at {search.scores[best]:.2f} x; with a leader at "
+                f"{limits.to_beat:.2f} x, none is scanned or tried"
             )
             return []
         if on_best is not None and len(scans.predictions) < settings.scanned // _EARLY_SCANS:
             scans.add([best])
     if limits.is_over():
         limits.report(f"its share of the budget ended after {len(search.scores)} masks were screened")
+        if not _may_win(search, limits):
+            return []
     else:
         predictor.sharpen()
         search.rescore()
@@ -186,6 +187,11 @@ def propose_all(
         if not predictor.can_predict(branching):  # trees that cannot be predicted are tried with the best mask
             configs.insert(configs.index(plain[0].config) + 1, branching)
     return configs
+
+
+def _may_win(search: MaskSearch, limits: Limits) -> bool:
+    """Return whether a mask may be faster than the leader, errors of screening included."""
+    return search.scores[search.best] * math.exp(_MARGIN) >= limits.to_beat
 
 
 def _refined(search: MaskSearch, scans: _Scans, settings: ProposalSettings) -> list[Prediction]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from collections.abc import Mapping
@@ -86,8 +87,9 @@ def publish_provisional(
         path: of the export.
         run_id: of the study's MLflow run.
     """
-    if path.exists() and not json.loads(path.read_text(encoding="utf-8")).get("search", {}).get(PROVISIONAL):
-        return False
+    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError):  # one that cannot be read is replaced
+        if not json.loads(path.read_text(encoding="utf-8"))["search"].get(PROVISIONAL):
+            return False
     config, evidence = SpeculativeConfig(), {}
     if (leader := leading(study)) is not None and leader.value is not None and leader.value > 1:
         config, evidence = configuration(leader), leader.user_attrs["measurement"]

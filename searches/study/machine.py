@@ -19,7 +19,7 @@ from layerskip.device.memory import total_bytes
 from layerskip.models.environment import machine
 from layerskip.models.loading import dtype_reason
 
-_TEST_SECONDS = 1.0
+_TEST_SECONDS = 0.4
 _BUSY = 0.9  # share of the cores' time below which others use them
 _CONTEXT = 64  # tokens before the passes that are timed
 _VERIFIED = 8  # tokens of the longer one
@@ -47,7 +47,7 @@ def describe(target: Target, dtype: str) -> str:
 
 
 def busy_line() -> str | None:
-    """Return a warning if other programs use the processor; None if they do not. Takes a second.
+    """Return a warning if other programs use the processor; None if they do not. Takes less than a second.
 
     One thread for each core computes for a while. Without others, these threads get all the time of all cores.
     """
