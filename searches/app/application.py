@@ -170,9 +170,10 @@ def explain(error: BaseException) -> str | None:
     for link in error_chain(error):
         if isinstance(error, InstantiationException) and isinstance(link, _INPUT_ERRORS):
             return _one_line(link)
-        if isinstance(link, OSError) and link.errno in UNUSABLE and (link.filename or link.errno in DISK_FULL):
-            full = f"cannot write {link.filename}" if link.filename else "a file or the standard output cannot be written"
-            return f"{'outputs: ' if link.filename else ''}{full}: {os.strerror(link.errno or 0)}"
+        if isinstance(link, OSError) and link.errno in UNUSABLE and link.filename:
+            return f"outputs: cannot write {link.filename}: {os.strerror(link.errno)}"
+        if isinstance(link, OSError) and link.errno in DISK_FULL:
+            return f"a file or the standard output cannot be written: {os.strerror(link.errno or 0)}"
         if "database or disk is full" in str(link):
             return "outputs: cannot write the database: no space left on the disk"
     # Any other error raised by a `_target_` is a defect, not a mistake on the command line.

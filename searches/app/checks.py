@@ -106,6 +106,7 @@ def check_output_paths(config: DictConfig) -> None:
 
 def check_folder(name: str, folder: str) -> str:
     """Check that a folder exists or can be created, and can be written to; return it, or its nearest parent that exists."""
+    check_text(name, folder)
     place, missing = os.path.abspath(folder), list[str]()
     while not os.path.exists(place):
         place, part = os.path.split(place)
@@ -114,7 +115,6 @@ def check_folder(name: str, folder: str) -> str:
         raise InputError(f"{name}: {place} is not a folder")
     if not os.access(place, os.W_OK):
         raise InputError(f"{name}: {place} cannot be written to")
-    check_text(name, folder)
     for part in missing:
         try:
             os.lstat(os.path.join(place, part))

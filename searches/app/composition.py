@@ -24,21 +24,9 @@ _CHOICE = re.compile(r"[+~]?\w+(@[\w.]+)?=[\w-]+$")
 _TEXT = re.compile(r"(?P<start>\+{0,2}(?P<field>[\w.]+)=)(?P<value>.+)", re.DOTALL)
 _ITEM = re.compile(r"""'(\\.|[^'\\])*'(?=,|$)|"(\\.|[^"\\])*"(?=,|$)|[^,]+""")  # of a list; commas in quotes belong to it
 _PATHS = (
-    *(
-        "outputs",
-        "record",
-        "config",
-        "export",
-        "output",
-        "inspect",
-        "model",
-        "corpus",
-        "begin_like",
-        "warm_start",
-        "cross_draft",
-    ),
-    *("path", "folder", "python", "head", "draft", "draft_folder", "draft_head", "eagle_head", "medusa_head", "bridge"),
-    *("cross_draft", "datastore", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
+    *("outputs", "record", "config", "export", "output", "inspect", "model", "corpus", "begin_like", "warm_start", "path"),
+    *("folder", "python", "head", "draft", "bridge", "datastore", "draft_folder", "draft_head", "cross_draft"),
+    *("eagle_head", "medusa_head", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
 )
 """Fields that hold a path, or a name of the user's choice; ``head`` also stands for ``contenders.eagle.head``."""
 _PATH_LISTS = ("datastores", "eagle_heads", "medusa_heads", "drafts", "cross_drafts", "paths")

@@ -146,9 +146,8 @@ class _DatabaseRetry(Retry):
     def __init__(self, url: str) -> None:
         file = sqlite_file(url)
         # Of a file, nothing but a lock passes by itself.
-        super().__init__(
-            f"study.storage: {'the database' if file is None else f'{file}, which another program locked,'}", _PATIENCE
-        )
+        what = "the database" if file is None else f"{file}, which another program locked,"
+        super().__init__(f"study.storage: {what}", _PATIENCE)
         self._place = file or without_password(url)
 
     def __call__(self, call: Callable[[], Result]) -> Result:
@@ -160,14 +159,16 @@ class _DatabaseRetry(Retry):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._place)) from error
             if type(origin) in (sqlite3.OperationalError, sqlite3.DatabaseError) or is_unreachable(error):
                 reason = first_line(origin or error.__cause__ or error)
-                raise InputError(f"study.storage: cannot use {self._place}: {reason}; the same command continues") from error
+                raise InputError(
+                    f"study.storage: cannot use {self._place}: {reason}; the same command continues afterwards"
+                ) from error
             raise
 
 
 def open_database(url: str) -> BaseStorage:
     """Open the storage of a study in a database, which may be lost for a while later; refuse one that cannot be reached."""
     if url.startswith("grpc://"):
-        return RetryingStorage(_open_proxy(url))
+        return RetryingStorage(_open_proxy(url), _DatabaseRetry(url))
     # SQLAlchemy would look for another driver first.
     url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     is_file = url.startswith("sqlite")
