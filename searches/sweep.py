@@ -36,7 +36,7 @@ from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
 from searches.report.live import LiveView
 from searches.report.publish import log_results, publish, publish_provisional
-from searches.report.study_report import leader_line, summary, trial_line
+from searches.report.study_report import summary
 from searches.space.bridge_spec import bridge_specs
 from searches.space.search_space import SearchSpace
 from searches.study import machine
@@ -45,7 +45,7 @@ from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget
 from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, measure_finals
 from searches.study.first_comparison import cheap_arms, compare_arms
-from searches.study.leaderboard import LeaderboardEntry, contenders, ranking
+from searches.study.leaderboard import LeaderboardEntry, contenders, leader_line, ranking, trial_line
 from searches.study.objective import Objective
 from searches.study.opening import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
 from searches.study.plan import Plan, default_name, describe

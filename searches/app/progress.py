@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -59,13 +60,13 @@ class Progress:
             self._stage, self._count = stage, ""
         self._show()
 
-    def say(self, line: str) -> None:
-        """Print a line."""
+    def say(self, line: str, file: TextIO | None = None) -> None:
+        """Print a line, on standard output by default."""
         with self._lock:
             if self._bar.disable:
-                print(line, flush=True)
+                print(line, file=file, flush=True)
             else:
-                tqdm.write(line)  # above the bar
+                tqdm.write(line, file)  # above the bar
             self._spoken = time.monotonic()
 
     def step(self, line: str) -> None:
@@ -124,9 +125,9 @@ def counting(total: int, unit: str, stage: str) -> Iterator[Callable[[], object]
             yield bar.update
 
 
-def say(line: str) -> None:
-    """Print a line, above the bar of the running program if there is one."""
+def say(line: str, file: TextIO | None = None) -> None:
+    """Print a line, above the bar of the running program if there is one; on standard output by default."""
     if _running:
-        _running[-1].say(line)
+        _running[-1].say(line, file)
     else:
-        print(line, flush=True)
+        print(line, file=file, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from searches.predict.stability import SeedStability, Stability
 from searches.report.load_report import finals_load_tables, load_tables
 from searches.study.budget import left_out
 from searches.study.finals import Finalist, Finals
-from searches.study.leaderboard import configuration, is_lossless, leading
+from searches.study.leaderboard import configuration, is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
 from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
@@ -268,18 +267,3 @@ def _trials_table(trials: Sequence[FrozenTrial], most: int = 10) -> list[str]:
             f"| {figures['acceptance_rate']:.2f} | {figures['tokens_per_round']:.2f} |"
         )
     return lines
-
-
-def trial_line(trial: FrozenTrial) -> str:
-    """Return one line on a finished trial: its configuration and its speedup, or why it was not measured to the end."""
-    outcome = trial.user_attrs.get("reason") or f"{trial.value or 1.0:.2f} x"
-    return f"trial {trial.number}, {configuration(trial).label()}: {outcome}"
-
-
-def leader_line(study: optuna.Study) -> str:
-    """Return the leader of a running study, with its speedup and interval on tune prompts."""
-    if (leader := leading(study)) is None:
-        return "no drafting"
-    low, high = (leader.user_attrs["measurement"][name] for name in ("speedup_low", "speedup_high"))
-    drafters = re.sub(r" \([^)]*\)", "", configuration(leader).label().removeprefix("cascade: "))
-    return f"{drafters} (trial {leader.number}) {leader.value:.2f} x ({low:.2f} to {high:.2f})"

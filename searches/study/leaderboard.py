@@ -9,6 +9,7 @@ do. Two configurations are therefore compared on the prompts that both decoded.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,3 +157,18 @@ def incumbent(study: optuna.Study, prompts: Collection[str] | None = None) -> fl
     """
     leaders = ranking(study)[:1]
     return max([1.0, *(s.speedup_on(s.seconds.keys() & (prompts or ()) or s.seconds) for s in leaders)])
+
+
+def trial_line(trial: FrozenTrial) -> str:
+    """Return one line on a finished trial: its configuration and its speedup, or why it was not measured to the end."""
+    outcome = trial.user_attrs.get("reason") or f"{trial.value or 1.0:.2f} x"
+    return f"trial {trial.number}, {configuration(trial).label()}: {outcome}"
+
+
+def leader_line(study: optuna.Study) -> str:
+    """Return the leader of a running study, with its speedup and interval on tune prompts."""
+    if (leader := leading(study)) is None:
+        return "no drafting"
+    low, high = (leader.user_attrs["measurement"][name] for name in ("speedup_low", "speedup_high"))
+    drafters = re.sub(r" \([^)]*\)", "", configuration(leader).label().removeprefix("cascade: "))
+    return f"{drafters} (trial {leader.number}) {leader.value:.2f} x ({low:.2f} to {high:.2f})"

@@ -24,11 +24,11 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from searches.app.checks import InputError
 from searches.app.interrupt import INTERRUPTED, interrupt_code
-from searches.study.leaderboard import incumbent
+from searches.app.progress import Progress, say
+from searches.study.leaderboard import leader_line, trial_line
 from searches.study.opening import JOINED, storage_url
 from searches.study.storage import open_database
 from searches.study.study import StudySettings, finished
@@ -124,15 +124,20 @@ class Crowd:
 
     def watch(self) -> None:
         """Show the progress of the study until all workers have ended."""
-        with tqdm(total=self._settings.n_trials, unit="trial", disable=None) as bar:
+        done = 0
+        with Progress(self._settings.max_seconds) as progress:
+            progress.begin(f"{len(self._processes)} workers")
             while any(process.poll() is None for process in self._processes):
                 time.sleep(_LOOK_SECONDS)
                 self._report_ended()
                 if self._study is None:
                     self._find_study()
-                else:
-                    bar.n = len(finished(self._study))
-                    bar.set_postfix_str(f"best {incumbent(self._study):.3f} x")
+                    continue
+                trials = finished(self._study)
+                progress.leader = leader_line(self._study)
+                for trial in trials[done:]:
+                    progress.step(trial_line(trial))
+                done = len(trials)
         self._report_ended()
         if self._study is None:
             self._find_study()
@@ -191,8 +196,8 @@ class Crowd:
             if process.poll() not in (None, 0) and number not in self._reported:
                 self._reported.add(number)
                 for line in self._log(number)[-_TAIL:]:
-                    tqdm.write(f"worker {number}: {line}", file=sys.stderr)
-                tqdm.write(f"worker {number}: ended with exit code {process.poll()}", file=sys.stderr)
+                    say(f"worker {number}: {line}", sys.stderr)
+                say(f"worker {number}: ended with exit code {process.poll()}", sys.stderr)
 
     def _log(self, number: int) -> list[str]:
         return (self._logs / f"{number}.log").read_text(encoding="utf-8", errors="replace").splitlines()
