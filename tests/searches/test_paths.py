@@ -8,11 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from optuna.trial import TrialState
 
-from tests.disk import fill
 from tests.searches.conftest import Launch
-from tests.searches.programs import Fork, execute, journal_study, quick, tracked
+from tests.searches.programs import execute, quick, tracked
 
 
 def test_a_study_stays_in_a_folder_of_any_name_also_after_it_was_moved(
@@ -50,19 +48,3 @@ def test_names_that_no_folder_can_have_are_refused_before_anything_is_written(
     assert done.stderr.startswith("error: study.name: ")
     assert reason in done.stderr
     assert not os.listdir(tmp_path)
-
-
-def test_a_study_whose_disk_becomes_full_keeps_its_trials_and_continues(tiny_folder: Path, small_disk: Path) -> None:
-    few = "scan=none", "space.kinds=[none,prompt_lookup]", "study.name=it"
-    outputs = tracked(small_disk / "outputs")
-    with Fork("searches.layerskip", *quick(tiny_folder, outputs, *few, "study.n_trials=1000"), cwd=small_disk) as process:
-        process.wait_for_trials()
-        fill(small_disk, 0)
-        done = process.wait()
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith("error: outputs: cannot write ")
-    (small_disk / "ballast").unlink()
-    kept = len(journal_study(outputs, "it").get_trials(states=[TrialState.COMPLETE]))
-    done = execute("layerskip", *quick(tiny_folder, outputs, *few, f"study.n_trials={kept + 1}"), cwd=small_disk)
-    assert done.returncode == 0, done.stderr
-    assert f"study it: {kept} of {kept + 1} trials are finished" in done.stdout
