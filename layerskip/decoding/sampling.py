@@ -23,7 +23,6 @@ from layerskip.decoding.draft import DeviceTree
 from layerskip.decoding.tree import tree_shape
 from layerskip.device.transfer import copy_to_device
 
-
 _COLDEST = 1e-30
 
 

@@ -136,7 +136,8 @@ def check_finite(model: PreTrainedModel, logits: Tensor) -> None:
     largest = logits.float().amax(-1)
     if not bool(largest.isfinite().all()):
         value = float(largest[~largest.isfinite()][0])
-        raise _refusal(model, f"the largest logit after some tokens is {value}; check its weights, or try another target.dtype")
+        advice = "check its weights, or try another target.dtype"
+        raise _refusal(model, f"the largest logit after some tokens is {value}; {advice}")
 
 
 @torch.inference_mode()

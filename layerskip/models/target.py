@@ -189,9 +189,8 @@ class Target:
         Raises:
             TargetError: one of them is no token id.
         """
-        sources = {"generation_config": self.model.generation_config, "config": self.model.config, "tokenizer": self.tokenizer}
-        for name, source in sources.items():
-            found = getattr(source, "eos_token_id", None)
+        for name in ("generation_config", "config", "tokenizer"):
+            found = getattr(self.tokenizer if name == "tokenizer" else getattr(self.model, name), "eos_token_id", None)
             if found is None:
                 continue
             ids = found if isinstance(found, (list, tuple)) else [found]

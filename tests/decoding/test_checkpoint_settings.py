@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from typing import Any
@@ -82,17 +83,16 @@ def test_fields_that_can_change_greedy_tokens_are_refused_by_name(target: Target
     plain = _generate(target)
     _set(target, name, (CHANGING | FURTHER)[name])
     if name in CHANGING:
-        try:
+        # Some need what a checkpoint cannot give, such as a tokenizer or code from the hub.
+        with contextlib.suppress(ValueError, TypeError):
             assert _generate(target) != plain
-        except (ValueError, TypeError):
-            pass  # it needs what a checkpoint cannot give, such as a tokenizer or code from the hub
     for config in (PLAIN, LOOKUP):
         with pytest.raises(TargetError, match=rf"^target: generation_config\.{name}=.* null"):
             generate(target, PROMPT, config)
 
 
 def test_every_field_of_the_installed_transformers_is_known() -> None:
-    assert {*HARMLESS, *CHANGING, *FURTHER, *ELSEWHERE, "repetition_penalty"} >= KNOWN
+    assert not KNOWN - HARMLESS.keys() - CHANGING.keys() - FURTHER.keys() - ELSEWHERE - {"repetition_penalty"}
 
 
 def test_every_field_that_makes_a_processor_is_refused(target: Target) -> None:

@@ -1,4 +1,4 @@
-"""Logits that are not finite: the target's end decoding by name, -inf of single tokens and a drafter's NaN change nothing."""
+"""Logits that are not finite end decoding by name; -inf of single tokens and the NaN of a drafter change nothing."""
 
 from __future__ import annotations
 

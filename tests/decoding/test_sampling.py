@@ -62,7 +62,9 @@ def test_half_precision_logits_are_warped_in_float32() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.05}, {"repetition_penalty": 1.4}], ids=str)
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.05}, {"repetition_penalty": 1.4}], ids=str
+)
 def test_extreme_temperatures_give_their_limits(filters: dict[str, Any]) -> None:
     logits, prefixes = _logits(6, spread=20.0), _prefixes(6)
     logits[:, 4] = -float("inf")  # a token that may not be chosen
