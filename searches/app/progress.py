@@ -57,7 +57,7 @@ class Progress:
     def begin(self, stage: str) -> None:
         """Name the stage that begins."""
         with self._lock:
-            self._stage, self._count = stage, ""
+            self._stage = stage
         self._show()
 
     def say(self, line: str, file: TextIO | None = None) -> None:

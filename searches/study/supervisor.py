@@ -124,8 +124,8 @@ class Crowd:
 
     def watch(self) -> None:
         """Show the progress of the study until all workers have ended."""
-        done = 0
-        with Progress(self._settings.max_seconds) as progress:
+        done, wanted = 0, self._settings.n_trials
+        with Progress(self._settings.max_seconds) as progress, progress.counting(wanted, "trials") as count:
             progress.begin(f"{len(self._processes)} workers")
             while any(process.poll() is None for process in self._processes):
                 time.sleep(_LOOK_SECONDS)
@@ -136,6 +136,7 @@ class Crowd:
                 trials = finished(self._study)
                 progress.leader = leader_line(self._study)
                 for trial in trials[done:]:
+                    count()
                     progress.step(trial_line(trial))
                 done = len(trials)
         self._report_ended()
