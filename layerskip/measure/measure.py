@@ -188,7 +188,7 @@ def _warm_up(
 ) -> dict[str, Losslessness] | None:
     """Run every contender once. Sampled outputs cannot be compared, so greedy ones are then made and compared here."""
     item = next(iter(prompts))
-    prompt = target.encode(item.messages())
+    prompt = target.encode(item.messages(), item.field)
     length = min(WARMUP_TOKENS, task.max_new_tokens)
     for contender in contenders.values():
         contender(prompt, Task(task.sampling, length, task.seed), lambda _: None)
@@ -218,7 +218,7 @@ def _one_prompt(
     messages = item.messages()
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for followup in (*item.followups, None):
-        prompt = target.encode(messages)
+        prompt = target.encode(messages, item.field)
         outputs: dict[str, list[int]] = {}
         for name in order:
             continuation, sample = _timed(target, item, contenders[name], prompt, task)

@@ -150,7 +150,7 @@ class ServedBackend(Backend):
         learning = {name: config for name, config in entries.items() if config.kind == "retrieval"}
         for config in learning.values():
             self._forget(config)  # it must not have decoded a prompt before, as it would not have in use
-        warming = [self.target.encode(item.messages()) for item in prompts.items[: asked.concurrency]]
+        warming = [self.target.encode(item.messages(), item.field) for item in prompts.items[: asked.concurrency]]
         backwards = [list(reversed(prompt)) for prompt in warming]  # a drafter that learns gains nothing from them
         for name, config in entries.items():
             with self._ending(name, config):
@@ -185,7 +185,7 @@ class ServedBackend(Backend):
         messages = [item.messages() for item in items]
         for turn in range(max(len(item.followups) for item in items) + 1):
             places = [place for place, item in enumerate(items) if turn <= len(item.followups)]
-            prompts = [self.target.encode(messages[place]) for place in places]
+            prompts = [self.target.encode(messages[place], items[place].field) for place in places]
             tasks = [replace(asked.task, seed=asked.task.seed + begin + place) for place in places]
             for name in asked.order.sample(list(asked.entries), len(asked.entries)):
                 answers = self._ask(name, asked, prompts, tasks, counted)

@@ -32,6 +32,7 @@ from searches.benchmarking.contenders import BASELINE, build_contenders, check_r
 from searches.benchmarking.engine_peers import EnginePeer
 from searches.benchmarking.table import table
 from searches.study.objective import MeasureSettings
+from searches.study.plan import check_prompts
 from searches.tracking.tracker import Tracker
 
 
@@ -49,6 +50,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     check_whole("tree.context", config.tree.context)
     check_rows(config)
     target: Target = instantiate(config.target)
+    check_prompts(prompts, target, measuring.max_new_tokens)
     fill_defaults(config, target)
     decoders, rivals, configs = build_contenders(config, target, prompts, sampling)
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
