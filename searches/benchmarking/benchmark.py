@@ -24,7 +24,7 @@ from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Targe
 from layerskip.costs.tree_timing import TreeTiming, time_tree
 from layerskip.files import write_json
 from layerskip.measure.measure import Task, interleave
-from layerskip.measure.measurement import Sample
+from layerskip.measure.measurement import Sample, check_output
 from searches.app.checks import check_flag, check_seed, check_whole
 from searches.app.interrupt import is_interrupt
 from searches.app.record_header import record_header
@@ -90,6 +90,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         raise
     finally:
         close_engines(decoders)
+    check_output(row[BASELINE] for row in rows)
     record = record_of(repeats, len(prompts))
     text = table(record)
     print(text)
