@@ -94,8 +94,9 @@ class StopStrings:
     def __init__(self, target: Target, strings: Sequence[str]) -> None:
         if target.tokenizer is None:
             raise ValueError("stop_strings: this target has no tokenizer")
-        if not all(strings):
-            raise ValueError("stop_strings: the empty string would stop everything")
+        for string in strings:
+            if not isinstance(string, str) or not string:
+                raise ValueError(f"stop_strings: {string!r} is not a non-empty text")
         self._tokenizer = target.tokenizer
         self._strings = strings
         # Every token has at least one byte, so a stop string spans no more tokens than this.

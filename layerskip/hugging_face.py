@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
@@ -21,7 +23,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -58,9 +60,9 @@ def custom_generate(
     """Make a decoding method for ``model.generate(**inputs, custom_generate=...)``.
 
     The method uses generate's own sampling parameters, lengths and stopping criteria, and returns what generate returns.
-    Drafters are kept per model, so adaptive thresholds and learned drafts carry over from call to call.
-    ``model.generate(..., callback=f)`` streams committed tokens to ``f``; transformers does not pass its ``streamer`` to
-    custom methods.
+    Drafters are kept per model, so adaptive thresholds and learned drafts carry over from call to call. ``streamer=`` works
+    as without the method, and ``callback=f`` gives ``f`` the tokens of every round. Transformers refuses ``stop_strings=``
+    beside custom methods; ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]`` does the same.
 
     Args:
         config: how to decode.
@@ -84,6 +86,14 @@ def custom_generate(
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         _refuse(input_ids, generation_config, model_kwargs)
+        streamer = _find_streamer()
+
+        def on_round(tokens: list[int]) -> None:
+            if callback is not None:
+                callback(tokens)
+            for token in tokens if streamer is not None else ():
+                streamer.put(torch.tensor([token]))  # one by one, as generate does
+
         target = Target(model, tokenizer)
         state = model.device, model.dtype
         with generation_lock(model):
@@ -96,14 +106,16 @@ def custom_generate(
         continuation = decode(
             target,
             drafter,
-            input_ids[0].tolist(),
+            target.encode(input_ids[0].tolist(), "input_ids"),
             _sampling(logits_processor, bool(generation_config.do_sample)),
             max(1, _max_length(stopping_criteria, generation_config.max_length) - input_ids.shape[1]),
             stops=_stops(stopping_criteria, input_ids.device),
-            callback=callback,
+            callback=on_round,
             eos_ids=_eos_ids(stopping_criteria),
             accept=config.accept,
         )
+        if streamer is not None:
+            streamer.end()
         new: Any = torch.tensor([continuation.tokens], dtype=input_ids.dtype, device=input_ids.device)
         sequences = torch.cat((input_ids, new), dim=1)
         if generation_config.return_dict_in_generate:
@@ -111,6 +123,18 @@ def custom_generate(
         return sequences
 
     return method
+
+
+def _find_streamer() -> Any:
+    """Return the ``streamer`` of the running call of ``generate``; None without one.
+
+    Transformers passes it to no custom method, but puts the prompt into it and leaves its reader waiting. So it is read from
+    the frame of that call.
+    """
+    frame, code = inspect.currentframe(), inspect.unwrap(GenerationMixin.generate).__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("streamer")
 
 
 def _refuse(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -131,6 +155,8 @@ def _refuse(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(generation_config, name, False):
             raise ValueError(f"{name}: is not available in speculative decoding")
+    if (generation_config.num_beams or 1) > 1:
+        raise ValueError(f"num_beams: {generation_config.num_beams}; only 1 is supported")
     if (mode := generation_config.get_generation_mode()) not in _MODES:
         raise ValueError(f"generation_config: {mode.value.replace('_', ' ')} is not supported")
     if generation_config.cache_implementation == "quantized":

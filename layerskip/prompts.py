@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ class PromptItem:
     category: str
     opening: str | tuple[Message, ...]
     followups: tuple[str, ...] = ()
+
+    @property
+    def field(self) -> str:
+        """The name that errors of this prompt begin with."""
+        return f"prompts: {self.id}"
 
     def messages(self) -> list[Message]:
         """Return the opening as chat messages."""
@@ -93,8 +99,14 @@ class PromptSet:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> PromptSet:
-        """Return a set of plain texts. The id of each is a digest of its content."""
-        return cls(_distinct([(_item({"prompt": text}), f"prompt {i}") for i, text in enumerate(texts)]))
+        """Return a set of plain texts. The id of each is a digest of its content.
+
+        Raises:
+            PromptError: ``texts`` is a single text, one of them is no text or empty, or two are equal.
+        """
+        if isinstance(texts, str):
+            raise PromptError("prompts: is one text, not a list of texts")
+        return cls(_distinct([(_placed({"prompt": text}, f"prompts: {i}"), f"prompt {i}") for i, text in enumerate(texts)]))
 
     @property
     def digest(self) -> str:
@@ -140,11 +152,10 @@ def _read(text: str, source: str) -> tuple[PromptItem, ...]:
             continue
         place = f"{source}, line {number}"
         try:
-            items.append((_item(json.loads(line)), place))
-        except PromptError as error:
-            raise PromptError(f"{place}: {error}") from None
+            fields = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise PromptError(f"{place}: not JSON: {error}") from None
+        items.append((_placed(fields, place), place))
     if not items:
         raise PromptError(f"{source}: has no prompts")
     return _distinct(items)
@@ -157,6 +168,20 @@ def _distinct(items: list[tuple[PromptItem, str]]) -> tuple[PromptItem, ...]:
             raise PromptError(f"{place}: the id {item.id!r} is already used in {places[item.id]}")
         places[item.id] = place
     return tuple(item for item, _ in items)
+
+
+def _placed(fields: Any, place: str) -> PromptItem:
+    """Return the prompt of an object; errors name its place, and its id if it has one."""
+    try:
+        return _item(fields)
+    except PromptError as error:
+        chosen = _id(fields) if isinstance(fields, dict) else None
+        named = "" if chosen is None or str(error).startswith("id: ") else f"id {reprlib.repr(chosen)}: "
+        raise PromptError(f"{place}: {named}{error}") from None
+
+
+def _id(fields: Mapping[str, Any]) -> Any:
+    return fields.get("id", fields.get("question_id"))
 
 
 def _item(fields: Any) -> PromptItem:
@@ -177,10 +202,9 @@ def _item(fields: Any) -> PromptItem:
             raise PromptError("turns: is not a list of texts")
         opening, *rest = [_text(turn, "turns") for turn in turns]
         followups = tuple(rest)
-    category = fields.get("category", "default")
-    item = PromptItem("", str(category), opening, followups)
-    chosen = fields.get("id", fields.get("question_id"))
-    return PromptItem(str(chosen) if chosen is not None else _hash(item.content())[:12], item.category, opening, followups)
+    category = _label(fields.get("category", "default"), "category")
+    item, chosen = PromptItem("", category, opening, followups), _id(fields)
+    return replace(item, id=_hash(item.content())[:12] if chosen is None else _label(chosen, "id"))
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
@@ -196,11 +220,22 @@ def _messages(value: Any) -> tuple[Message, ...]:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise PromptError(f"{name}: {value!r} is not a non-empty text")
+    return _unicode(value, name)
+
+
+def _label(value: Any, name: str) -> str:
+    """Return an id or a category as text; a missing category may be null."""
+    if isinstance(value, (bool, list, dict)):
+        raise PromptError(f"{name}: {value!r} is neither a text nor a number")
+    return _unicode(str(value), name)
+
+
+def _unicode(text: str, name: str) -> str:
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError as error:  # a lone surrogate, as in truncated files
         raise PromptError(f"{name}: is not valid Unicode: {error}") from None
-    return value
+    return text
 
 
 def _hash(text: str) -> str:

@@ -215,6 +215,7 @@ def test_a_draft_model_is_loaded_by_its_folder(idle_target: Target, reference: R
         ({"max_new_tokens": -3}, ValueError, "max_new_tokens: -3"),
         ({"stop_strings": ""}, ValueError, "stop_strings: "),
         ({"stop_strings": ["a", ""]}, ValueError, "stop_strings: "),
+        ({"stop_strings": ["a", 7]}, ValueError, "stop_strings: 7 "),
         ({"config": SpeculativeConfig("layer_skip", mask="layers:3")}, ConfigError, "mask: .*layer 3"),
         ({"config": SpeculativeConfig("draft_model", draft="/no/draft")}, TargetError, "draft: .*/no/draft"),
     ],

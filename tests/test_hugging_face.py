@@ -18,8 +18,10 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StopStringCriteria,
+    TextIteratorStreamer,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from layerskip import Export, SpeculativeConfig, Target, TargetError
 from tests.families import build
@@ -180,6 +182,38 @@ def test_committed_tokens_are_streamed_to_a_callback(tiny_target: Target, config
     result = _generate(tiny_target.model, custom_generate=_method(tiny_target, config), callback=parts.append, **GREEDY)
     assert [token for part in parts for token in part] == result[0, PROMPT.shape[1] :].tolist()
     assert len(parts) > 1
+
+
+class Puts(BaseStreamer):
+    """Records everything that it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[list[int] | None] = []
+
+    def put(self, value: Tensor) -> None:
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.got.append(None)
+
+
+@kinds
+def test_a_streamer_gets_what_generate_gives_it(tiny_target: Target, config: SpeculativeConfig) -> None:
+    ours, theirs, heard = Puts(), Puts(), []
+    method = _method(tiny_target, config)
+    _generate(tiny_target.model, custom_generate=method, streamer=ours, callback=heard.extend, **GREEDY)
+    _generate(tiny_target.model, streamer=theirs, **GREEDY)
+    assert ours.got == theirs.got
+    assert [[token] for token in heard] == ours.got[1:-1]
+
+
+def test_a_reader_of_a_streamer_reaches_its_end(tiny_target: Target) -> None:
+    streamer = TextIteratorStreamer(tiny_target.tokenizer, skip_prompt=True, timeout=60)
+    method = _method(tiny_target, CONFIGS[2])
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(_generate, tiny_target.model, custom_generate=method, streamer=streamer, **GREEDY)
+        text = "".join(streamer)
+    assert text == tiny_target.decode(output.result()[0, PROMPT.shape[1] :].tolist())
 
 
 @kinds

@@ -38,11 +38,25 @@ def model(tiny_target: Target) -> PreTrainedModel:
             "TopP.*min_tokens_to_keep",
         ),
         ({"logits_processor": [RepetitionPenaltyLogitsProcessor(by) for by in (1.2, 1.3)]}, "appears twice"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search is not supported"),
+        ({"dola_layers": "low"}, "dola_generation is not supported"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(tiny_target: Target, options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[1]), **GREEDY | options)
+
+
+def test_stop_strings_are_refused_at_once(tiny_target: Target) -> None:
+    """Transformers does so itself, as it passes its tokenizer to no custom method."""
+    given = GREEDY | {"stop_strings": ["the"], "tokenizer": tiny_target.tokenizer}
+    with pytest.raises(ValueError, match="stop strings"):
+        _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[1]), **given)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(model: PreTrainedModel, tiny_target: Target) -> None:
+    with pytest.raises(ValueError, match="^input_ids: the token 9999 is beyond the vocabulary"):
+        _generate(model, torch.tensor([[7, 9999]]), custom_generate=_method(tiny_target, CONFIGS[0]), **GREEDY)
 
 
 def test_a_batch_is_refused(model: PreTrainedModel, tiny_target: Target) -> None:

@@ -182,6 +182,11 @@ REFUSED = [
     ('{"turns": ["x", 2]}', "turns: "),
     ('{"id": "a", "prompt": "x"}', "'a'.* line 1"),
     ('{"question_id": "a", "prompt": "x"}', "'a'.* line 1"),
+    ('{"id": "q7", "prompt": 5}', "id 'q7': prompt: 5"),
+    ('{"id": {"q": 7}, "prompt": "x"}', "id: {'q': 7}"),
+    ('{"id": true, "prompt": "x"}', "id: True"),
+    ('{"id": "\\ud83d", "prompt": "x"}', "id: is not valid Unicode"),
+    ('{"category": ["code"], "prompt": "x"}', "category: "),
 ]
 
 
@@ -205,6 +210,14 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> No
 def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(PromptError, match=r"^prompts.path: cannot read "):
         PromptSet.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("texts", "reason"), [("one text", "prompts: is one text"), (["good", 5], "prompts: 1: prompt: 5 ")]
+)
+def test_texts_of_another_type_are_refused(texts: Any, reason: str) -> None:
+    with pytest.raises(PromptError, match=f"^{reason}"):
+        PromptSet.of(texts)
 
 
 def test_the_same_text_twice_is_refused() -> None:

@@ -26,7 +26,7 @@ from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, generation_lock, release_cache
 from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.forward import forward
-from layerskip.models.positions import check_rope_scaling
+from layerskip.models.positions import check_positions, check_rope_scaling
 from layerskip.models.prefill import Prefill, run_prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import NotFinite, Target
@@ -85,7 +85,7 @@ def decode(
 
     Raises:
         ValueError: the prompt is empty, ``prefill`` has another length, or ``max_new_tokens`` is below 1.
-        UnsupportedModel: the model would change its rotary embedding within the text.
+        UnsupportedModel: the model has fewer positions, or would change its rotary embedding within the text.
         TargetError: see :func:`~layerskip.decoding.checkpoint_settings.check_settings`.
         NotFinite: the target gives no distribution.
     """
@@ -97,6 +97,7 @@ def decode(
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
     if prefill is not None and prefill.cache.length != len(prompt):
         raise ValueError(f"prefill: has {prefill.cache.length} tokens, the prompt has {len(prompt)}")
+    check_positions(target.model, len(prompt), len(prompt) + max_new_tokens)
     check_rope_scaling(target.model, len(prompt), len(prompt) + max_new_tokens)
     chooser = Chooser(sampling, target.vocabulary, target.device, seed)
     end = _StoppingCriteria(target.eos_ids if eos_ids is None else eos_ids, len(prompt) + max_new_tokens, stops)

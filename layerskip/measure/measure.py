@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from layerskip.config import SpeculativeConfig
@@ -22,7 +22,7 @@ from layerskip.device.clock import now
 from layerskip.device.memory import PeakMemory, python_bytes, tensor_bytes
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.losslessness import Losslessness, find_divergence
-from layerskip.measure.measurement import Measurement, Sample
+from layerskip.measure.measurement import Measurement, Sample, check_output
 from layerskip.measure.timed_drafter import TimedDrafter
 from layerskip.models.graph_capture import capture_seconds
 from layerskip.models.skip_view import decoding_view
@@ -121,7 +121,7 @@ def measure(
 
     Raises:
         ConfigError, UnsupportedModel, TargetError: see :func:`build_drafter`.
-        PromptError: there are no prompts.
+        PromptError: there are no prompts, or every output ends with its first token although more are allowed.
     """
     contenders = {"baseline": Decoder.of(target, SpeculativeConfig()), "candidate": Decoder.of(target, config)}
     task = Task(sampling or default_sampling(target), max_new_tokens, seed)
@@ -129,6 +129,8 @@ def measure(
     if not len(chosen):
         raise PromptError("prompts: are empty")
     rows = list(interleave(target, chosen, contenders, task, repeats))
+    if max_new_tokens > 1:
+        check_output(row["baseline"] for row in rows)
     return Measurement.of(rows, "baseline", "candidate")
 
 
@@ -187,24 +189,33 @@ def _restore_state(target: Target, prompts: PromptSet, contenders: Mapping[str, 
 def _warm_up(
     target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task
 ) -> dict[str, Losslessness] | None:
-    """Run every contender once. Sampled outputs cannot be compared, so greedy ones are then made and compared here."""
-    item = next(iter(prompts))
-    prompt = target.encode(item.messages())
+    """Run every contender once. Sampled outputs cannot be compared, so greedy ones are then made and compared here.
+
+    They are those of the prompts up to the first whose output does not end with its first token.
+    """
+    first = prompts.items[0]
+    prompt = target.encode(first.messages(), first.field)
     length = min(WARMUP_TOKENS, task.max_new_tokens)
     for name, contender in contenders.items():
-        with NotFinite.naming(item.id, name):
+        with NotFinite.naming(first.id, name):
             contender(prompt, Task(task.sampling, length, task.seed), lambda _: None)
     if task.sampling.greedy:
         return None
-    greedy = Sampling(repetition_penalty=task.sampling.repetition_penalty)
-    outputs = {
-        name: contender(prompt, Task(greedy, task.max_new_tokens, task.seed), lambda _: None).tokens
-        for name, contender in contenders.items()
-    }
-    expected = outputs[next(iter(contenders))]
-    divergences = {name: find_divergence(target, item.id, prompt, expected, out, greedy) for name, out in outputs.items()}
+    greedy = Task(Sampling(repetition_penalty=task.sampling.repetition_penalty), task.max_new_tokens, task.seed)
+    reference = next(iter(contenders))
+    found: dict[str, list[Losslessness]] = {name: [] for name in contenders}
+    for item in prompts:
+        prompt = target.encode(item.messages(), item.field)
+        outputs = {}
+        for name, each in contenders.items():
+            with NotFinite.naming(item.id, name):
+                outputs[name] = each(prompt, greedy, lambda _: None).tokens
+        for name, tokens in outputs.items():
+            found[name].append(_compare(target, item.id, prompt, outputs[reference], tokens, greedy))
+        if found[reference][-1].compared:
+            break
     basis = "greedy outputs of one prompt, as the measured ones are sampled"
-    return {name: Losslessness(1, (part,) if part else (), basis) for name, part in divergences.items()}
+    return {name: replace(Losslessness.join(checks), basis=basis) for name, checks in found.items()}
 
 
 def _one_prompt(
@@ -220,7 +231,7 @@ def _one_prompt(
     messages = item.messages()
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for followup in (*item.followups, None):
-        prompt = target.encode(messages)
+        prompt = target.encode(messages, item.field)
         outputs: dict[str, list[int]] = {}
         for name in order:
             try:
@@ -236,7 +247,7 @@ def _one_prompt(
             samples[name][-1] = samples[name][-1].with_losslessness(
                 (checks[name] if len(samples[name]) == 1 else Losslessness(0))  # the comparison counts once
                 if checks is not None
-                else _compare(target, item.id, prompt, outputs[reference], outputs[name], task.sampling)
+                else _compare(target, item.id, prompt, outputs[reference], outputs[name], task)
             )
         if followup is not None:
             messages.append({"role": "assistant", "content": target.decode(outputs[reference])})
@@ -245,9 +256,11 @@ def _one_prompt(
 
 
 def _compare(
-    target: Target, prompt_id: str, prompt: list[int], expected: list[int], actual: list[int], sampling: Sampling
+    target: Target, prompt_id: str, prompt: list[int], expected: list[int], actual: list[int], task: Task
 ) -> Losslessness:
-    divergence = find_divergence(target, prompt_id, prompt, expected, actual, sampling)
+    divergence = find_divergence(target, prompt_id, prompt, expected, actual, task.sampling)
+    if divergence is None and len(expected) == 1 < task.max_new_tokens:
+        return Losslessness(0)  # both ended with the token of the prefill, which no drafter could change
     return Losslessness(1, (divergence,) if divergence else ())
 
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
 
 from layerskip.decoding.stats import DecodeStats, Round
+from layerskip.measure.interval import CONFIDENCE as CONFIDENCE
+from layerskip.measure.interval import LEAST_RESAMPLED as LEAST_RESAMPLED
+from layerskip.measure.interval import interval_of_ratio
 from layerskip.measure.losslessness import Divergence, Losslessness
-
-RESAMPLES = 2000
-LEAST_RESAMPLED = 5  # prompts; resamples of fewer say next to nothing about a new prompt
-CONFIDENCE = 0.95
+from layerskip.prompts import PromptError
 
 
 @dataclass(frozen=True)
@@ -142,12 +141,21 @@ class Measurement:
         return _rate(self.baseline)
 
     @property
+    def decoded(self) -> Measurement:
+        """The pairs in which both decoded something; an output that ends with its first token has no speed."""
+        pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if b.decoded_tokens and c.decoded_tokens]
+        return Measurement(tuple(b for b, _ in pairs), tuple(c for _, c in pairs))
+
+    @property
+    def prompts(self) -> int:
+        """The number of prompts."""
+        return len({sample.prompt_id for sample in self.candidate})
+
+    @property
     def speedup(self) -> float:
         """The ratio of tokens per second over the pairs in which both decoded something; 1.0 if there are none."""
-        pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if b.decoded_tokens and c.decoded_tokens]
-        if not pairs:
-            return 1.0
-        return _rate([c for _, c in pairs]) / _rate([b for b, _ in pairs])
+        measured = self.decoded
+        return _rate(measured.candidate) / _rate(measured.baseline) if measured.candidate else 1.0
 
     @property
     def speedups(self) -> tuple[float, ...]:
@@ -164,46 +172,27 @@ class Measurement:
         return parts
 
     def interval(self, seed: int = 0, confidence: float = CONFIDENCE) -> tuple[float, float]:
-        """Return a confidence interval of the speedup: on either side the wider of Student's t and the studentized
-        bootstrap.
+        """Return a confidence interval of the speedup, by :func:`~layerskip.measure.interval.interval_of_ratio`.
 
-        Both are computed for the logarithm, with the standard error of a ratio of totals (the delta method). The t interval
-        accounts for a small number of prompts, the bootstrap for skewed speedups. With fewer than five prompts only the t
-        interval is used, as too many resamples repeat a single prompt. Prompts are resampled with replacement, each with
-        both sides and all its repeats, as repeats of a prompt say nothing about other prompts.
+        A prompt counts with both sides and all its repeats, as repeats of a prompt say nothing about other prompts.
 
         Args:
             seed: of the resampling.
             confidence: the share of such intervals that contain the long-run speedup.
         """
         table = self._totals()
-        prompts = len(table)
-        if not prompts:
-            return 1.0, 1.0
-        if prompts == 1:
+        if len(table) < 2:
             return self.speedup, self.speedup  # one prompt says nothing about others
-        ratio, error = _log_ratio(table)
-        tails = [(1 - confidence) / 2, (1 + confidence) / 2]
-        # The quantile of one degree of freedom, the fewest possible, bounds the deviations of nearly equal prompts.
-        student, most = (float(stdtrit(freedom, tails[1])) for freedom in (prompts - 1, 1))
-        if prompts < LEAST_RESAMPLED:
-            return float(np.exp(ratio - student * error)), float(np.exp(ratio + student * error))
-        chosen = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
-        ratios, errors = _log_ratio(table[chosen])
-        varied = errors > 1e-6 * error  # a resample of a single prompt has no error to divide by
-        deviations = np.clip((ratios[varied] - ratio) / errors[varied], -most, most)
-        below, above = np.quantile(deviations, tails) if len(deviations) else (-student, student)
-        low, high = ratio - max(above, student) * error, ratio - min(below, -student) * error
-        return float(np.exp(low)), float(np.exp(high))
+        return interval_of_ratio(table, seed, confidence)
 
     def _totals(self) -> NDArray[np.float64]:
         """Return ``[prompts, 4]``: tokens and seconds of baseline and candidate; of pairs where both decoded something."""
         prompts: dict[str, list[float]] = {}
-        for b, c in zip(self.baseline, self.candidate, strict=True):
-            if b.decoded_tokens and c.decoded_tokens:
-                row = prompts.setdefault(c.prompt_id, [0.0] * 4)
-                values = (b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds)
-                prompts[c.prompt_id] = [total + value for total, value in zip(row, values, strict=True)]
+        measured = self.decoded
+        for b, c in zip(measured.baseline, measured.candidate, strict=True):
+            row = prompts.setdefault(c.prompt_id, [0.0] * 4)
+            values = (b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds)
+            prompts[c.prompt_id] = [total + value for total, value in zip(row, values, strict=True)]
         return np.array(list(prompts.values())).reshape(-1, 4)
 
     @property
@@ -228,8 +217,12 @@ class Measurement:
         return max((s.peak_memory_bytes for s in self.candidate), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain values, for exports and logs."""
-        stats, (low, high), kinds = self.stats, self.interval(), self.by_category
+        """Return the figures as plain values, for exports and logs.
+
+        ``empty_prompts`` of the ``prompts`` have no speed; those by category leave them out.
+        """
+        stats, (low, high), measured = self.stats, self.interval(), self.decoded
+        kinds = measured.by_category
         return {
             "tokens_per_second": self.tokens_per_second,
             "baseline_tokens_per_second": self.baseline_tokens_per_second,
@@ -243,10 +236,9 @@ class Measurement:
             "tokens_per_round": stats.tokens_per_round,
             "tokens_per_round_by_category": {category: part.stats.tokens_per_round for category, part in kinds.items()},
             "draft_share": self.draft_share,
-            "prompts": len({s.prompt_id for s in self.candidate}),
-            "prompts_by_category": {
-                category: len({s.prompt_id for s in part.candidate}) for category, part in kinds.items()
-            },
+            "prompts": self.prompts,
+            "empty_prompts": self.prompts - measured.prompts,
+            "prompts_by_category": {category: part.prompts for category, part in kinds.items()},
             "tokens": sum(s.tokens for s in self.candidate),
             "prefill_seconds": sum(s.prefill_seconds for s in self.candidate),
             "decode_seconds": sum(s.decode_seconds for s in self.candidate),
@@ -277,20 +269,20 @@ class Measurement:
         }
 
 
+def check_output(samples: Iterable[Sample]) -> None:
+    """Refuse samples of plain decoding none of which decoded anything; raises :class:`PromptError`."""
+    if not any(sample.decoded_tokens for sample in samples):
+        raise PromptError(
+            "prompts: every output ends with its first token, so there is no speed to compare; check the chat template, "
+            "the end-of-sequence tokens and max_new_tokens"
+        )
+
+
 def pair_speedup(baseline: Sample, candidate: Sample) -> float:
     """Return the candidate's tokens per second over the baseline's on one prompt; 1.0 if either decoded nothing."""
     if not baseline.decoded_tokens or not candidate.decoded_tokens:
         return 1.0
     return candidate.tokens_per_second / baseline.tokens_per_second
-
-
-def _log_ratio(tables: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the log speedup and its standard error for each ``[prompts, 4]`` table of totals, in ``[..., prompts, 4]``."""
-    sums, prompts = tables.sum(axis=-2), tables.shape[-2]
-    signs = np.array([-1.0, 1.0, 1.0, -1.0])
-    influence = np.einsum("...pk,...k->...p", tables, signs / sums)
-    error = np.sqrt(np.square(influence).sum(axis=-1) * prompts / (prompts - 1))
-    return np.log(sums) @ signs, error
 
 
 def _rate(samples: Sequence[Sample]) -> float:

@@ -1,7 +1,9 @@
-"""Limits of position encodings: learned positions end, and some scaled rotary positions change beyond a threshold."""
+"""Limits of position encodings: tables of positions end, and some scaled rotary positions change beyond a threshold."""
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,14 +14,54 @@ from layerskip.models.architecture import UnsupportedModel
 
 _OFFSET = 2  # rows before the first position in some families, such as OPT
 
+_log = logging.getLogger(__name__)
+_tables: weakref.WeakKeyDictionary[PreTrainedModel, int | None] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """Return the number of learned positions of a model; None if it computes its positions."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    words = model.get_input_embeddings()
-    rows = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding) and part is not words]
-    learned = limit is not None and any(limit <= count <= limit + _OFFSET for count in rows)
-    return limit if learned else None
+    """Return the number of positions in a model's table, learned or computed; None if it can compute any position."""
+    if model not in _tables:
+        limit, words = _stated(model), model.get_input_embeddings()
+        rows = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding) and part is not words]
+        rows += [table.shape[0] for table in model.buffers() if table.dim() == 2]  # of sines, as in GPT-J
+        _tables[model] = limit if limit is not None and any(limit <= count <= limit + _OFFSET for count in rows) else None
+    return _tables[model]
+
+
+def check_positions(model: PreTrainedModel, prompt: int, length: int) -> None:
+    """Refuse a text that may leave the model's table of positions; warn once of a prompt that is longer than it states.
+
+    Args:
+        model: a decoder.
+        prompt: the number of tokens in the prompt.
+        length: the most tokens of prompt and output together; the last one needs no position.
+
+    Raises:
+        UnsupportedModel: the text may leave the table.
+    """
+    table, stated = max_positions(model), _stated(model)
+    if table is not None and length - 1 > table:
+        name, output = ("max_new_tokens", length - prompt) if prompt <= table else ("prompt", 0)
+        after = f"{output} tokens after a prompt of {prompt}" if output else f"{prompt} tokens"
+        raise UnsupportedModel(f"{name}: {after} exceed the {table} positions of {type(model).__name__}")
+    if stated is not None and prompt > stated and model not in _warned:
+        _warned.add(model)
+        _log.warning("a prompt of %d tokens exceeds the %d positions that %s states", prompt, stated, type(model).__name__)
+
+
+def _stated(model: PreTrainedModel) -> int | None:
+    """Return the number of positions in a model's configuration; with scaling, it may be that before scaling."""
+    config = model.config.get_text_config(decoder=True)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    scaled = [
+        int(fields["original_max_position_embeddings"] * (fields.get("factor") or 1))
+        for fields in _ropes(getattr(config, "rope_parameters", None) or {})
+        if fields.get("original_max_position_embeddings")
+    ]
+    return max(limit, *scaled) if scaled else int(limit)
 
 
 def check_rope_scaling(model: PreTrainedModel, prompt: int, length: int) -> None:

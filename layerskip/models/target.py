@@ -6,11 +6,12 @@ import contextlib
 import functools
 import hashlib
 import json
+import operator
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -201,34 +202,56 @@ class Target:
             return frozenset(ids)
         return frozenset()
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, field: str = "prompt") -> list[int]:
         """Convert a prompt to token ids.
 
         Args:
             prompt: a text (one user message, where the tokenizer has a chat template), a list of messages with ``role``
-                and ``content``, or token ids, which are returned as they are.
+                and ``content``, or token ids, which are returned as they are; a tensor of one dimension is a list of ids.
+            field: the name that errors begin with.
 
         Raises:
-            TargetError: the prompt is empty, the chat template refuses it, or it is a text and the target has no tokenizer.
+            TargetError: the prompt is empty, has another type or a token beyond the vocabulary, or the chat template
+                refuses it, or it is a text and the target has no tokenizer.
         """
-        if not prompt:
-            raise TargetError("prompt: is empty")
-        if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
-            return [int(token) for token in prompt]  # type: ignore[arg-type]
-        if self.tokenizer is None:
-            raise TargetError("prompt: this target has no tokenizer; give token ids")
-        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if self.tokenizer.chat_template is None:
-            ids = self.tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+        given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if isinstance(given, Sequence) and not given:
+            raise TargetError(f"{field}: is empty")
+        if isinstance(given, str):
+            ids = self._tokenize([{"role": "user", "content": given}], field)
+        elif isinstance(given, Sequence) and all(isinstance(message, Mapping) for message in given):
+            ids = self._tokenize(list(given), field)
         else:
             try:
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            except jinja2.TemplateError as error:
-                raise TargetError(f"prompt: refused by the chat template of {self.name}: {error}") from error
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                ids = [] if isinstance(given, bytes) else [operator.index(token) for token in given]
+            except TypeError:
+                ids = []
+            if not ids:
+                shown = reprlib.repr(given)
+                raise TargetError(f"{field}: {shown} is neither a text, nor a list of messages, nor a list of token ids")
         if not ids:
-            raise TargetError("prompt: has no tokens")
-        return list(ids)
+            raise TargetError(f"{field}: has no tokens")
+        words: Any = self.model.get_input_embeddings()
+        known = words.weight.shape[0]
+        beyond = next((token for token in ids if not 0 <= token < known), None)
+        if beyond is not None:
+            raise TargetError(f"{field}: the token {beyond} is beyond the vocabulary of {self.name}, 0 to {known - 1}")
+        return ids
+
+    def _tokenize(self, messages: list[Any], field: str) -> list[int]:
+        """Convert messages to token ids; the arguments and errors are those of :meth:`encode`."""
+        if self.tokenizer is None:
+            raise TargetError(f"{field}: this target has no tokenizer; give token ids")
+        plain = self.tokenizer.chat_template is None
+        try:
+            if plain:
+                return list(self.tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # a template is code of the model's author, which may raise anything
+            part = "tokenizer" if plain else "chat template"
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise TargetError(f"{field}: refused by the {part} of {self.name}; change one of them: {reason}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert token ids to text without special tokens; empty if the target has no tokenizer."""

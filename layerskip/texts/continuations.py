@@ -105,7 +105,7 @@ def continue_prompts(
 def _request(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens: int, seed: int) -> dict[str, Any]:
     return {
         "target": target.digest,
-        "prompt": [item.id, item.category, item.content(), target.encode(item.messages())],
+        "prompt": [item.id, item.category, item.content(), target.encode(item.messages(), item.field)],
         "sampling": sampling.to_dict(),
         "max_new_tokens": max_new_tokens,
         "seed": None if sampling.greedy else seed,
@@ -117,7 +117,7 @@ def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens
     messages = item.messages()
     continuations = []
     for followup in (*item.followups, None):
-        prompt = target.encode(messages)
+        prompt = target.encode(messages, item.field)
         with NotFinite.naming(item.id):
             tokens = decode(target, NoDraft(), prompt, sampling, max_new_tokens, seed=seed).tokens
         continuations.append(Continuation(item.id, item.category, tuple(prompt), tuple(tokens), max_new_tokens))

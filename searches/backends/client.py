@@ -203,16 +203,17 @@ class _Refused(RequestFailed):
 
 
 def _read(events: Iterator[dict[str, Any]], start: float, most: int) -> Completion:
-    """Return the answer that a stream holds."""
+    """Return the answer that a stream holds. One that the server ends before any text is a single token."""
     texts: list[str] = []
     tokens: list[int] = []
     sizes: list[int] = []
-    total, first, last = 0, start, start
+    total, counted, ended, first, last = 0, 0, False, start, start
     for event in events:
         now = time.perf_counter()
-        text, new, usage = _piece(event)
+        text, new, usage, stopped = _piece(event)
         texts.append(text)
         tokens += new
+        counted, ended = max(counted, usage or 0), ended or stopped
         if text or new:
             first, last = now if not sizes else first, now
             size = len(new) or (1 if usage is None else max(0, usage - total))
@@ -221,21 +222,24 @@ def _read(events: Iterator[dict[str, Any]], start: float, most: int) -> Completi
         elif usage is not None and usage > total and sizes:
             sizes[-1] += usage - total  # tokens without a text of their own, or a count that comes at the end only
             total = usage
+    if not total and ended and counted <= 1:  # the end of the sequence is the first token, which not every server counts
+        return Completion("", None, (1,), time.perf_counter() - start, 0.0)
     if not total:
-        raise RequestFailed("the answer has no tokens")
+        raise RequestFailed(f"the answer has {f'no text, and {counted}' if counted else 'no'} tokens")
     if total > most:
         raise RequestFailed(f"the answer has {total} tokens, and at most {most} were asked for")
     ids = tuple(tokens) if len(tokens) == total else None
     return Completion("".join(texts), ids, tuple(sizes), first - start, last - first)
 
 
-def _piece(event: dict[str, Any]) -> tuple[str, list[int], int | None]:
-    """Return the text and the token ids of an event, and the number of tokens up to it, if it is stated."""
+def _piece(event: dict[str, Any]) -> tuple[str, list[int], int | None, bool]:
+    """Return the text and the token ids of an event, the number of tokens up to it, if stated, and its end."""
     try:
         usage, choices = event.get("usage"), event.get("choices") or []
         new = [int(token) for choice in choices[:1] for token in choice.get("token_ids") or ()]
         text = "".join(choice.get("text") or "" for choice in choices[:1])
-        return text, new, None if usage is None else int(usage["completion_tokens"])
+        stopped = any(choice.get("finish_reason") == "stop" for choice in choices[:1])
+        return text, new, None if usage is None else int(usage["completion_tokens"]), stopped
     except (LookupError, TypeError, ValueError, AttributeError):
         raise RequestFailed(f"not a piece of an answer: {json.dumps(event)[:_SHOWN]}") from None
 

@@ -104,7 +104,7 @@ class ServedBackend(Backend):
         for repeat in range(repeats):
             asked = replace(asked, task=replace(task, seed=task.seed + 1000 * repeat))
             for item, answers in zip(prompts, self._rows_under(load, asked), strict=True):
-                yield {name: self._sample(item, name, answers, task.sampling, checks) for name in entries if name in answers}
+                yield {name: self._sample(item, name, answers, task, checks) for name in entries if name in answers}
                 checks = checks and dict.fromkeys(checks, Losslessness(0))  # the comparison counts once
 
     def _rows_under(self, load: Load, asked: _Comparison) -> Iterator[_Answers]:
@@ -132,7 +132,8 @@ class ServedBackend(Backend):
             for item, row, answers in zip(asked.prompts, joined, self._group_rows(asked, group, first), strict=True):
                 pace = 1.0
                 if item.id in first and BASELINE in answers:
-                    pace = _seconds_per_token(first[item.id]) / _seconds_per_token(answers[BASELINE])
+                    before, now = _seconds_per_token(first[item.id]), _seconds_per_token(answers[BASELINE])
+                    pace = before / now if before and now else 1.0
                 row |= {name: [each.at_pace(pace) for each in answers[name]] for name in answers if name not in row}
         yield from joined
 
@@ -150,7 +151,7 @@ class ServedBackend(Backend):
         learning = {name: config for name, config in entries.items() if config.kind == "retrieval"}
         for config in learning.values():
             self._forget(config)  # it must not have decoded a prompt before, as it would not have in use
-        warming = [self.target.encode(item.messages()) for item in prompts.items[: asked.concurrency]]
+        warming = [self.target.encode(item.messages(), item.field) for item in prompts.items[: asked.concurrency]]
         backwards = [list(reversed(prompt)) for prompt in warming]  # a drafter that learns gains nothing from them
         for name, config in entries.items():
             with self._ending(name, config):
@@ -185,7 +186,7 @@ class ServedBackend(Backend):
         messages = [item.messages() for item in items]
         for turn in range(max(len(item.followups) for item in items) + 1):
             places = [place for place, item in enumerate(items) if turn <= len(item.followups)]
-            prompts = [self.target.encode(messages[place]) for place in places]
+            prompts = [self.target.encode(messages[place], items[place].field) for place in places]
             tasks = [replace(asked.task, seed=asked.task.seed + begin + place) for place in places]
             for name in asked.order.sample(list(asked.entries), len(asked.entries)):
                 answers = self._ask(name, asked, prompts, tasks, counted)
@@ -248,47 +249,51 @@ class ServedBackend(Backend):
         item: PromptItem,
         name: str,
         answers: _Answers,
-        sampling: Sampling,
+        task: Task,
         checks: Mapping[str, Losslessness] | None,
     ) -> Sample:
         """Return the sample of one name on one prompt."""
         parts = []
         for turn, (expected, answer) in enumerate(zip(answers[BASELINE], answers[name], strict=True)):
             if checks is None:
-                lossless = self._compared(item.id, expected, answer, sampling)
+                lossless = self._compared(item.id, expected, answer, task)
             else:
                 lossless = checks[name] if turn == 0 else Losslessness(0)
             parts.append(answer.sample(item).with_losslessness(lossless))
         return Sample.join(parts)
 
-    def _compared(self, prompt_id: str, expected: Answer, actual: Answer, sampling: Sampling) -> Losslessness:
+    def _compared(self, prompt_id: str, expected: Answer, actual: Answer, task: Task) -> Losslessness:
         """Compare two outputs, as tokens if the server reports them, else as texts; the target judges a difference."""
         one, other = expected.completion, actual.completion
         if one.tokens is not None and other.tokens is not None:
             first, second = one.tokens, other.tokens
         elif one.text == other.text:
-            return Losslessness(1)
+            first = second = ()
         elif self.target.tokenizer is None:
             raise BackendError("server: reports no token ids, and the target has no tokenizer for its texts")
         else:
             words = self.target.tokenizer
             first, second = (words(each.text, add_special_tokens=False)["input_ids"] for each in (one, other))
-        divergence = find_divergence(self.target, prompt_id, expected.prompt, first, second, sampling)
+        divergence = find_divergence(self.target, prompt_id, expected.prompt, first, second, task.sampling)
+        if divergence is None and one.count == other.count == 1 < task.max_new_tokens:
+            return Losslessness(0)  # both ended with the first token, which no drafter could change
         return Losslessness(1, (divergence,) if divergence else ())
 
     def _greedy_checks(self, asked: _Comparison) -> dict[str, Losslessness]:
-        """Compare greedy outputs of one prompt, as sampled ones differ by chance."""
+        """Compare greedy outputs up to the first that does not end at once, as sampled ones differ by chance."""
         configs = {name: config for name, config in asked.entries.items() if name != BASELINE}
-        one = PromptSet((replace(asked.prompts.items[0], followups=()),))
         greedy = replace(asked.task, sampling=Sampling(repetition_penalty=asked.task.sampling.repetition_penalty))
-        row = next(self.compare(configs, one, greedy))
+        rows = []
+        for item in asked.prompts:
+            rows.append(next(self.compare(configs, PromptSet((replace(item, followups=()),)), greedy)))
+            if rows[-1][BASELINE].lossless.compared:
+                break
         basis = "greedy outputs of one prompt, as the measured ones are sampled"
-        return {name: replace(sample.lossless, basis=basis) for name, sample in row.items()}
+        checks = {name: Losslessness.join(row[name].lossless for row in rows) for name in rows[0]}
+        return {name: replace(check, basis=basis) for name, check in checks.items()}
 
 
 def _seconds_per_token(answers: Sequence[Answer]) -> float:
-    seconds, tokens = (
-        sum(each.completion.decode_seconds for each in answers),
-        sum(each.completion.decoded for each in answers),
-    )
-    return seconds / tokens if tokens and seconds else 1.0
+    """Return the seconds of a token after the first piece; 0.0 if there is none."""
+    tokens = sum(each.completion.decoded for each in answers)
+    return sum(each.completion.decode_seconds for each in answers) / tokens if tokens else 0.0

@@ -24,7 +24,7 @@ from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Targe
 from layerskip.costs.tree_timing import TreeTiming, time_tree
 from layerskip.files import write_json
 from layerskip.measure.measure import Task, interleave
-from layerskip.measure.measurement import Sample
+from layerskip.measure.measurement import Sample, check_output
 from searches.app.checks import check_flag, check_seed, check_whole
 from searches.app.interrupt import is_interrupt
 from searches.app.record_header import record_header
@@ -32,6 +32,7 @@ from searches.benchmarking.contenders import BASELINE, build_contenders, check_r
 from searches.benchmarking.engine_peers import EnginePeer
 from searches.benchmarking.table import table
 from searches.study.objective import MeasureSettings
+from searches.study.plan import check_prompts
 from searches.tracking.tracker import Tracker
 
 
@@ -49,6 +50,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     check_whole("tree.context", config.tree.context)
     check_rows(config)
     target: Target = instantiate(config.target)
+    check_prompts(prompts, target, measuring.max_new_tokens)
     fill_defaults(config, target)
     decoders, rivals, configs = build_contenders(config, target, prompts, sampling)
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
@@ -88,6 +90,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         raise
     finally:
         close_engines(decoders)
+    check_output(row[BASELINE] for row in rows)
     record = record_of(repeats, len(prompts))
     text = table(record)
     print(text)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layerskip.costs.tree_timing import TreeTiming
+from searches.study.empty_outputs import empty_note, speedup_cells
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -23,8 +24,7 @@ def table(record: Mapping[str, Any]) -> str:
         draft_share = f"{result['draft_share']:.0%}" if drafts else ""
         output = result["losslessness"]["verdict"].replace("_", "-") if result["lossless"] else "lossy"
         lines.append(
-            f"| {name} | {result['tokens_per_second']:.1f} | {result['speedup']:.2f} "
-            f"| {result['speedup_low']:.2f} to {result['speedup_high']:.2f} | {acceptance} "
+            f"| {name} | {result['tokens_per_second']:.1f} | {speedup_cells(result, 2)} | {acceptance} "
             f"| {result['tokens_per_round']:.2f} | {draft_share} | {_memory(result)} | {output} | {rival} |"
         )
     categories = sorted({category for result in results.values() for category in result["speedup_by_category"]})
@@ -33,6 +33,7 @@ def table(record: Mapping[str, Any]) -> str:
     drafting = {name: result for name, result in marked.items() if result["tokens_per_round"] > 1}
     rounds = {name: result["tokens_per_round_by_category"] for name, result in drafting.items()}
     lines += _by_category("speedup by category", categories, speedups)
+    lines += [line for result in list(results.values())[:1] for line in empty_note(result)]
     lines += _near_ties(results)
     lines += _by_category("tokens per round", categories, rounds)
     lines += _cascades(results, categories)
@@ -68,7 +69,10 @@ def _memory(result: Mapping[str, Any]) -> str:
 
 def _by_category(title: str, categories: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return a table of one figure per category; nothing without rows."""
-    lines = [f"| {name} | {' | '.join(f'{row[category]:.2f}' for category in categories)} |" for name, row in rows.items()]
+    lines = [
+        f"| {name} | {' | '.join(f'{row[category]:.2f}' if category in row else '' for category in categories)} |"
+        for name, row in rows.items()
+    ]
     return ["", f"| {title} | {' | '.join(categories)} |", "|---" * (1 + len(categories)) + "|", *lines] if lines else []
 
 

@@ -91,8 +91,8 @@ def propose(
     for part, best in enumerate(search.explore(also), 1):
         if part >= _PARTS and not limits.is_over() and not _may_win(search, limits):
             limits.report(
-                f"{len(search.scores)} masks screened: the best is expected at {search.scores[best]:.2f} x; as the leader has "
-                f"{limits.to_beat:.2f} x, none is scanned or tried"
+                f"{len(search.scores)} masks screened: the best is expected at {search.scores[best]:.2f} x. As the leader "
+                f"has {limits.to_beat:.2f} x, none is scanned or tried"
             )
             return []
         if on_best is not None and len(scans.predictions) < settings.scanned // _EARLY_SCANS:

@@ -13,6 +13,7 @@ import optuna
 from layerskip.measure.measurement import LEAST_RESAMPLED
 from searches.report.load_report import levels
 from searches.report.study_report import best_trials, finals_rows
+from searches.study.empty_outputs import measured_prompts
 from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration
 from searches.study.study import SETTINGS, finished
@@ -65,7 +66,7 @@ def _outcome(finals: Finals, finalist: Finalist) -> str:
         return "cannot win: output changed"
     if not finalist.stayed:
         return "dropped: slower than the leader"
-    if finalist.held_out["prompts"] < LEAST_RESAMPLED:
+    if measured_prompts(finalist.held_out) < LEAST_RESAMPLED:
         return "too few prompts"
     if not finalist.eligible:
         return "not shown to be faster"

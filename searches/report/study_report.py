@@ -17,6 +17,7 @@ from searches.predict.prediction_error import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
 from searches.report.load_report import finals_load_tables, load_tables
 from searches.study.budget import left_out
+from searches.study.empty_outputs import empty_note, measured_prompts, speedup_cells
 from searches.study.finals import Finalist, Finals
 from searches.study.leaderboard import configuration, is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
@@ -42,7 +43,14 @@ def summary(
     shown = [*study_notes(study, finals, stability, seeds, scan_seconds), *([verdict(finals)] if finals is not None else [])]
     lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
     if finals is not None:
-        lines += [*_finals_table(finals), *finals_load_tables(finals), "", *winner_notes(study, finals), ""]
+        lines += [
+            *_finals_table(finals),
+            *empty_note(finals.baseline),
+            *finals_load_tables(finals),
+            "",
+            *winner_notes(study, finals),
+            "",
+        ]
     lines += ["## Best trials (tune prompts)", "", *_trials_table(trials), *load_tables(_measured(trials))]
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
     if changed:
@@ -192,10 +200,13 @@ def verdict(finals: Finals) -> str:
     """Return one sentence: the winner, its speedup and the interval, or the reason why plain decoding wins."""
     winner, count = finals.winner, len(finals.finalists)
     if winner.config.kind == "none":
-        prompts = finals.baseline["prompts"]
+        prompts = measured_prompts(finals.baseline)
         if prompts < LEAST_RESAMPLED:
+            others = (
+                ", as the outputs of the others end with their first token" if finals.baseline.get("empty_prompts") else ""
+            )
             return (
-                f"No drafting wins: {prompts} held-out prompts cannot show that anything is faster; "
+                f"No drafting wins: {prompts} held-out prompts cannot show that anything is faster{others}; "
                 f"{LEAST_RESAMPLED} are the least."
             )
         faster = [finalist for finalist in finals.finalists if finalist.low > 1.0]
@@ -244,7 +255,7 @@ def _finals_table(finals: Finals) -> list[str]:
     ]
     for label, search_speedup, figures, output in finals_rows(finals):
         lines.append(
-            f"| {label} | {figures['speedup']:.3f} | {figures['speedup_low']:.3f} to {figures['speedup_high']:.3f} "
+            f"| {label} | {speedup_cells(figures, 3)} "
             f"| {figures['tokens_per_second']:.1f} | {figures['acceptance_rate']:.2f} | {figures['tokens_per_round']:.2f} "
             f"| {search_speedup:.3f} | {output} |"
         )

@@ -115,9 +115,14 @@ def _whole_requests(row: Row) -> dict[str, Sample]:
     its seconds (Little's law), so that the ratio of these rates is the ratio of throughputs.
     """
     return {
-        name: replace(sample, decoded_tokens=sample.tokens, decode_seconds=sample.prefill_seconds + sample.decode_seconds)
+        name: replace(sample, decoded_tokens=_lasting(sample), decode_seconds=sample.prefill_seconds + sample.decode_seconds)
         for name, sample in row.items()
     }
+
+
+def _lasting(sample: Sample) -> int:
+    """Return the number of tokens; 0 if every output of the sample ended with its first token."""
+    return sample.tokens if sample.tokens > max(1, len(sample.requests)) else 0
 
 
 def resumed_rows(

@@ -33,6 +33,7 @@ from searches.app.resume_log import ResultLog
 from searches.backends.figures import sample_figures
 from searches.study.bench import BASELINE, Bench, Row, logged_seconds, resumed_rows
 from searches.study.drift import drifted_rows
+from searches.study.empty_outputs import measured_prompts
 from searches.study.leaderboard import FINISHED, LeaderboardEntry, contenders, drafters, is_lossless
 from searches.study.objective import MeasureSettings
 from searches.study.remeasure import held_out_seed, remeasure_drifted
@@ -81,7 +82,7 @@ class Finalist:
     @property
     def eligible(self) -> bool:
         """True if the configuration may win: it kept the output and is significantly faster, on enough prompts."""
-        enough = self.held_out["prompts"] >= LEAST_RESAMPLED
+        enough = measured_prompts(self.held_out) >= LEAST_RESAMPLED
         return self.stayed and self.keeps_output and enough and self.low > 1.0
 
     @property

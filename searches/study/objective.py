@@ -16,7 +16,7 @@ import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.device.memory import is_out_of_memory, release_memory
-from layerskip.measure.measurement import Sample, pair_speedup
+from layerskip.measure.measurement import Sample, check_output, pair_speedup
 from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.app.memory import within_memory
@@ -136,7 +136,7 @@ class Objective:
             optuna.TrialPruned: it cannot win, is slower than the leader, ran out of memory, or the engine could not run it;
                 see its attribute ``reason``.
             BackendError: the engine has run no trial so far.
-            OutputChanged: a float32 output differs from the baseline's.
+            OutputChanged, PromptError: a float32 output differs from the baseline's; every output ends with its first token.
         """
         start = time.monotonic()  # the space fits bridges of a suggestion, unless they exist
         config = self.space.suggest(trial)
@@ -179,6 +179,8 @@ class Objective:
             release_memory()  # only here: the handled error refers to the memory
         if not is_compared:
             trial.set_user_attr(MEASURING_SECONDS, time.monotonic() - begun)
+        if reason is None:
+            check_output(row[BASELINE] for row in rows)
         measurement = Measurement.of(rows, BASELINE, CANDIDATE)
         self._record(trial, config, measurement, reason, time.monotonic() - start)
         if reason is not None:

@@ -21,7 +21,7 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.files import digest, short_name
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import uses_packing
-from layerskip.models.positions import max_positions
+from layerskip.models.positions import check_positions
 from layerskip.models.wheels import WHEELS
 from searches.app.checks import InputError, check_list, check_seed
 from searches.app.memory import within_memory
@@ -115,15 +115,16 @@ class Plan:
 
 
 def check_prompts(prompts: PromptSet, target: Target, max_new_tokens: int) -> None:
-    """Check that a chat template accepts all prompts, and that the model has enough positions for them."""
-    most = max_positions(target.model)
+    """Check that a chat template accepts all turns of all prompts, and that the model has enough positions for them."""
     for item in prompts:
-        count = len(target.encode(item.messages()))
-        if most is not None and count + max_new_tokens > most:
-            raise InputError(
-                f"prompts: {item.id} has {count} tokens; with measure.max_new_tokens={max_new_tokens} it exceeds the "
-                f"{most} positions of the model"
-            )
+        messages = item.messages()
+        for followup in item.followups:
+            messages += [{"role": "assistant", "content": "..."}, {"role": "user", "content": followup}]
+        count = len(target.encode(messages, item.field)) + max_new_tokens * len(item.followups)
+        try:
+            check_positions(target.model, count, count + max_new_tokens)
+        except UnsupportedModel as error:
+            raise InputError(f"{item.field}: {error}") from None
 
 
 def _resolve(config: DictConfig) -> None:

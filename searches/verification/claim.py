@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
 from layerskip import Export, Measurement, PromptSet
-from layerskip.measure.measurement import CONFIDENCE
+from layerskip.measure.measurement import CONFIDENCE, LEAST_RESAMPLED
 from searches.app.checks import InputError
 
 _ROUNDING = 1e-6
@@ -153,7 +153,12 @@ class Verdict:
 
 
 def judge(
-    claim: Claim, measured: Speedup, losslessness: str, tolerance: float, tokens_per_round: float | None = None
+    claim: Claim,
+    measured: Speedup,
+    losslessness: str,
+    tolerance: float,
+    tokens_per_round: float | None = None,
+    prompts: int = LEAST_RESAMPLED,
 ) -> Verdict:
     """Compare a claim with a new measurement.
 
@@ -163,18 +168,23 @@ def judge(
         losslessness: verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs.
         tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
         tokens_per_round: the new ones; None skips their comparison.
+        prompts: the number of prompts that the new speedup rests on.
     """
     claimed = claim.speedup
     if losslessness == "different" and (not claim.lossy or (claim.kept_output and not claim.other_work)):
         return Verdict("refuted", "the output differs from plain decoding.")
     if losslessness not in ("exact", "near_tie", "different"):
-        return Verdict("weaker", "no output was compared with plain decoding.", clear=False)
+        reason = "every output ended with its first token, so that nothing was compared with plain decoding."
+        return Verdict("weaker", reason, clear=False)
     if claim.contradiction is not None:
         return Verdict("refuted", f"the evidence contradicts itself: {claim.contradiction}.")
     per_round = claim.tokens_per_round if claim.repeatable else None
     if per_round is not None and tokens_per_round is not None and tokens_per_round < per_round * (1 - _TOLERATED_ROUNDS):
         rounds = f"{per_round:.2f} tokens per round claimed, {tokens_per_round:.2f} measured on the same prompts"
         return Verdict("refuted", f"{rounds}; the machine cannot cause this difference.")
+    if 0 < prompts < LEAST_RESAMPLED:
+        few = f"the outputs of only {prompts} prompts go on after their first token; {LEAST_RESAMPLED} are the least."
+        return Verdict("weaker", few, clear=False)
     found = f"measured {measured}"
     if claim.other_work:
         found += " on other prompts or lengths than the evidence's (prompts= and measure.max_new_tokens= choose them)"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from layerskip import Export, Measurement
+from searches.study.empty_outputs import empty_note
 from searches.verification.claim import Speedup
 
 _CHANGED = 1.2  # factor; on one machine the ratio usually repeats within an eighth
@@ -65,7 +66,7 @@ def report(record: Mapping[str, Any], export: Export, measurement: Measurement |
     """Return a record as Markdown: the verdict, claimed and measured figures, and changed conditions."""
     lines = [f"{record['verdict']}: {record['reason']}", ""]
     if measurement is not None:
-        lines += [*table(export, measurement, record["looks"]), ""]
+        lines += [*table(export, measurement, record["looks"]), *empty_note(record["measured"]), ""]
         where, prompts, versions = record["environment"], record["prompts"], record["environment"]["versions"]
         lines += [
             f"{export.config.label()} on {record['target']['name']} in {record['target']['dtype']} on {where['device']} "
@@ -90,7 +91,11 @@ def table(export: Export, measurement: Measurement, looks: int) -> list[str]:
     """Return claimed and measured figures as the lines of a Markdown table."""
     figures, evidence = measurement.to_dict(), export.evidence
     rows: list[tuple[str, Any, Any]] = [
-        ("speedup", Speedup.claimed(evidence), Speedup.measured(measurement, looks)),
+        (
+            "speedup",
+            Speedup.claimed(evidence),
+            Speedup.measured(measurement, looks) if measurement.decoded.candidate else None,
+        ),
         *((name.replace("_", " "), evidence.get(key), figures[key]) for name, key in _FIGURES.items()),
         ("output", _part(evidence, "losslessness").get("verdict"), figures["losslessness"]["verdict"]),
     ]

@@ -222,7 +222,8 @@ def measure_claim(
         measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
         measured = Speedup.measured(measurement, settings.most_repeats)
         per_round = measurement.stats.tokens_per_round
-        verdict = judge(claim, measured, measurement.lossless.verdict, settings.tolerance, per_round)
+        lossless, decoded = measurement.lossless.verdict, measurement.decoded.prompts
+        verdict = judge(claim, measured, lossless, settings.tolerance, per_round, decoded)
         if verdict.clear:
             break
     return verdict

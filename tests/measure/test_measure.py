@@ -6,11 +6,23 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
-from layerskip import PromptSet, Sampling, SpeculativeConfig, StopRule, Target, load_target, measure
+from layerskip import (
+    Measurement,
+    PromptError,
+    PromptSet,
+    Sampling,
+    SpeculativeConfig,
+    StopRule,
+    Target,
+    generate,
+    load_target,
+    measure,
+)
 from layerskip.decoding.decode import DecodeResult
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, NoDraft
@@ -20,6 +32,7 @@ from layerskip.measure.measurement import Sample
 from layerskip.models.cache import KVCache
 from layerskip.prompts import PromptItem
 from tests.accelerator import DEVICE
+from tests.tiny import VOCABULARY
 
 PROMPTS = PromptSet.of(f"Tell me about the number {i}." for i in range(6))
 TASK = Task(max_new_tokens=12)
@@ -271,6 +284,55 @@ def test_a_single_token_leaves_nothing_to_decode(tiny_target: Target) -> None:
     assert measured.speedup == 1.0
     assert measured.lossless.verdict == "exact"
     assert measured.to_dict()["tokens"] == 2
+
+
+@pytest.fixture
+def ending(tiny_folder: Path) -> Target:
+    """A target that ends its outputs of the prompts 0, 2 and 4 with their first token."""
+    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
+    first = [generate(target, item.messages(), max_new_tokens=1).tokens[0] for item in PROMPTS]
+    target.model.generation_config.eos_token_id = [1, *first[::2]]
+    lengths = []
+    for item in PROMPTS:
+        prompt = torch.tensor([target.encode(item.messages())], device=target.device)
+        output = target.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
+        lengths.append(output.shape[1] - prompt.shape[1])
+    assert [length == 1 for length in lengths] == [True, False] * 3, lengths
+    return target
+
+
+def test_outputs_that_end_at_once_are_counted_but_neither_compared_nor_timed(ending: Target) -> None:
+    measured = measure(ending, PROMPTS, CONFIGS[1], max_new_tokens=12)
+    assert [sample.lossless.compared for sample in measured.candidate] == [0, 1] * 3
+    figures = measured.to_dict()
+    assert (figures["prompts"], figures["empty_prompts"], figures["losslessness"]["verdict"]) == (6, 3, "exact")
+    others = Measurement(measured.baseline[1::2], measured.candidate[1::2])
+    assert (measured.speedup, measured.interval()) == (others.speedup, others.interval())
+
+
+def test_an_output_that_only_one_side_ends_at_once_is_different(ending: Target) -> None:
+    contenders = LoggedContenders(ending).contenders(plain=list, longer=lambda tokens: [*tokens, 70], other=lambda _: [70])
+    (row,) = interleave(ending, PromptSet(PROMPTS.items[:1]), contenders, TASK)
+    assert {name: sample.lossless.verdict for name, sample in row.items()} == {
+        "plain": "unchecked",
+        "longer": "different",
+        "other": "different",
+    }
+
+
+def test_sampled_measurements_are_checked_on_an_output_that_does_not_end_at_once(ending: Target) -> None:
+    contenders = LoggedContenders(ending).contenders(plain=list, changed=lambda tokens: [tokens[0], *tokens[2:]])
+    rows = list(interleave(ending, PROMPTS, contenders, Task(SAMPLED, 12)))
+    assert [row["plain"].lossless.compared for row in rows] == [1, 0, 0, 0, 0, 0]
+    assert _verdicts(rows) == {"plain": {"exact"}, "changed": {"different"}}
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+def test_a_measurement_of_nothing_is_refused(tiny_folder: Path, sampling: Sampling | None) -> None:
+    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
+    target.model.generation_config.eos_token_id = list(range(VOCABULARY))
+    with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
+        measure(target, PROMPTS.take(2), CONFIGS[2], sampling=sampling)
 
 
 def test_repeats_are_samples_of_their_own(tiny_target: Target) -> None:

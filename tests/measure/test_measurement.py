@@ -65,6 +65,16 @@ def test_a_pair_in_which_one_side_decodes_nothing_has_no_speedup(baseline: int, 
     assert measured.interval() == (1.0, 1.0)
 
 
+def test_prompts_that_decode_nothing_are_counted_and_have_no_speed_by_category() -> None:
+    empty = tuple(_sample(0, 0.125, name, category) for name, category in (("c", "chat"), ("d", "maths"), ("e", "maths")))
+    figures = Measurement((*TWO.baseline, *empty), (*TWO.candidate, *empty)).to_dict()
+    assert (figures["prompts"], figures["empty_prompts"]) == (5, 3)
+    assert figures["speedup_by_category"] == pytest.approx({"chat": 2.0, "code": 4 / 3})
+    assert figures["prompts_by_category"] == {"chat": 1, "code": 1}
+    repeated = Measurement((_sample(0, 0.1, "a"), _sample(9, 1.0, "a")), (_sample(0, 0.1, "a"), _sample(9, 1.0, "a")))
+    assert repeated.to_dict()["empty_prompts"] == 0  # a repeat, if tokens are sampled, decoded something
+
+
 def test_the_interval_contains_the_speedup_if_one_side_ended_at_once() -> None:
     measured = Measurement((_sample(10, 1.0), _sample(0, 0.1)), (_sample(10, 0.5), _sample(900, 1.0)))
     low, high = measured.interval()

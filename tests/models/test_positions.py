@@ -64,6 +64,35 @@ def test_dynamic_scaling_is_refused_beyond_its_threshold() -> None:
             generate(target, _prompt(length), LOOKUP, max_new_tokens=16)
 
 
-def test_learned_positions_have_a_maximum() -> None:
+def test_tables_of_positions_have_a_maximum() -> None:
     assert max_positions(build("gpt2")) == 256
+    assert max_positions(build("gptj")) == 256  # of sines
     assert max_positions(build("llama")) is None
+
+
+@pytest.mark.parametrize("config", [SpeculativeConfig(), LOOKUP, SKIP], ids=lambda config: config.kind)
+@pytest.mark.parametrize("family", ["gpt2", "gptj"])
+def test_a_text_fills_a_table_of_positions_and_is_refused_beyond(family: str, config: SpeculativeConfig) -> None:
+    """The last token of an output needs no position, as in transformers."""
+    model, prompt = build(family, max_position_embeddings=THRESHOLD), _prompt(8)
+    tokens = torch.tensor([prompt], device=model.device)
+    expected = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=17)
+    assert generate(Target(model), prompt, config, max_new_tokens=17).tokens == expected[0, 8:].tolist()
+    with pytest.raises(UnsupportedModel, match="^max_new_tokens: 18 tokens after a prompt of 8 exceed the 24 positions"):
+        generate(Target(model), prompt, config, max_new_tokens=18)
+    with pytest.raises(UnsupportedModel, match="^prompt: 25 tokens exceed the 24 positions"):
+        generate(Target(model), _prompt(25), config, max_new_tokens=1)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": THRESHOLD}
+
+
+@pytest.mark.parametrize(("scaling", "stated"), [({}, THRESHOLD), ({"rope_parameters": YARN}, 2 * THRESHOLD)])
+def test_a_prompt_beyond_the_stated_positions_is_warned_of_once(
+    scaling: dict[str, Any], stated: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = Target(build("llama", max_position_embeddings=THRESHOLD, **scaling))
+    for length in (stated, stated + 1, stated + 2):
+        assert generate(target, _prompt(length), LOOKUP, max_new_tokens=4).tokens
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == [f"a prompt of {stated + 1} tokens exceeds the {stated} positions that LlamaForCausalLM states"]

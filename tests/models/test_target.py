@@ -20,7 +20,7 @@ from layerskip.models import loading
 from layerskip.models.loading import load_draft
 from tests.accelerator import DEVICE
 from tests.families import build
-from tests.tiny import VOCABULARY, save_gguf, save_tiny, without_tokenizer
+from tests.tiny import VOCABULARY, save_gguf, save_tiny, tokenizer, without_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
 
@@ -122,6 +122,58 @@ def test_without_a_chat_template_a_text_gives_its_own_tokens(tmp_path: Path) -> 
 def test_an_empty_prompt_is_refused(tiny_target: Target, prompt: object) -> None:
     with pytest.raises(TargetError, match=r"^prompt: "):
         tiny_target.encode(prompt)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [["one", "two"], [MESSAGES[0], "two"], MESSAGES[0], [[7, 8]], torch.tensor([[7, 8]]), [7.0, 8.5], b"text", 7, None],
+    ids=str,
+)
+def test_a_prompt_of_another_type_is_refused(tiny_target: Target, prompt: object) -> None:
+    with pytest.raises(TargetError, match=r"^q7: .* is neither a text, nor a list of messages, nor a list of token ids$"):
+        tiny_target.encode(prompt, "q7")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 10**9])
+def test_a_token_beyond_the_vocabulary_is_refused(tiny_target: Target, token: int) -> None:
+    with pytest.raises(TargetError, match=f"^prompt: the token {token} is beyond the vocabulary .*, 0 to {VOCABULARY - 1}$"):
+        generate(tiny_target, [7, token, 8])
+
+
+def test_a_token_that_was_added_to_the_tokenizer_alone_is_refused(tiny_target: Target) -> None:
+    words = tokenizer()
+    words.add_tokens(["<image>"])
+    with pytest.raises(TargetError, match=f"^prompt: the token {VOCABULARY} is beyond the vocabulary"):
+        Target(tiny_target.model, words).encode("see <image>")
+
+
+def test_a_tensor_of_one_dimension_is_a_list_of_ids(tiny_target: Target) -> None:
+    ids = torch.tensor([7, 8, 9])
+    assert generate(tiny_target, ids, max_new_tokens=4) == generate(tiny_target, [7, 8, 9], max_new_tokens=4)  # type: ignore[arg-type]
+
+
+TEMPLATES = {
+    "TypeError": "{{ messages[0].function | tojson }}",
+    "can only concatenate|must be str|unsupported operand": "{{ 1 + messages[0]['content'] }}",
+    "System role not supported": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}",
+    "TemplateSyntaxError": "{% if",
+    r"\['rag', 'tool_use'\]": {"rag": "x", "tool_use": "y"},
+}
+
+
+@pytest.mark.parametrize("reason", TEMPLATES)
+def test_whatever_a_chat_template_raises_is_one_line(tiny_target: Target, reason: str) -> None:
+    target = Target(tiny_target.model, tokenizer())
+    target.tokenizer.chat_template = TEMPLATES[reason]  # type: ignore[union-attr]
+    with pytest.raises(TargetError, match=f"^q7: refused by the chat template of model; .*({reason})") as refusal:
+        target.encode(MESSAGES, "q7")
+    assert "\n" not in str(refusal.value)
+
+
+def test_messages_without_content_are_refused_where_there_is_no_template(tiny_target: Target) -> None:
+    with pytest.raises(TargetError, match="^prompt: refused by the tokenizer of model; .*KeyError: 'content'"):
+        Target(tiny_target.model, tokenizer(chat=False)).encode([{"role": "user"}])
 
 
 def test_a_target_without_tokenizer_accepts_ids_only(tiny_target: Target) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from layerskip import AcceptRule, Export, PromptSet, SpeculativeConfig, Target, load_target
+from layerskip import AcceptRule, Export, PromptError, PromptSet, SpeculativeConfig, Target, load_target
 from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measure import interleave
 from searches.app.composition import compose_config
@@ -221,6 +222,31 @@ def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path, launch: L
         assert "| lossy |" in row
 
 
+def _small(model: Path, outputs: Path, *more: str) -> DictConfig:
+    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "retrieval", "lookahead", "cascade")]
+    which = ["target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
+    small = ["measure.prompts=3", "measure.max_new_tokens=8", "tree.tokens=0"]
+    return compose_config("benchmark", [*NO_PEERS, *others, *which, *small, *more])
+
+
+def test_a_benchmark_of_outputs_that_end_at_once_is_refused(tmp_path: Path) -> None:
+    model, outputs = save_tiny(tmp_path / "model", eos_token_id=list(range(VOCABULARY))), tracked(tmp_path / "outputs")
+    with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
+        benchmark(_small(model, outputs))
+    assert not (outputs / "benchmark.json").exists()
+
+
+def test_outputs_that_end_at_once_are_counted_below_the_table(record: dict) -> None:  # type: ignore[type-arg]
+    changed = copy.deepcopy(record["record"])
+    assert "first token" not in table(changed)
+    plain, lookup = (changed["results"][name] for name in ("plain", "prompt_lookup"))
+    plain["empty_prompts"], lookup["empty_prompts"] = 2, lookup["prompts"]
+    lines = table(changed).splitlines()
+    assert "The outputs of 2 of 3 prompts end with their first token. Speedups leave them out." in lines
+    (row,) = (line for line in lines if line.startswith("| prompt_lookup |") and "exact" in line)
+    assert [cell.strip() for cell in row.split("|")[3:5]] == ["", ""]
+
+
 @pytest.mark.parametrize("measured", [1, 5])
 def test_ctrl_c_prints_finished_measurements_and_writes_no_record(
     measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -231,12 +257,8 @@ def test_ctrl_c_prints_finished_measurements_and_writes_no_record(
 
     monkeypatch.setattr("searches.benchmarking.benchmark.interleave", interrupted)
     model, outputs = save_tiny(tmp_path / "model"), tracked(tmp_path / "outputs")
-    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "retrieval", "lookahead", "cascade")]
-    which = ["target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
-    small = ["measure.prompts=3", "measure.repeats=2", "measure.max_new_tokens=8", "tree.tokens=0"]
-    config = compose_config("benchmark", [*NO_PEERS, *others, *which, *small])
     with pytest.raises(KeyboardInterrupt):
-        benchmark(config)
+        benchmark(_small(model, outputs, "measure.repeats=2"))
     printed = capsys.readouterr().out
     assert "| prompt_lookup | " in printed
     assert f"Interrupted after {measured} of 6 measurements; no record is written." in printed

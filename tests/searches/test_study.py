@@ -34,6 +34,7 @@ from tests.searches.programs import (
     tracked,
 )
 from tests.searches.report.pages import figures_of
+from tests.tiny import VOCABULARY, save_tiny
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -286,3 +287,12 @@ def test_two_processes_do_not_share_a_study_folder(done: Path, tiny_folder: Path
         result = execute("layerskip", *quick(tiny_folder, done, "study.name=one", "study.n_trials=8"), cwd=done.parent)
     assert result.returncode == 2
     assert "study.name" in result.stderr
+
+
+def test_a_study_of_outputs_that_end_at_once_ends_with_one_line(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", eos_token_id=list(range(VOCABULARY)))
+    done = execute("layerskip", *quick(model, tracked(tmp_path / "outputs"), "study.name=none"), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: prompts: every output ends with its first token")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs" / "none" / "best.json").exists()

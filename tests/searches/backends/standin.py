@@ -25,6 +25,7 @@ FIRST, SPAN = 40, 60  # ids of the tokens that it writes
 FAULTS = (
     *("", "crash_at_start", "memory_at_start", "hang_at_start", "own_port", "crash", "memory", "hang"),
     *("html", "not_json", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
+    *("ends", "ends_uncounted", "no_text"),  # with its first token; with no token of its own; tokens without a text
 )
 
 
@@ -123,6 +124,11 @@ class Standin(BaseHTTPRequestHandler):
         accepted = planted_rounds(count - 1, self.drafted)
         sizes = [1 + (3 if fault == "too_many" else 0), *(length + 1 for length in accepted)]
         done = 0
+        if fault.startswith("ends"):
+            ended = {"index": 0, "text": "", "finish_reason": "stop"}
+            yield "data: " + json.dumps({"choices": [ended]})
+            yield "data: " + json.dumps({"choices": [], "usage": {"completion_tokens": int(fault == "ends")}})
+            return
         for number, size in enumerate(sizes):
             if number == 1:
                 if fault == "crash":
@@ -142,7 +148,9 @@ class Standin(BaseHTTPRequestHandler):
                     self.accepted.append(size - 1)
             new, done = tokens[done : done + size], done + size
             choice: dict[str, Any] = {"index": 0, "text": "".join(f" {token}" for token in new)}
-            if asked.get("return_token_ids") and fault not in ("plain_text", "strict"):
+            if fault == "no_text":
+                choice["text"] = ""
+            elif asked.get("return_token_ids") and fault not in ("plain_text", "strict"):
                 choice["token_ids"] = new
             if fault != "no_tokens":
                 yield "data: " + json.dumps({"choices": [choice]})

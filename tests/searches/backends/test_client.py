@@ -83,6 +83,7 @@ def test_so_many_requests_are_in_flight() -> None:
         ("html", "not an event of a stream: '<html>an error page</html>'"),
         ("not_json", "not JSON: '{nonsense'"),
         ("no_tokens", "the answer has no tokens"),
+        ("no_text", "the answer has no text, and 8 tokens"),
         ("too_many", "the answer has 11 tokens, and at most 8 were asked for"),
     ],
 )
@@ -90,6 +91,14 @@ def test_an_answer_without_sense_is_an_error_with_the_reason(fault: str, reason:
     limit = 1.0 if fault == "hang" else 20.0
     with _served("--fault", fault, limit_seconds=limit) as client, pytest.raises(RequestFailed, match=reason):
         client.complete(_PROMPT, Task(max_new_tokens=8))
+
+
+@pytest.mark.parametrize("fault", ["ends", "ends_uncounted"])
+def test_an_answer_that_ends_at_once_is_one_token(fault: str) -> None:
+    with _served("--fault", fault) as client:
+        found = client.complete(_PROMPT, Task(max_new_tokens=8))
+    assert (found.text, found.tokens, found.count, found.decoded, found.decode_seconds) == ("", None, 1, 0, 0.0)
+    assert found.first_seconds > 0
 
 
 def test_an_answer_that_never_ends_is_an_error() -> None:

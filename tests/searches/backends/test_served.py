@@ -17,8 +17,9 @@ import optuna
 import pytest
 
 import tests.searches.backends.contract as contract
-from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip import Measurement, PromptError, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.measure.measure import Task
+from layerskip.measure.measurement import check_output
 from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
 from searches.backends.backend import BackendError, Load
@@ -27,6 +28,7 @@ from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.selection import supported_space
 from searches.backends.server import ServerBackend
 from searches.space.search_space import SearchSpace
+from searches.study.bench import ModelBench
 from tests.searches.backends.processes import STANDIN, running, wait_for
 from tests.searches.backends.standin import planted_rounds
 
@@ -212,6 +214,27 @@ def test_a_changed_output_is_different(tiny_target: Target, folder: Path) -> Non
     assert {divergence.position for divergence in measured.lossless.divergences} == {11}
 
 
+@pytest.mark.parametrize("goal", ["decoding", "throughput"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_outputs_that_end_at_once_are_neither_measured_nor_compared(
+    goal: str, temperature: float, tiny_target: Target, folder: Path
+) -> None:
+    with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--fault", "ends"))) as backend:
+        bench = ModelBench(backend, Sampling(temperature=temperature), 12, Load(goal=goal))
+        rows = list(bench.compare({"two": _lookup(2)}, _PROMPTS, 1, 0))
+    measured = Measurement.of(rows, "baseline", "two")
+    assert measured.lossless.verdict == "unchecked"
+    assert measured.to_dict()["empty_prompts"] == len(_PROMPTS)
+    with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
+        check_output(row["baseline"] for row in rows)
+
+
+def test_an_output_that_only_the_drafting_server_ends_is_different(tiny_target: Target, folder: Path) -> None:
+    command = _command(folder, "--only-drafting", "--fault", "ends")
+    with contextlib.closing(ServerBackend(tiny_target, command=command)) as backend:
+        assert backend.measure(_lookup(2), _PROMPTS, _TASK).lossless.to_dict()["different"] == len(_PROMPTS)
+
+
 def test_sampled_outputs_are_not_compared_but_greedy_ones_are(backend: ServerBackend) -> None:
     rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, Task(Sampling(temperature=1.0), 12)))
     assert [row["two"].lossless.compared for row in rows] == [1, 0, 0, 0]
@@ -228,6 +251,7 @@ def test_sampled_outputs_are_not_compared_but_greedy_ones_are(backend: ServerBac
         ("hang", "no answer within 2 seconds", ""),
         ("html", "not an event of a stream", ""),
         ("no_tokens", "the answer has no tokens", ""),
+        ("no_text", "the answer has no text, and 12 tokens", ""),
     ],
 )
 def test_a_failing_engine_is_an_error_and_the_next_configuration_runs(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from optuna.trial import TrialState
 
-from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, generate, load_target
+from layerskip import PromptError, PromptSet, Sampling, SpeculativeConfig, Target, generate, load_target
 from layerskip.decoding.draft import Draft
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.models.target import NotFinite
@@ -26,6 +26,7 @@ from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings, Objective, OutputChanged
 from searches.study.study import StudySettings, finished, run_trials
 from tests.accelerator import DEVICE
+from tests.tiny import VOCABULARY
 
 SETTINGS = MeasureSettings(max_new_tokens=8, prompts=2, finalists=2, held_out_repeats=1, drift=1e9)  # too short for drift
 PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
@@ -211,3 +212,19 @@ def test_the_simplest_of_those_that_tie_with_the_fastest_wins(
 ) -> None:
     baseline = {"speedup": 1.0, "prompts": 5, "losslessness": {"verdict": "exact"}}
     assert Finals(tuple(finalists), baseline, 1.0).winner.config == (winner or SpeculativeConfig())
+
+
+def test_a_study_of_outputs_that_end_at_once_is_refused(tiny_folder: Path) -> None:
+    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
+    target.model.generation_config.eos_token_id = list(range(VOCABULARY))
+    study, objective = _study(target, LOOKUP)
+    with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
+        _run(study, objective, 2)
+    assert [trial.state for trial in study.trials] == [TrialState.FAIL]
+
+
+@pytest.mark.parametrize(("empty", "wins"), [(0, True), (7, True), (8, False)])
+def test_a_winner_needs_enough_outputs_that_do_not_end_at_once(empty: int, wins: bool) -> None:
+    lossless = {"verdict": "exact"}
+    held_out = {"prompts": 12, "empty_prompts": empty, "losslessness": lossless}
+    assert Finalist(LOOKUP, 1.5, held_out, low=1.2).eligible == wins

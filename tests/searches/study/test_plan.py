@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from transformers import AutoTokenizer
 from layerskip import ConfigError, PromptSet, SpeculativeConfig, TargetError, generate, load_target
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
+from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.study import plan
-from searches.study.plan import Plan, describe
+from searches.study.plan import Plan, check_prompts, describe
 from tests.accelerator import DEVICE
 from tests.drafters.test_cross_tokenizer import _spelling
 from tests.searches.programs import quick
@@ -128,6 +130,49 @@ def test_kinds_without_a_head_or_a_draft_model_are_printed_and_left_out(
     assert capsys.readouterr().out == "space.kinds: left out: draft_model (space.drafts is empty)\n"
     _plan(tiny_folder, "space=prompt_lookup")
     assert capsys.readouterr().out == ""
+
+
+POSITIONS = 64
+TALK = [
+    {"id": "q1", "prompt": "the thing"},
+    {"id": "q2", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the thing"}]},
+    {"id": "q3", "turns": ["the thing", "the other thing"]},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "refused"),
+    [
+        (
+            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x",
+            "q2: .*no system role",
+        ),
+        ("{{ 'a' + tools }}", "q1: .*TypeError"),
+        ({"rag": "x", "tool_use": "y"}, "q1: .*tool_use"),
+        ("{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% else %}x{% endif %}", "q3: .*one turn"),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_a_chat_template_refuses_is_named(template: object, refused: str, tmp_path: Path) -> None:
+    model, prompts = save_tiny(tmp_path / "model"), tmp_path / "talk.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, TALK)), encoding="utf-8")
+    words = AutoTokenizer.from_pretrained(model)
+    (model / "chat_template.jinja").unlink()
+    words.chat_template = template
+    words.save_pretrained(model)
+    with pytest.raises(TargetError, match=f"^prompts: {refused}"):
+        _plan(model, "prompts=jsonl", f"prompts.path={prompts}")
+
+
+def test_a_prompt_that_leaves_the_table_of_positions_is_named(tmp_path: Path) -> None:
+    """All turns of a conversation count."""
+    target = load_target(str(save_tiny(tmp_path / "model", "gpt2", max_position_embeddings=POSITIONS)), device="cpu")
+    item = PromptItem("q1", "chat", "x", ("y",))
+    answered = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "..."}, {"role": "user", "content": "y"}]
+    left = POSITIONS - len(target.encode(answered))
+    check_prompts(PromptSet((item,)), target, left // 2)
+    with pytest.raises(InputError, match=f"^prompts: q1: max_new_tokens: .* exceed the {POSITIONS} positions of GPT2"):
+        check_prompts(PromptSet((item,)), target, left // 2 + 1)
 
 
 def test_memory_bounds_do_not_identify_a_study(tiny_folder: Path) -> None:

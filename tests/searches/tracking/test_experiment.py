@@ -61,6 +61,8 @@ def test_artifacts_of_a_named_store_are_beside_it(tmp_path: Path, monkeypatch: p
     client, _, experiment = open_experiment(f"sqlite:///{tracked(tmp_path / 'store')}/mlflow.db", tmp_path / "outputs", "e")
     client.log_text(client.create_run(experiment).info.run_id, "new", "a.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_store_that_does_not_open_is_blamed_on_the_field_that_chose_it(is_named: bool, tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("no database " * 100, encoding="utf-8")

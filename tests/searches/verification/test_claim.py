@@ -55,6 +55,14 @@ def test_a_claim_is_judged(claim: Speedup | None, measured: Speedup, losslessnes
     assert (verdict.name, verdict.clear) == (name, clear), verdict.reason
 
 
+@pytest.mark.parametrize("measured", [Speedup(1.5, 1.5, 1.5), Speedup(0.8, 0.8, 0.8)], ids=["faster", "slower"])
+def test_few_outputs_with_a_speed_confirm_and_refute_nothing(measured: Speedup) -> None:
+    """The interval of a single prompt is a point."""
+    verdict = judge(Claim(CLAIM), measured, "exact", TOLERANCE, prompts=1)
+    assert (verdict.name, verdict.clear) == ("weaker", False)
+    assert verdict.reason == "the outputs of only 1 prompts go on after their first token; 5 are the least."
+
+
 @pytest.mark.parametrize(
     ("repeatable", "now", "name"),
     [
