@@ -68,7 +68,7 @@ def check_settings(target: Target, sampling: Sampling) -> None:
 def _active(target: Target) -> Iterator[tuple[str, Any]]:
     """Yield the fields that can change greedy tokens, with their values."""
     known = vars(GenerationConfig())  # generate ignores all other fields of a file
-    for name, value in vars(target.model.generation_config).items():
+    for name, value in vars(target.model.generation_config or GenerationConfig()).items():
         if name == "cache_implementation":
             active = value == "quantized"
         else:

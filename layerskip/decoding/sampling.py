@@ -23,7 +23,7 @@ from layerskip.decoding.draft import DeviceTree
 from layerskip.decoding.tree import tree_shape
 from layerskip.device.transfer import copy_to_device
 
-_COLDEST = 1e-30
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 class SamplingError(ValueError):
@@ -109,8 +109,9 @@ class Sampling:
         scores = self.penalise(logits, seen)
         if self.greedy:
             return most_likely(scores)
-        # Beyond these limits float32 would overflow; within them the distribution is the limit already.
-        return self._filter(scores / min(max(self.temperature, _COLDEST), 1 / _COLDEST)).softmax(-1)
+        # At extreme temperatures neither they nor the quotients may overflow: the largest score becomes 0.
+        temperature = min(max(self.temperature, _FLOAT32.tiny), _FLOAT32.max)
+        return self._filter((scores - scores.amax(-1, keepdim=True)) / temperature).softmax(-1)
 
     def penalise(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """Return the logits after the repetition penalty, before temperature and filters: ``[n, V]`` float32."""
@@ -120,7 +121,7 @@ class Sampling:
         if seen is None:
             raise ValueError("seen: is required by the repetition penalty")
         penalised = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
-        return torch.where(seen, penalised, scores)
+        return torch.where(seen, penalised.clamp_max(_FLOAT32.max), scores)  # an extreme penalty overflows
 
     def _filter(self, scores: Tensor) -> Tensor:
         dropped = -float("inf")

@@ -82,6 +82,19 @@ def test_extreme_temperatures_give_their_limits(filters: dict[str, Any]) -> None
             assert kept.sum(-1).tolist() == [V - 1] * 6
 
 
+@pytest.mark.parametrize("penalty", [1e-38, 1e38])
+def test_extreme_penalties_give_distributions(penalty: float) -> None:
+    logits, prefixes = _logits(6, spread=20.0), _prefixes(6)
+    found = Sampling(0.7, repetition_penalty=penalty).distribution(logits, _seen(prefixes))
+    torch.testing.assert_close(found.sum(-1), torch.ones(6))
+    for row, prefix, raw in zip(found, prefixes, logits, strict=True):
+        likeliest = int(row.argmax())
+        if penalty < 1 and raw[prefix].max() > 0:
+            assert likeliest in prefix
+        if penalty > 1 and set(range(V)) - {*prefix}:
+            assert raw[prefix].max() > 0 or likeliest not in prefix
+
+
 @pytest.mark.parametrize("penalty", [1.0, *PENALTIES])
 def test_greedy_takes_the_most_likely_token_after_the_penalty(penalty: float) -> None:
     logits, prefixes = _logits(40, spread=1.0), _prefixes(40)

@@ -73,6 +73,15 @@ def test_non_finite_logits_neither_refuse_nor_confirm_a_capture() -> None:
 
 
 @torch.inference_mode()
+def test_infinite_logits_of_hidden_tokens_do_not_prevent_a_capture() -> None:
+    model = build("phi")
+    model.get_output_embeddings().bias[50:] = -float("inf")
+    _, cache = _prefilled(model)
+    forward(decoding_view(model), _tokens(1), cache, last=1)
+    assert any(cache._passes.values())
+
+
+@torch.inference_mode()
 def test_a_lost_device_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     view, cache = _prefilled(build("llama"))
     monkeypatch.setattr(CapturingCache, "_capture", _failing(RuntimeError("CUDA error: device-side assert triggered")))
