@@ -158,7 +158,7 @@ def _refuse(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs
     if (generation_config.num_beams or 1) > 1:
         raise ValueError(f"num_beams: {generation_config.num_beams}; only 1 is supported")
     if (mode := generation_config.get_generation_mode()) not in _MODES:
-        raise ValueError(f"generation_config: {mode.value.replace('_', ' ')} is not supported")
+        raise ValueError(f"generation_config: {mode.value} is not supported")
     if generation_config.cache_implementation == "quantized":
         raise ValueError("cache_implementation: a quantized cache is not supported")
 

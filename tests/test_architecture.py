@@ -57,11 +57,10 @@ def test_no_docstring_is_a_question() -> None:
         assert not [text for node in nodes if "?" in (text := ast.get_docstring(node) or "").replace("???", "")], path
 
 
-def test_every_module_has_a_docstring_and_at_most_three_hundred_lines() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert len(SCRIPTS) > 2
     for path in (*MODULES, *SCRIPTS):
         text = path.read_text(encoding="utf-8")
-        assert len(text.splitlines()) <= 300, path
         assert path.name == "__init__.py" or ast.get_docstring(ast.parse(text)), path
 
 

@@ -91,7 +91,7 @@ def _quoted_items(values: str) -> str:
 
 def _quoted(value: str) -> str:
     read = _read(value)
-    is_kept = isinstance(read, (str, NoneType)) or (type(read) is int and str(read) == value)
+    is_kept = isinstance(read, (str, NoneType, dict)) or (type(read) is int and str(read) == value)
     return value if is_kept else literal(value)
 
 

@@ -25,7 +25,7 @@ from layerskip.prompts import PromptItem
 from searches.evaluate.expected_rounds import Floats, threshold_of
 from searches.evaluate.landscape import Landscape
 from searches.evaluate.workload import Workload
-from searches.predict.predictor import SCREENED_TOGETHER, DraftChoices, Prediction
+from searches.predict.predictor import SCREENED_TOGETHER, DraftChoices, Prediction, SpeedupPredictor
 from searches.predict.preparation import ScanSettings, scanned_stops
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench
@@ -199,7 +199,7 @@ def _draws(seed: int, prompt_id: str, tokens: int) -> Floats:
     return 1.0 - np.random.default_rng([seed, *words]).random((4, tokens))  # never 0
 
 
-class SimulatedPredictor:
+class SimulatedPredictor(SpeedupPredictor):
     """Predictor of a simulated decoder's speedups as from scans: from the rounds of a few prompts, with an error in costs.
 
     Args:
@@ -240,16 +240,13 @@ class SimulatedPredictor:
 
     @property
     def prompts(self) -> frozenset[str]:
-        """Ids of the prompts whose rounds are replayed."""
+        """The ids of replayed prompts."""
         return frozenset(item.id for item, _ in self._works)
 
     @property
     def profile(self) -> CostProfile:
         """The true costs; ``error`` and ``bias`` stand for the errors of a measured profile."""
         return self._landscape.profile
-
-    def sharpen(self) -> None:
-        """Do nothing, as the costs are the true ones."""
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return the share of a sample of positions where the first drafted token is right, for every mask."""

@@ -316,7 +316,8 @@ def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:
         return len(entries)
     spent, count = 0.0, 0
     for entry in entries:
-        own, plain = (sum(times[i] / times[2] for times in entry.seconds.values()) / len(entry.seconds) for i in (0, 1))
+        each = list(entry.seconds.values()) or [(0.0, 0.0, 1)]  # trained bridges, which no trial has measured
+        own, plain = (sum(times[i] / times[2] for times in each) / len(each) for i in (0, 1))
         spent += own + (0.0 if count else plain)
         if count and _OTHER_WORK * spent * _ENOUGH_PROMPTS > seconds:
             break

@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be_scanned_has_no_predictor(tmp_path: Path, capsys:
     space = SearchSpace(target.layers, protect_first=0, protect_last=0)
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
-        patch.setattr(Target, "encode", lambda self, prompt: [5, 6, 7])  # it has no tokenizer
+        patch.setattr(Target, "encode", lambda self, prompt, field: [5, 6, 7])  # it has no tokenizer
         assert prepare_predictor(target, prompts, Sampling(), 6, space, ScanSettings(), tmp_path, tmp_path, 0) is None
     assert "GPTNeoForCausalLM: cannot be scanned" in capsys.readouterr().out
 
