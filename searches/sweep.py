@@ -94,6 +94,7 @@ def search(config: DictConfig) -> Finals:
 @contextlib.contextmanager
 def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
     """Open or resume everything that a study needs, and close it at the end."""
+    say("loading the model")
     pruner = instantiate_part(config, "pruner")
     instantiate_part(config, "sampler", seed=0)  # refuse a bad one before anything is written
     plan = Plan.of(config)
