@@ -208,6 +208,7 @@ class Sweep:
     def predict(self) -> Predictions:
         """Scan masks, measure costs, and choose the configurations to try first."""
         self._begin(PREDICTIONS)
+        self.budget.begin(PREDICTIONS)
         with counting_preparation(self.study, self.ledgers, self.crew):
             predictor = self._prepare_predictor()
             bridged = self._bridged_predictors(predictor)
@@ -222,6 +223,7 @@ class Sweep:
     def run_trials(self, predictions: Predictions) -> None:
         """Run trials until the study has enough, or its share of the budget ends."""
         self._begin(TRIALS)
+        self.budget.begin(TRIALS)
         predictor, wanted = predictions.predictor, self.plan.settings.n_trials
         bounds = None if predictor is None else BoundEstimator(predictor, predictions.bridged)
         self._run_trials(self._objective(bounds), wanted, predictions.starts, lambda: self.budget.left(TRIALS))

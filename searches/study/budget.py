@@ -24,7 +24,7 @@ _LEFT_OUT = "left_out:"
 
 def left_out(study: optuna.Study) -> list[str]:
     """Return what the stages of a study had no time for, as sentences."""
-    names = (name for name in study.user_attrs if name.startswith(_LEFT_OUT))
+    names = (name for name, what in study.user_attrs.items() if name.startswith(_LEFT_OUT) and what)
     return [f"{name.removeprefix(_LEFT_OUT).capitalize()}: {study.user_attrs[name]}." for name in names]
 
 
@@ -61,6 +61,11 @@ class Budget:
         say(f"{stage}: {what}")
         with defer_interrupt():
             self._study.set_user_attr(f"{_LEFT_OUT}{stage}", what)
+
+    def begin(self, stage: str) -> None:
+        """Forget what an earlier run of a stage had no time for."""
+        if self._study.user_attrs.get(f"{_LEFT_OUT}{stage}"):
+            self._study.set_user_attr(f"{_LEFT_OUT}{stage}", "")
 
     def save(self) -> None:
         """Store the seconds that were spent, after a step. Other workers may have spent more of the same time."""

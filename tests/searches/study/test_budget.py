@@ -33,6 +33,9 @@ def test_a_resumed_study_has_the_seconds_that_are_left() -> None:
 
 def test_what_is_left_out_is_said_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
     study = optuna.create_study()
-    Budget(study, 1.0, time.monotonic()).leave_out(TRIALS, "5 of 32 ran in the budget")
+    budget = Budget(study, 1.0, time.monotonic())
+    budget.leave_out(TRIALS, "5 of 32 ran in the budget")
     assert capsys.readouterr().out == "trials: 5 of 32 ran in the budget\n"
     assert left_out(study) == ["Trials: 5 of 32 ran in the budget."]
+    budget.begin(TRIALS)  # of a later run, which may have more time
+    assert left_out(study) == []
