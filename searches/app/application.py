@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from layerskip import ConfigError, ExportError, MaskError, PromptError, SamplingError, TargetError, UnsupportedModel
+from layerskip.device.memory import is_out_of_memory
 from layerskip.files import DISK_FULL, UNUSABLE
 from layerskip.models.cache import CacheOverflow
 from searches.app.checks import InputError, check_output_paths
@@ -34,6 +35,7 @@ from searches.app.interrupt import error_chain, guard_exit, interrupt_code, inte
 from searches.app.jobs import FINISHED, Job, JobFailed, launched_jobs, table, worst
 from searches.app.streams import lost_output, tolerate_loss
 
+_NO_PRIMITIVE = "could not create a primitive"  # what oneDNN says where it gets no memory
 BAD_INPUT = 2
 NOT_CONFIRMED = 4
 _INPUT_ERRORS = (
@@ -176,6 +178,10 @@ def explain(error: BaseException) -> str | None:
             return f"a file or the standard output cannot be written: {os.strerror(link.errno or 0)}"
         if "database or disk is full" in str(link):
             return "outputs: cannot write the database: no space left on the disk"
+        if is_out_of_memory(link) or _NO_PRIMITIVE in str(link):
+            return (
+                f"memory: does not suffice, even for plain decoding: {_one_line(link)[:200] or 'none is left'}"
+            )
     # Any other error raised by a `_target_` is a defect, not a mistake on the command line.
     if isinstance(error, (HydraException, OmegaConfBaseException)) and not isinstance(error, InstantiationException):
         return _one_line(error)

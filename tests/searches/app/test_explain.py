@@ -29,3 +29,10 @@ def test_a_folder_that_became_read_only_is_named(small_disk: Path) -> None:
 
 def test_a_missing_file_is_a_defect(tmp_path: Path) -> None:
     assert explain(_error(tmp_path / "file", "r")) is None
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("could not create a primitive")], ids=str)
+def test_memory_that_does_not_suffice_is_one_line(error: Exception) -> None:
+    line = explain(error)
+    assert line is not None
+    assert line.startswith("memory: does not suffice")
