@@ -179,9 +179,7 @@ def explain(error: BaseException) -> str | None:
         if "database or disk is full" in str(link):
             return "outputs: cannot write the database: no space left on the disk"
         if is_out_of_memory(link) or _NO_PRIMITIVE in str(link):
-            return (
-                f"memory: does not suffice, even for plain decoding: {_one_line(link)[:200] or 'none is left'}"
-            )
+            return f"memory: does not suffice, even for plain decoding: {_one_line(link)[:200] or 'none is left'}"
     # Any other error raised by a `_target_` is a defect, not a mistake on the command line.
     if isinstance(error, (HydraException, OmegaConfBaseException)) and not isinstance(error, InstantiationException):
         return _one_line(error)

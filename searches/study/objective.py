@@ -21,6 +21,7 @@ from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.app.memory import within_memory
 from searches.backends.backend import CANDIDATE, BackendError
+from searches.backends.figures import sample_figures
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench, Row
 from searches.study.drift import drifted_rows, drifted_since
@@ -203,6 +204,8 @@ class Objective:
             rows += map(dict, self.compared.pop(config))
             for number, row in enumerate(rows):
                 trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
+            if figures := sample_figures([row[CANDIDATE] for row in rows]):
+                trial.set_user_attr(FIGURES, figures)
             return None
         settings, few = self.settings, len(self._first_ids)
         survives = config.kind != "none"  # every other trial measures plain decoding, too

@@ -17,6 +17,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial
 
 from layerskip import SpeculativeConfig, Target
+from layerskip.export import PROVISIONAL
 from layerskip.files import digest
 from layerskip.models.environment import machine
 from searches.app.checks import InputError, check_folder
@@ -141,7 +142,7 @@ def is_exported(path: Path, study: str, trials: int) -> bool:
     if not path.exists():
         return False
     search = json.loads(path.read_text(encoding="utf-8")).get("search") or {}
-    return (search.get("study"), search.get("trials")) == (study, trials)
+    return (search.get("study"), search.get("trials"), bool(search.get(PROVISIONAL))) == (study, trials, False)
 
 
 def connect(config: DictConfig, storage: str | None) -> tuple[BaseStorage | None, Tracker]:

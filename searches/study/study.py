@@ -42,6 +42,7 @@ OVERHEAD_SECONDS = "between_seconds"
 SETTINGS = "settings"
 STUDY_ID = "id"
 """User attribute: the identifier of a study, which differs from that of another study of the same name."""
+_LEAST_TRIALS = 2  # however little time is left: the first may be plain decoding
 _DUPLICATES = 3  # in a row, after which a worker measures a configuration that another one measures
 
 
@@ -198,7 +199,7 @@ def run_trials(
         while not _waiting(study) and (config := next(remaining, None)) is not None:
             study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
 
-    while seconds_left() > _usual_seconds(study):
+    while len(finished(study)) < _LEAST_TRIALS or seconds_left() > _usual_seconds(study):
         slot = take_slot(crew, study, settings.n_trials, partial(repair, study, crew))
         if slot is None:
             break

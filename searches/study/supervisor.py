@@ -124,7 +124,7 @@ class Crowd:
 
     def watch(self) -> None:
         """Show the progress of the study until all workers have ended."""
-        done, wanted = 0, self._settings.n_trials
+        shown, wanted = set[int](), self._settings.n_trials
         with Progress(self._settings.max_seconds) as progress, progress.counting(wanted, "trials") as count:
             progress.begin(f"{len(self._processes)} workers")
             while any(process.poll() is None for process in self._processes):
@@ -135,10 +135,10 @@ class Crowd:
                     continue
                 trials = finished(self._study)
                 progress.leader = leader_line(self._study)
-                for trial in trials[done:]:
+                for trial in (trial for trial in trials if trial.number not in shown):
+                    shown.add(trial.number)
                     count()
                     progress.step(trial_line(trial))
-                done = len(trials)
         self._report_ended()
         if self._study is None:
             self._find_study()
