@@ -80,15 +80,20 @@ def search(config: DictConfig) -> Finals:
     5. Train the bridges of the best configurations, if asked for, and measure all finalists on held-out prompts.
     6. Write the export and the report.
 
-    Each stage ends at its share of ``study.max_seconds``.
+    Each stage ends at its share of ``study.max_seconds``. Ctrl-C prints a summary of the finished trials.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings: StudySettings = instantiate(config.study)
     with Progress(settings.max_seconds) as progress, _opened_sweep(config, progress) as sweep, sweep.view.closing():
-        sweep.compare_arms()
-        predictions = sweep.predict()
-        sweep.run_trials(predictions)
-        return sweep.finish(predictions)
+        try:
+            sweep.compare_arms()
+            predictions = sweep.predict()
+            sweep.run_trials(predictions)
+            return sweep.finish(predictions)
+        except BaseException as error:
+            if is_interrupt(error):
+                say(summary(sweep.study, None))
+            raise
 
 
 @contextlib.contextmanager
@@ -114,11 +119,13 @@ def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
             described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
             tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described)
             tracker.log_text(composed(config), "config.yaml")
+            budget = Budget(study, plan.settings.max_seconds, progress.started, crew.leads())
+            budget.save()  # for workers that open it from now on
         # A resumed sampler must not repeat its earlier draws, nor those of other workers.
         study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + crew.seed)
         plan = dataclasses.replace(plan, space=with_stored_kinds(plan.space, study))
         with tracker.closing(crew.leave), closing(plan.backend):
-            yield Sweep(plan, study, tracker, folder, crew, progress)
+            yield Sweep(plan, study, tracker, folder, crew, progress, budget)
 
 
 def _choose_threads(study: optuna.Study, plan: Plan) -> None:
@@ -154,14 +161,22 @@ class Sweep:
         folder: holds scans, finals, the report and the export.
         crew: the workers of the study.
         progress: shows what is done.
+        budget: the seconds of the search.
     """
 
     def __init__(
-        self, plan: Plan, study: optuna.Study, tracker: Tracker, folder: Path, crew: Workers, progress: Progress
+        self,
+        plan: Plan,
+        study: optuna.Study,
+        tracker: Tracker,
+        folder: Path,
+        crew: Workers,
+        progress: Progress,
+        budget: Budget,
     ) -> None:
         self.plan, self.study, self.tracker, self.folder, self.crew = plan, study, tracker, folder, crew
-        self.budget, self.progress = Budget(study, plan.settings.max_seconds, progress.started), progress
-        progress.started = self.budget.started
+        self.budget, self.progress = budget, progress
+        progress.started = budget.started
         self.tune, held_out = plan.prompts.split()
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
@@ -241,7 +256,7 @@ class Sweep:
         starts: Sequence[SpeculativeConfig],
         seconds_left: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """Run trials until the study has a number of finished ones; Ctrl-C prints a summary of these."""
+        """Run trials until the study has a number of finished ones."""
         study, settings = self.study, dataclasses.replace(self.plan.settings, n_trials=max(1, wanted))
         with self.progress.counting(wanted, "trials", len(finished(study))) as count:
 
@@ -254,13 +269,8 @@ class Sweep:
                 self.progress.step(trial_line(trial))
                 self.budget.save()
 
-            try:
-                if wanted:
-                    run_trials(study, objective, settings, on_trial, starts, self.ledgers, self.crew, seconds_left)
-            except BaseException as error:
-                if is_interrupt(error):
-                    say(summary(study, None))
-                raise
+            if wanted:
+                run_trials(study, objective, settings, on_trial, starts, self.ledgers, self.crew, seconds_left)
 
     def _export_leader(self) -> None:
         """Export the leader provisionally, and name it in the progress."""

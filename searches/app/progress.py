@@ -1,7 +1,7 @@
 """Progress of a program: one bar in a terminal, lines in a log file.
 
-Stages of a search count their steps with :func:`counting`. Within a :class:`Progress`, its bar or its lines show them; a
-program without one has a bar for each stage.
+Stages of a program count their steps with :func:`counting`. Within a :class:`Progress`, its bar or its lines show them;
+otherwise each stage has a bar or lines of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Progress:
     """Progress of a program with several stages; a context in which it is shown.
 
     Args:
-        seconds: that the program may take; None for no limit.
+        seconds: that the program may take, which the bar shows; None for no limit, so that it shows counted steps.
 
     Attributes:
         started: when the program started, on the clock of ``time.monotonic``, earlier runs included.
@@ -33,6 +33,7 @@ class Progress:
     def __init__(self, seconds: float | None = None) -> None:
         self.started, self.leader = time.monotonic(), ""
         self._seconds, self._stage, self._count, self._spoken = seconds, "", "", time.monotonic()
+        self._steps = 0, 0
         self._ended, self._lock = threading.Event(), threading.RLock()
         parts = "{n:.0f} of {total:.0f} s" if seconds else "{elapsed}"
         self._bar = tqdm(total=seconds, disable=None, dynamic_ncols=True, bar_format=f"{{desc}} {{bar}} {parts}{{postfix}}")
@@ -80,13 +81,16 @@ class Progress:
         def count() -> None:
             nonlocal done
             done += 1
-            self._count = f"{done} of {total} {unit}"
+            show()
 
-        self._count = f"{done} of {total} {unit}"
+        def show() -> None:
+            self._count, self._steps = f"{done} of {total} {unit}", (done, total)
+
+        show()
         try:
             yield count
         finally:
-            self._count = ""
+            self._count, self._steps = "", (0, 0)
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT):
@@ -97,7 +101,10 @@ class Progress:
         with self._lock:
             now = ", ".join(filter(None, (self._stage, self._count))) or "loading"
             if not self._bar.disable:
-                self._bar.n = self.spent if self._seconds is None else min(self._seconds, self.spent)
+                if self._seconds is None:
+                    self._bar.n, self._bar.total = self._steps
+                else:
+                    self._bar.n = min(self._seconds, self.spent)
                 self._bar.set_description_str(now, refresh=False)
                 self._bar.set_postfix_str(self.leader and f"leader {self.leader}")
             elif time.monotonic() - self._spoken >= _SILENCE:
@@ -110,19 +117,17 @@ class Progress:
 
 @contextlib.contextmanager
 def counting(total: int, unit: str, stage: str) -> Iterator[Callable[[], object]]:
-    """Yield a function that counts one step of a stage of the running program, or of a bar of its own.
+    """Yield a function that counts one step of a stage of a program.
 
     Args:
         total: the number of steps.
         unit: of a step, such as ``prompts``.
-        stage: named by a bar of its own.
+        stage: the name that a program without a :class:`Progress` shows.
     """
-    if _running:
-        with _running[-1].counting(total, unit) as count:
-            yield count
-    else:
-        with tqdm(total=total, unit=unit, desc=stage, disable=None) as bar:
-            yield bar.update
+    with contextlib.ExitStack() as shown:
+        if not _running:
+            shown.enter_context(Progress()).begin(stage)
+        yield shown.enter_context(_running[-1].counting(total, unit))
 
 
 def say(line: str, file: TextIO | None = None) -> None:

@@ -34,12 +34,14 @@ class Budget:
     Args:
         study: keeps the seconds that were spent.
         seconds: of the whole search; None for no limit.
-        started: start of this run, on the clock of ``time.monotonic``.
+        started: start of this process, on the clock of ``time.monotonic``.
+        leads: whether this process is the first of those that work on the study. The others count no second of their own
+            start, because the first has counted it.
     """
 
-    def __init__(self, study: optuna.Study, seconds: float | None, started: float) -> None:
+    def __init__(self, study: optuna.Study, seconds: float | None, started: float, leads: bool = True) -> None:
         self._study, self._seconds = study, seconds
-        self.started = started - float(study.user_attrs.get(_SPENT, 0.0))
+        self.started = (started if leads else time.monotonic()) - float(study.user_attrs.get(_SPENT, 0.0))
 
     def left(self, stage: str) -> float:
         """Return the seconds until a stage must end, 0 if it must have ended; infinite without a limit."""
@@ -68,7 +70,7 @@ class Budget:
             self._study.set_user_attr(f"{_LEFT_OUT}{stage}", "")
 
     def save(self) -> None:
-        """Store the seconds that were spent, after a step. Other workers may have spent more of the same time."""
+        """Store the seconds that were spent, after a step. Other workers may have stored more of the same time."""
         with defer_interrupt():
             if (spent := self.spent) > float(self._study.user_attrs.get(_SPENT, 0.0)):
                 self._study.set_user_attr(_SPENT, spent)

@@ -35,7 +35,7 @@ from searches.study.leaderboard import FINISHED, ranking
 from searches.study.objective import MEASURING_SECONDS, Objective, Refusal
 from searches.study.requeue import DUPLICATE_OF, finish_trial, repair
 from searches.workers.alone import ALONE, Alone, Workers
-from searches.workers.slots import Slot, take_slot
+from searches.workers.slots import Slot, close_slots, take_slot
 
 OVERHEAD_SECONDS = "between_seconds"
 """User attribute of a trial: seconds of Optuna, MLflow and Hydra since the end of the trial before."""
@@ -186,7 +186,7 @@ def run_trials(
             that measurements of the leader come in between.
         ledgers: count shared artifacts that trials make.
         crew: the workers of the study.
-        seconds_left: returns the seconds in which further trials must end; none starts that would not.
+        seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
 
     Raises:
         KeyboardInterrupt: the running trial is marked as failed; :func:`~searches.study.requeue.repair` queues it again.
@@ -209,6 +209,8 @@ def run_trials(
             duplicates = duplicates + 1 if done is not None and DUPLICATE_OF in done.user_attrs else 0
             if done is not None and done.state in FINISHED:
                 on_trial(done)
+    else:
+        close_slots(crew)
 
 
 def _usual_seconds(study: optuna.Study) -> float:

@@ -17,6 +17,7 @@ from searches.workers.alone import Alone, Workers
 from searches.workers.board import Board, Look, of_kind
 from searches.workers.crew import Crew
 
+_CLOSED = "closed"
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 Repair = Callable[[Sequence[FrozenTrial], Look], bool]
 
@@ -55,7 +56,7 @@ class Slot:
 
 
 def take_slot(crew: Workers, study: optuna.Study, wanted: int, repair: Repair = lambda *_: False) -> Slot | None:
-    """Take the next slot of a study; return None once it has the wanted number of finished trials.
+    """Take the next slot of a study; return None once it has the wanted number of finished trials, or is closed.
 
     Args:
         crew: of this worker.
@@ -77,6 +78,9 @@ def take_slot(crew: Workers, study: optuna.Study, wanted: int, repair: Repair = 
             crew.stay()
             slot = Slot.add(crew)  # its worker was presumed dead
             return False
+        if any(look.is_held(row) and row.number < slot.number for row in of_kind(look.rows, _CLOSED)):
+            counted = wanted
+            return True
         counted = _count(trials, look, slot.number)
         return counted < wanted or sum(trial.state in FINISHED for trial in trials) >= wanted
 
@@ -89,6 +93,12 @@ def take_slot(crew: Workers, study: optuna.Study, wanted: int, repair: Repair = 
         return slot
     slot.__exit__(None, None, None)
     return None
+
+
+def close_slots(crew: Workers) -> None:
+    """Let no worker take a further slot while this one is there, because the time for trials is over."""
+    if not isinstance(crew, Alone):
+        crew.board.add(kind=_CLOSED, worker=crew.worker)
 
 
 def wait_for_slots(crew: Workers) -> None:

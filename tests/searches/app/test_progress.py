@@ -55,10 +55,11 @@ def test_a_log_file_is_never_silent_for_long(capsys: pytest.CaptureFixture[str],
     assert lines[-1] == "[   0 s] predictions, 1 of 7 masks"
 
 
-def test_a_terminal_shows_one_bar_with_stage_leader_and_interval() -> None:
+def in_terminal(script: str) -> str:
+    """Return what a script shows in a terminal of 140 columns."""
     controller, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 140))
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=terminal, stderr=terminal, env=environment())
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=terminal, stderr=terminal, env=environment())
     os.close(terminal)
     shown = b""
     try:
@@ -68,14 +69,39 @@ def test_a_terminal_shows_one_bar_with_stage_leader_and_interval() -> None:
         pass
     os.close(controller)
     assert process.wait() == 0
-    text = shown.decode()
+    return shown.decode()
+
+
+def test_a_terminal_shows_one_bar_with_stage_leader_and_interval() -> None:
+    text = in_terminal(SCRIPT)
     assert "trial 0: 1.50 x\r\n" in text
     assert "[" not in text.partition("trial 0")[2].partition("\n")[0]  # the bar shows the state
     bars = text.split("\r")
     assert any("trials, 1 of 4 trials" in bar and "1 of 100 s" in bar and "1.20 to 1.80" in bar for bar in bars)
 
 
-def test_a_program_without_progress_counts_in_a_bar_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_without_a_budget_counts_in_the_bar_of_each_stage() -> None:
+    stage = (
+        SCRIPT[: SCRIPT.index("with Progress")]
+        + """
+with counting(4, "prompts", "continuations") as count:
+    count()
+    time.sleep(1.5)
+"""
+    )
+    shown = in_terminal(stage)
+    assert any("continuations, 1 of 4 prompts" in bar and "█" in bar for bar in shown.split("\r"))
+
+
+def test_a_program_without_a_budget_is_never_silent_for_long_either(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_SILENCE", 0.05)
+    monkeypatch.setattr(progress, "_BEAT", 0.01)
+    out = ""
     with counting(3, "prompts", "continuations") as count:
         count()
-    assert capsys.readouterr().out == ""
+        while not out:
+            time.sleep(0.02)
+            out = capsys.readouterr().out
+    assert out.splitlines()[0] == "[   0 s] continuations, 1 of 3 prompts"

@@ -14,6 +14,7 @@ import pytest
 from optuna.trial import TrialState
 
 from searches.space.search_space import SearchSpace
+from searches.study.budget import Budget
 from searches.study.objective import Objective
 from searches.study.requeue import DUPLICATE_OF, requeue_unfinished
 from searches.study.study import StudySettings, run_trials
@@ -73,6 +74,27 @@ def test_finished_trials_from_before_there_were_workers_count(database: str) -> 
     with member(database) as crew:
         run_trials(study, objective, StudySettings(n_trials=5), lambda trial: None, crew=crew)
     assert sum(trial.state in FINISHED for trial in study.trials) == 5
+
+
+def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(database: str) -> None:
+    study = study_in(opened(database))
+    objective = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
+    with member(database) as late:
+        with member(database) as first:
+            run_trials(study, objective, StudySettings(n_trials=9), lambda trial: None, (), (), first, lambda: 0.0)
+            run_trials(study, objective, StudySettings(n_trials=9), lambda trial: None, crew=late)
+            assert sum(trial.state in FINISHED for trial in study.trials) == 2
+        run_trials(study, objective, StudySettings(n_trials=4), lambda trial: None, crew=late)  # it has more time
+    assert sum(trial.state in FINISHED for trial in study.trials) == 4
+
+
+def test_the_start_of_a_further_worker_is_not_spent_twice(database: str) -> None:
+    study = study_in(opened(database))
+    with member(database) as first, member(database) as further:
+        Budget(study, 100.0, time.monotonic() - 30, first.leads()).save()
+        assert Budget(study, 100.0, time.monotonic() - 20, further.leads()).spent == pytest.approx(30, abs=2)
+    with member(database) as resumed:
+        assert Budget(study, 100.0, time.monotonic() - 20, resumed.leads()).spent == pytest.approx(50, abs=2)
 
 
 def test_a_configuration_that_another_worker_measures_is_not_measured_too(database: str) -> None:
